@@ -1,0 +1,56 @@
+# make demo    plan and train a small model on this machine's CPU
+# make test    lint, format, types and tests: all that must pass before a change lands
+# make slow    the tests that `make test` leaves out
+# make bench   the benchmarks
+#
+# The environment is made in .venv on first use, and again when pyproject.toml changes.
+# torch comes first and alone, so that TORCH decides which build it is, for example
+#   make test TORCH="torch==2.13.0 --index-url URL"
+
+PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+DEMO_READY := .venv/ready-demo
+TEST_READY := .venv/ready-test
+
+.PHONY: demo test lint format slow bench clean
+
+demo: $(DEMO_READY)
+	$(BIN)/autopar demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(TEST_READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: $(TEST_READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+slow: $(TEST_READY)
+	$(BIN)/python -m pytest -m slow
+
+bench: $(DEMO_READY)
+	$(BIN)/autopar bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" \
+		|| { echo "autopar needs Python 3.11 or newer, found '$(PYTHON)'; run make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(DEMO_READY): pyproject.toml | $(BIN)/python
+	$(PIP) install $(TORCH)
+	$(PIP) install -e ".[hf]"
+	@touch $@
+
+$(TEST_READY): $(DEMO_READY)
+	$(PIP) install -e ".[test,hf]"
+	@touch $@

@@ -1,0 +1,228 @@
+"""The menu of one call: every strategy it may run by on a mesh, with seconds and the collectives it runs itself.
+
+A strategy takes one choice of the call's rule per mesh axis. A factor is split into whole parts, or, where it comes
+from a parameter alone (the vocabulary), padded to equal ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autopar.cost import flops, op_seconds
+from autopar.errors import RuleError
+from autopar.hardware import Hardware
+from autopar.layout import I, Layout, S
+from autopar.mesh import Mesh
+from autopar.operation import Call, OpRule
+from autopar.program import TensorInfo
+from autopar.reshard import Transfer, transfer_seconds
+from autopar.rule import WHOLE, BoundRule, Choice, Rule, Term
+from autopar.strategies import rule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call: a choice per mesh axis, the layouts it asks of its inputs and gives its outputs."""
+
+    choices: tuple[str, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    implemented: bool = False
+    transfers: tuple[Transfer, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(self.choices)
+
+    def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Split factors → the names of the mesh axes that split them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, choice in zip(mesh.names, self.choices, strict=True):
+            if choice not in ("-", "R") and not choice.startswith("P"):
+                found[choice] = (*found.get(choice, ()), name)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """The strategies of a call with their seconds (compute and own collectives, forward and backward)."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: np.ndarray
+    call: Call | None = None
+    op: OpRule | None = None
+    bound: BoundRule | None = None
+    reason: str = ""
+    """Why the call runs replicated, where no rule fits it."""
+
+
+def call_menu(node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware) -> Menu:
+    """The menu of a call_function node; `padded` says for each tensor input which dims may be padded."""
+    call = Call.of(node)
+    key = _Key(call, tuple(padded), repr(sorted(call.arguments.items(), key=lambda item: item[0])))
+    return _menu(key, mesh, hardware)
+
+
+def whole_menu(layouts: tuple[Layout, ...], seconds: np.ndarray | None = None) -> Menu:
+    """A menu without a call, one strategy per layout of its only tensor (inputs, parameters, hubs, outputs)."""
+    strategies = tuple(Strategy((str(layout),), (layout,), (layout,)) for layout in layouts)
+    return Menu(strategies, np.zeros(len(layouts)) if seconds is None else seconds)
+
+
+def split_layouts(
+    info: TensorInfo, mesh: Mesh, padded: bool = False, dims: frozenset[int] | None = None
+) -> tuple[Layout, ...]:
+    """Every layout of I and S in which `info` divides, or is padded in a dim that one axis splits."""
+    options = (I, *(S(d) for d, size in enumerate(info.shape) if size > 1 and (dims is None or d in dims)))
+    found = []
+    for each in itertools.product(options, repeat=mesh.ndim):
+        layout = Layout(each)
+        if layout.divides(info.shape, mesh.sizes) or (padded and _pads_once(layout, info.shape, mesh)):
+            found.append(layout)
+    return tuple(found)
+
+
+def _pads_once(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    for dim, size in enumerate(shape):
+        axes = layout.axes_of(dim)
+        parts = layout.num_parts(dim, mesh.sizes)
+        if size % parts and (len(axes) > 1 or size < parts):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a menu depends on; equal for the same call in every layer. Hashed without the argument mapping."""
+
+    call: Call
+    padded: tuple[frozenset[int], ...]
+    arguments: str
+
+    def __hash__(self) -> int:
+        return hash((self.call.target, self.call.inputs, self.call.outputs, self.padded, self.arguments))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Key)
+            and self.call.target is other.call.target
+            and self.call.inputs == other.call.inputs
+            and self.call.outputs == other.call.outputs
+            and self.padded == other.padded
+            and self.arguments == other.arguments
+        )
+
+
+@functools.lru_cache(maxsize=8192)
+def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
+    call = key.call
+    op, bound, reason = _bound_rule(call)
+    implementation = op.implementation
+    joined = implementation.joined if implementation else frozenset()
+    paddable = padded_factors(op, bound, key.padded)
+    total = flops(call, op, bound)
+    found: dict[tuple[object, ...], tuple[Strategy, float]] = {}
+    for choices in itertools.product(bound.choices(joined), repeat=mesh.ndim):
+        if not _divides(choices, bound, paddable, mesh):
+            continue
+        strategy = _strategy(choices, call, op, bound, mesh)
+        share = 1 / math.prod(mesh.sizes[a] for a, choice in enumerate(choices) if choice.factor)
+        seconds = op_seconds(call, total, share, (strategy.inputs, strategy.outputs), mesh.sizes, hardware)
+        seconds += sum(transfer_seconds(each, mesh, hardware) for each in strategy.transfers)
+        same = (strategy.inputs, strategy.outputs, strategy.implemented)
+        if same not in found:
+            found[same] = (strategy, seconds)
+    strategies, times = zip(*found.values(), strict=True)
+    return Menu(tuple(strategies), np.array(times), call, op, bound, reason)
+
+
+def _bound_rule(call: Call) -> tuple[OpRule, BoundRule, str]:
+    """The call's rule fitted to its shapes; one that keeps every dim whole, and the reason, where there is none."""
+    op = rule_of(call)
+    reason = "no rule"
+    if op is not None:
+        try:
+            shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]
+            return op, Rule.parse(op.rule).bind(*shapes), ""
+        except RuleError as error:
+            reason = str(error)
+
+    def whole(info: TensorInfo) -> Term:
+        return Term(((WHOLE,),) * len(info.shape))
+
+    rule = Rule(tuple(map(whole, call.inputs)), tuple(map(whole, call.outputs)))
+    return OpRule(str(rule)), BoundRule(rule, {}), reason
+
+
+def padded_factors(op: OpRule, bound: BoundRule, padded: Sequence[frozenset[int]]) -> frozenset[str]:
+    """Factors that may be padded: alone on their dims, padded on every input that has them, kept or implemented."""
+    terms = (*bound.rule.inputs, *bound.rule.outputs)
+    grouped = {name for term in terms for dim in term.dims if len(dim) > 1 for name in dim}
+    implemented = op.implementation.factors or frozenset() if op.implementation else frozenset()
+    found = set()
+    for factor in bound.splittable:
+        dims = [term.dim_of(factor) for term in bound.rule.inputs]
+        held = [dim in padded[i] for i, dim in enumerate(dims) if dim is not None]
+        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) or factor in implemented
+        if factor not in grouped and held and all(held) and kept:
+            found.add(factor)
+    return frozenset(found)
+
+
+def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:
+    parts: dict[str, list[int]] = {}
+    for axis, choice in enumerate(choices):
+        if choice.factor:
+            parts.setdefault(choice.factor, []).append(mesh.sizes[axis])
+    for factor, sizes in parts.items():
+        size, whole = bound.sizes[factor], math.prod(sizes)
+        if size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
+            return False
+    return True
+
+
+def _strategy(choices: Sequence[Choice], call: Call, op: OpRule, bound: BoundRule, mesh: Mesh) -> Strategy:
+    def layouts(infos: Sequence[TensorInfo], side: str) -> tuple[Layout, ...]:
+        found = []
+        for index, info in enumerate(infos):
+            layout = Layout(getattr(choice, side)[index] for choice in choices)
+            found.append(layout if info.requires_grad else layout.without_gradient)
+        return tuple(found)
+
+    split = {choice.factor for choice in choices if choice.factor}
+    implementation = op.implementation
+    implemented = bool(implementation and (implementation.factors is None or split & implementation.factors))
+    strategy = Strategy(
+        tuple(choice.name for choice in choices),
+        layouts(call.inputs, "inputs"),
+        layouts(call.outputs, "outputs"),
+        implemented,
+    )
+    if not (implemented and implementation and implementation.traffic):
+        return strategy
+    axes = strategy.axes_by_factor(mesh)
+    transfers = _own_transfers(call, implementation.traffic, axes, bound.sizes, mesh)
+    return Strategy(strategy.choices, strategy.inputs, strategy.outputs, True, transfers)
+
+
+def _own_transfers(
+    call: Call, traffic: object, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: Mesh
+) -> tuple[Transfer, ...]:
+    """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names."""
+    assert callable(traffic)
+    local = {
+        factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
+        for factor, size in sizes.items()
+    }
+    return tuple(
+        Transfer(collective.name, axis, collective.num_bytes, collective.backward)
+        for collective in traffic(call, local)
+        for axis in axes.get(collective.factor, ())
+        if mesh.size(axis) > 1
+    )

@@ -1,0 +1,117 @@
+"""Seconds and bytes of one operation on one device, from its rule and its local shapes.
+
+    seconds = max(FLOPs / peak FLOP/s, bytes / memory bandwidth) + latency      (roofline, Williams et al. 2009)
+
+forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar.hardware import Hardware
+from autopar.layout import Layout
+from autopar.operation import Call, OpRule
+from autopar.program import TensorInfo
+from autopar.rule import BoundRule
+
+ADAM_STATE_BYTES = 8  # two fp32 moments per element
+ADAM_STATE_TRAFFIC = 16  # bytes per element: both moments are read and written
+
+_INPUT_SAVERS = frozenset(
+    "linear mm bmm addmm baddbmm matmul mul div pow silu gelu relu layer_norm rms_norm native_layer_norm group_norm "
+    "batch_norm conv1d conv2d conv3d conv_transpose2d cross_entropy_loss mse_loss cos sin log scaled_dot_product_attention "
+    "softplus max_pool2d abs where".split()
+)
+_OUTPUT_SAVERS = frozenset(
+    "softmax _softmax log_softmax exp tanh sigmoid rsqrt sqrt relu scaled_dot_product_attention reciprocal".split()
+)
+
+
+def base_name(call: Call) -> str:
+    """The operation's name without namespace and overload: "linear"."""
+    target = call.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def is_view(call: Call) -> bool:
+    """Whether the call returns an alias of its input and moves no data."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in call.target._schema.returns)
+
+
+def is_contraction(bound: BoundRule) -> bool:
+    """Whether the rule multiplies two tensors and sums a factor away."""
+    factors = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
+    kept = {factor for term in bound.rule.outputs for factor in term.factors}
+    return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
+
+
+def flops(call: Call, op: OpRule, bound: BoundRule) -> float:
+    """Floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
+    if op.flops is not None:
+        return float(op.flops)
+    if is_contraction(bound) and base_name(call) != "embedding":
+        return 2.0 * math.prod(bound.sizes.values())
+    return float(sum(output.num_elements for output in call.outputs))
+
+
+def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
+    return math.prod(layout.local_shape(info.shape, sizes))
+
+
+def op_seconds(
+    call: Call,
+    total_flops: float,
+    share: float,
+    layouts: tuple[Sequence[Layout], Sequence[Layout]],
+    sizes: Sequence[int],
+    hardware: Hardware,
+) -> float:
+    """Seconds, forward and backward, of a call that computes `share` of its FLOPs on each device."""
+    if is_view(call):
+        return 0.0
+    inputs = sum(
+        local_elements(info, layout, sizes) * info.dtype.itemsize
+        for info, layout in zip(call.inputs, layouts[0], strict=True)
+    )
+    outputs = sum(
+        local_elements(info, layout, sizes) * info.dtype.itemsize
+        for info, layout in zip(call.outputs, layouts[1], strict=True)
+    )
+    if base_name(call) == "embedding":
+        inputs = outputs  # a lookup reads the rows it needs, not the table
+    dtype = call.outputs[0].dtype if call.outputs else torch.float32
+    forward = max(total_flops * share / hardware.flops_of(dtype), (inputs + outputs) / hardware.memory_bytes_per_s)
+    forward += hardware.op_latency_s
+    num_backward = sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
+    return forward * (1 + num_backward)
+
+
+def saves_input(call: Call) -> bool:
+    """Whether the backward of the call needs its inputs."""
+    return base_name(call).rstrip("_") in _INPUT_SAVERS
+
+
+def saves_output(call: Call) -> bool:
+    """Whether the backward of the call needs its outputs."""
+    return base_name(call) in _OUTPUT_SAVERS
+
+
+def parameter_bytes(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
+    """Bytes of a parameter, its gradient and its Adam state on one device, in its storage layout."""
+    elements = local_elements(info, layout, sizes)
+    each = info.dtype.itemsize * (2 if info.requires_grad else 1) + (ADAM_STATE_BYTES if info.requires_grad else 0)
+    return elements * each
+
+
+def optimizer_seconds(info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware) -> float:
+    """Seconds of the Adam step of a parameter in its storage layout: bound by memory bandwidth."""
+    if not info.requires_grad:
+        return 0.0
+    moved = local_elements(info, layout, sizes) * (3 * info.dtype.itemsize + ADAM_STATE_TRAFFIC)
+    return moved / hardware.memory_bytes_per_s + hardware.op_latency_s

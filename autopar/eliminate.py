@@ -1,0 +1,250 @@
+"""Min-plus variable elimination: the exact optimum of a problem without a memory row, in time exponential in treewidth.
+
+Nodes are eliminated one after the other. Eliminating v collects the tables that mention v (its *bucket*), adds them up
+and minimises over v; the result is a table over v's remaining neighbours, the *message*, which falls into a later bucket:
+
+    message_v(neighbours) = min_v Σ tables of bucket v            (Dechter, Bucket Elimination, 1999)
+
+Models repeat their layers, so most buckets compute the same message. Which ones is known before any number is: equal
+inputs in equal places. Such a computation is one `Step`, done once per evaluation however many buckets share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.problem import Floats, Integers, Problem
+
+MAX_TABLE = 50_000_000  # entries a bucket may span: 400 MB would it be built at once
+MAX_WORK = 5_000_000_000  # entries of all steps together: about half a minute on one core
+BLOCK = 1 << 21  # entries built at once: 16 MB, which stays in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Add tables up over a bag (the eliminated node on axis 0) of these sizes, and minimise over axis 0."""
+
+    sizes: tuple[int, ...]
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]
+    """(number of a table, the bag's axis of each of its dims), smallest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The elimination of the first node of `bag`; its message is over the others."""
+
+    bag: tuple[int, ...]
+    step: int
+    edges: tuple[int, ...]
+    """Edges of the problem (by position) whose table lies in this bucket."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elimination:
+    """An order of elimination, compiled: the distinct steps, and the buckets that use them, first eliminated first."""
+
+    steps: tuple[Step, ...]
+    buckets: tuple[Bucket, ...]
+    num_tables: int
+    """Tables of the problem itself; the message of step i is table num_tables + i."""
+
+    @property
+    def work(self) -> int:
+        """Entries computed by one evaluation."""
+        return sum(math.prod(step.sizes) for step in self.steps)
+
+    @property
+    def unshared_work(self) -> int:
+        """Entries of all buckets, as when every one of them is computed by itself."""
+        return sum(math.prod(self.steps[bucket.step].sizes) for bucket in self.buckets)
+
+    @property
+    def largest(self) -> int:
+        """Entries of the largest bucket."""
+        return max((math.prod(step.sizes) for step in self.steps), default=0)
+
+
+class Tables:
+    """The distinct tables of a problem: equal menus and equal edges are one table, whatever node they belong to."""
+
+    def __init__(self, problem: Problem) -> None:
+        numbers: dict[object, int] = {}
+        content = _ContentKeys()
+        self._menus: list[tuple[Floats, Integers]] = []
+        self._matrices: list[Floats] = []
+        self.of_node: list[int] = []
+        self.of_edge: list[int] = []
+        for node in problem.nodes:
+            key = (content.key(node.seconds), content.key(node.num_bytes))
+            if key not in numbers:
+                numbers[key] = len(self._menus)
+                self._menus.append((node.seconds, node.num_bytes))
+            self.of_node.append(numbers[key])
+        for edge in problem.edges:
+            # An edge from a node to itself is chosen on its diagonal.
+            loop = edge.source == edge.target
+            edge_key = (content.key(edge.seconds), loop)
+            if edge_key not in numbers:
+                numbers[edge_key] = len(self._menus) + len(self._matrices)
+                self._matrices.append(np.diagonal(edge.seconds) if loop else edge.seconds)
+            self.of_edge.append(numbers[edge_key])
+
+    def __len__(self) -> int:
+        return len(self._menus) + len(self._matrices)
+
+    def weighted(self, multiplier: float) -> list[Floats]:
+        """The tables of `seconds + multiplier * bytes`."""
+        return [seconds + multiplier * num_bytes for seconds, num_bytes in self._menus] + self._matrices
+
+    def bytes_only(self) -> list[Floats]:
+        """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
+        menus = [np.where(np.isfinite(seconds), num_bytes, np.inf) for seconds, num_bytes in self._menus]
+        return menus + [np.where(np.isfinite(matrix), 0.0, np.inf) for matrix in self._matrices]
+
+
+def compile_elimination(problem: Problem, tables: Tables, balanced: bool) -> Elimination:
+    """Choose an order and find the steps its buckets share; computes no table.
+
+    `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    ends = [frozenset((edge.source, edge.target)) for edge in problem.edges]
+    order = _order(sizes, ends, balanced)
+    position = {node: place for place, node in enumerate(order)}
+    factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
+    edges: list[list[int]] = [[] for _ in order]
+    for node, table in enumerate(tables.of_node):
+        factors[position[node]].append((table, (node,)))
+    for number, (edge, table) in enumerate(zip(problem.edges, tables.of_edge, strict=True)):
+        place = min(position[edge.source], position[edge.target])
+        edges[place].append(number)
+        factors[place].append((table, (edge.source,) if edge.source == edge.target else (edge.source, edge.target)))
+    steps: dict[Step, int] = {}
+    buckets: list[Bucket] = []
+    for place, node in enumerate(order):
+        # Axes in order of first mention: equal buckets of different layers then get equal steps.
+        bag = tuple(dict.fromkeys((node, *itertools.chain.from_iterable(scope for _, scope in factors[place]))))
+        axis = {member: number for number, member in enumerate(bag)}
+        inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors[place]]
+        inputs.sort(key=lambda entry: math.prod(sizes[bag[a]] for a in entry[1]))
+        step = Step(tuple(sizes[member] for member in bag), tuple(inputs))
+        number = steps.setdefault(step, len(steps))
+        buckets.append(Bucket(bag, number, tuple(edges[place])))
+        if len(bag) > 1:
+            factors[min(position[member] for member in bag[1:])].append((len(tables) + number, bag[1:]))
+    return Elimination(tuple(steps), tuple(buckets), len(tables))
+
+
+def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
+    """The given tables followed by the message of every step."""
+    found = list(tables)
+    for step in elimination.steps:
+        found.append(_message(step, found))
+    return found
+
+
+def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
+    """The least sum, from the tables that `evaluate` returned; inf if everything is forbidden."""
+    roots = (bucket for bucket in elimination.buckets if len(bucket.bag) == 1)
+    return sum(float(tables[elimination.num_tables + bucket.step]) for bucket in roots)
+
+
+def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int, ...]:
+    """A choice per node that attains the optimum, from the tables of `evaluate`; the first index among equals."""
+    chosen: dict[int, int] = {}
+    for bucket in reversed(elimination.buckets):
+        row: Floats | float = 0.0
+        for table, axes in elimination.steps[bucket.step].inputs:
+            index = tuple(slice(None) if axis == 0 else chosen[bucket.bag[axis]] for axis in axes)
+            row = row + tables[table][index]
+        chosen[bucket.bag[0]] = int(np.argmin(row))
+    return tuple(chosen[node] for node in range(len(chosen)))
+
+
+def bag_sum(step: Step, tables: Sequence[Floats], rows: slice = slice(None)) -> Floats:
+    """All tables of a step added up over its bag, of which axis 1 may be cut to `rows`."""
+    total: Floats | float = 0.0
+    for number, axes in step.inputs:
+        table = tables[number].transpose(np.argsort(axes))
+        shape = [step.sizes[axis] if axis in axes else 1 for axis in range(len(step.sizes))]
+        table = table.reshape(shape)
+        total = total + (table[:, rows] if len(shape) > 1 and shape[1] > 1 else table)
+    return np.asarray(total)
+
+
+def _message(step: Step, tables: Sequence[Floats]) -> Floats:
+    """The minimum over the bag's first axis, in blocks along the second."""
+    rest = step.sizes[1:]
+    if math.prod(step.sizes) <= BLOCK or not rest:
+        return np.asarray(bag_sum(step, tables).min(axis=0))
+    found = np.empty(rest)
+    height = max(1, BLOCK * rest[0] // math.prod(step.sizes))
+    for start in range(0, rest[0], height):
+        rows = slice(start, start + height)
+        found[rows] = bag_sum(step, tables, rows).min(axis=0)
+    return found
+
+
+def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool) -> list[int]:
+    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position."""
+    around: list[set[int]] = [set() for _ in sizes]
+    for pair in ends:
+        if len(pair) == 2:
+            one, other = pair
+            around[one].add(other)
+            around[other].add(one)
+    depth = [0] * len(sizes)
+
+    def priority(node: int) -> tuple[int, ...]:
+        fill = 0
+        if len(around[node]) > 2:
+            fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
+        table = sizes[node] * math.prod(sizes[other] for other in around[node])
+        return (fill, depth[node], table, node) if balanced else (fill, table, depth[node], node)
+
+    current = {node: priority(node) for node in range(len(sizes))}
+    heap = list(current.values())
+    heapq.heapify(heap)
+    order: list[int] = []
+    while heap:
+        entry = heapq.heappop(heap)
+        node = entry[-1]
+        if current.get(node) != entry:
+            continue
+        del current[node]
+        order.append(node)
+        neighbours = around[node]
+        changed = set(neighbours)
+        for one in neighbours:
+            around[one].discard(node)
+            depth[one] = max(depth[one], depth[node] + 1)
+        for one, other in itertools.combinations(sorted(neighbours), 2):
+            if other not in around[one]:
+                around[one].add(other)
+                around[other].add(one)
+                changed |= around[one] & around[other]
+        for other in changed:
+            current[other] = priority(other)
+            heapq.heappush(heap, current[other])
+    return order
+
+
+class _ContentKeys:
+    """Keys of arrays by content, computed once per object."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, tuple[object, tuple[object, ...]]] = {}
+
+    def key(self, array: np.ndarray) -> tuple[object, ...]:
+        if id(array) not in self._by_object:
+            digest = hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).digest()
+            # The array is kept with its key: an id means something only while the object lives.
+            self._by_object[id(array)] = (array, (array.shape, array.dtype.str, digest))
+        return self._by_object[id(array)][1]

@@ -1,0 +1,37 @@
+"""What can go wrong for a user. Every message says what was found, what was needed and what to do."""
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises on purpose."""
+
+
+class MeshError(AutoparError, ValueError):
+    """A mesh, an axis name or a world size that does not fit."""
+
+
+class LayoutError(AutoparError, ValueError):
+    """A layout that a tensor cannot have."""
+
+
+class RuleError(AutoparError, ValueError):
+    """A rule that cannot be parsed or does not fit the shapes of its operation."""
+
+
+class CaptureError(AutoparError, RuntimeError):
+    """A model that cannot be captured faithfully."""
+
+
+class AnnotationError(AutoparError, ValueError):
+    """An annotation that matches nothing, does not divide or contradicts another."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan that belongs to another model or mesh, or a problem without any plan."""
+
+
+class InfeasibleError(PlanError):
+    """No choice of layouts satisfies the pins and the memory limit."""
+
+
+class InputError(AutoparError, ValueError):
+    """Inputs that differ from those the model was compiled for."""

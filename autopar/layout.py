@@ -1,0 +1,145 @@
+"""Layouts: where the value of a tensor lives on a mesh, and where its gradient lives.
+
+A tensor has one placement per mesh axis. Each placement says both, so that the backward follows from the forward
+(the varying/invariant types of JAX's shard_map, with their transposes):
+
+    placement   the value on the axis's ranks    its gradient
+    S(d)        dim d split                      split the same way
+    I           equal everywhere                 equal everywhere
+    R           equal everywhere                 partial: to be summed
+    P           partial: to be summed            equal everywhere
+
+When several axes split one dim, the earlier mesh axis is the outer one, as in DTensor.
+A dim that does not divide is padded at its end to equal local sizes; only dims that come from a parameter may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from autopar.errors import LayoutError
+
+
+class Placement:
+    """One of S(d), I, R, P. Instances are unique, so `is` and `==` agree."""
+
+    __slots__ = ("dim", "kind")
+    kind: str
+    dim: int
+
+    def __init__(self, kind: str, dim: int = -1) -> None:
+        self.kind = kind
+        self.dim = dim
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (parse_placement, (repr(self),))
+
+    def __copy__(self) -> Placement:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Placement:
+        return self
+
+    @property
+    def is_split(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def transposed(self) -> Placement:
+        """The placement of the gradient, read as a value: S(d) → S(d), I → I, R → P, P → I."""
+        return {"S": self, "I": I, "R": P, "P": I}[self.kind]
+
+
+I: Final = Placement("I")
+R: Final = Placement("R")
+P: Final = Placement("P")
+
+
+@functools.cache
+def S(dim: int) -> Placement:
+    """The placement that splits dim `dim`."""
+    if dim < 0:
+        raise LayoutError(f"S({dim}): the dim of a split counts from 0.")
+    return Placement("S", dim)
+
+
+def parse_placement(text: str) -> Placement:
+    """Read what `repr` of a placement prints."""
+    if text in ("I", "R", "P"):
+        return {"I": I, "R": R, "P": P}[text]
+    match = re.fullmatch(r"S\((\d+)\)", text)
+    if not match:
+        raise LayoutError(f"{text!r} is no placement; a placement is S(dim), I, R or P.")
+    return S(int(match.group(1)))
+
+
+class Layout(tuple[Placement, ...]):
+    """One placement per mesh axis.
+
+    >>> Layout((S(0), I))
+    Layout('S(0) I')
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return " ".join(map(repr, self))
+
+    def __repr__(self) -> str:
+        return f"Layout({str(self)!r})"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read what `str` of a layout prints.
+
+        >>> Layout.parse("S(1) P")
+        Layout('S(1) P')
+        """
+        return cls(map(parse_placement, text.split()))
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """Mesh axes (by position) that split `dim`, outermost first."""
+        return tuple(axis for axis, placement in enumerate(self) if placement.kind == "S" and placement.dim == dim)
+
+    def replace(self, axis: int, placement: Placement) -> Layout:
+        """The same layout but for one axis."""
+        return Layout((*self[:axis], placement, *self[axis + 1 :]))
+
+    @property
+    def without_gradient(self) -> Layout:
+        """The layout of a tensor that needs no gradient, for which I and R are the same: R becomes I."""
+        return Layout(I if placement is R else placement for placement in self)
+
+    @property
+    def transposed(self) -> Layout:
+        """The layout of the gradient, read as a value."""
+        return Layout(placement.transposed for placement in self)
+
+    def num_parts(self, dim: int, sizes: Sequence[int]) -> int:
+        """Into how many parts `dim` is split on a mesh of these axis sizes."""
+        return math.prod(sizes[axis] for axis in self.axes_of(dim))
+
+    def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+        """The shape each rank holds (padded when a dim does not divide) on a mesh of these axis sizes."""
+        local = list(shape)
+        for axis, placement in enumerate(self):
+            if placement.kind == "S":
+                local[placement.dim] = -(-local[placement.dim] // sizes[axis])
+        return tuple(local)
+
+    def divides(self, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether every split dim divides evenly."""
+        return all(shape[dim] % self.num_parts(dim, sizes) == 0 for dim in {p.dim for p in self if p.kind == "S"})
+
+
+@functools.cache
+def replicated(ndim: int) -> Layout:
+    """I on every one of `ndim` mesh axes."""
+    return Layout((I,) * ndim)

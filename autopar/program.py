@@ -1,0 +1,106 @@
+"""A captured model: one clean fx graph of ATen calls, with the shape, dtype, gradient flag and module of every tensor.
+
+`capture` makes a Program, the planner reads it, the runtime rewrites it. The graph is a `torch.fx.Graph` whose
+placeholders are, in this order, parameters, buffers, constants and user inputs, and whose output is one flat tuple:
+the user's outputs (tensors, or plain constants) followed by the new values of mutated buffers.
+Every node carries
+
+    node.meta["tensor"]   TensorInfo, or a tuple of TensorInfo/None for an op with several outputs, or None
+    node.meta["module"]   dotted path of the module that made the call, "" for the root
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it exists: global shape, dtype, and whether a gradient flows into it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(slots=True)
+class Program:
+    """A captured model. `parameters`, `buffers` and `constants` map original names to placeholder names."""
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    """Original name (the first one, for tied parameters) → placeholder, for parameters the graph uses."""
+    tied: dict[str, str]
+    """Every further name of a tied parameter or buffer → its first name."""
+    buffers: dict[str, str]
+    """Original buffer name → placeholder, for buffers the graph uses."""
+    constants: dict[str, torch.Tensor]
+    """Placeholder → tensor lifted out of the graph (real tensors, on CPU)."""
+    inputs: tuple[str | None, ...]
+    """Placeholder of each leaf of the flattened (args, kwargs); None where the leaf is no tensor or is unused."""
+    input_values: tuple[object, ...]
+    """The leaf itself where it is no tensor (it was specialised), else its TensorInfo."""
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    num_outputs: int
+    """How many entries of the graph's output belong to the user; the rest are buffer mutations."""
+    mutations: tuple[str, ...]
+    """Names of the mutated buffers, in the order of the remaining outputs."""
+    training: bool = True
+    input_names: tuple[str, ...] = field(default=())
+    """A readable name per leaf, for errors: `input_ids`, `labels`, `args[0]`."""
+
+    def placeholders(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+
+    @property
+    def output(self) -> tuple[object, ...]:
+        """The flat output: fx nodes or constants."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the graph with its shapes and dtypes: equal for equal models on equal inputs."""
+        digest = hashlib.sha256()
+        index: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            index[node] = len(index)
+            args = map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+            digest.update(f"{node.op} {node.target} {args!r} {node.meta.get('tensor')}\n".encode())
+        digest.update(repr(sorted(self.parameters.items())).encode())
+        return digest.hexdigest()[:16]
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a call, one entry per use, in the order of its args and then its kwargs."""
+    found: list[fx.Node] = []
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, fx.Node) and leaf.meta.get("tensor") is not None:
+            found.append(leaf)
+    return found
+
+
+def info_of(node: fx.Node) -> TensorInfo:
+    """The TensorInfo of a node with a single tensor output."""
+    found = node.meta["tensor"]
+    assert isinstance(found, TensorInfo), f"{node} has no single tensor output: {found}"
+    return found

@@ -1,0 +1,237 @@
+"""The cheapest way from one layout to another: a shortest path over single-axis moves.
+
+A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
+One path says what it costs, forward and backward, and which nodes the rewrite inserts.
+Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autopar.hardware import Hardware, Link, link_of
+from autopar.layout import I, Layout, P, Placement, R, S
+from autopar.mesh import Mesh
+
+WIRE_SHARE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # ring: reduce-scatter and all-gather
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective over one mesh axis. `num_bytes` follows NCCL's convention (see `operation.Collective`)."""
+
+    collective: str
+    axis: str
+    num_bytes: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one axis's placement, with the layouts before and after."""
+
+    axis: int
+    before: Layout
+    after: Layout
+
+    @property
+    def source(self) -> Placement:
+        return self.before[self.axis]
+
+    @property
+    def target(self) -> Placement:
+        return self.after[self.axis]
+
+    def __str__(self) -> str:
+        return f"{self.before} → {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What the cost of a move depends on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    padded: frozenset[int] = frozenset()
+    """Dims that may be split unevenly, padded to equal parts."""
+    bucketed: bool = False
+    """A parameter: its collectives run in buckets with others, so that latency does not count."""
+    regather: bool = False
+    """A parameter that the backward needs: gathered again there, and not kept in between."""
+
+    def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
+        """Bytes that each rank holds."""
+        return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
+
+    def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
+        """Whether every split dim divides evenly, or is split once and may be padded."""
+        for dim, size in enumerate(self.shape):
+            axes = layout.axes_of(dim)
+            parts = math.prod(sizes[axis] for axis in axes)
+            if size % parts and not (dim in self.padded and len(axes) == 1 and size >= parts):
+                return False
+        return True
+
+
+def transfers(move: Move, tensor: Tensor, mesh: Mesh) -> tuple[Transfer, ...]:
+    """The collectives of a move, forward and (where a gradient flows) backward."""
+    size = mesh.sizes[move.axis]
+    if size == 1:
+        return ()
+    name = mesh.names[move.axis]
+    source, target = move.source, move.target
+    before = tensor.local_bytes(move.before, mesh.sizes)
+    after = tensor.local_bytes(move.after, mesh.sizes)
+    found: list[Transfer] = []
+    match source.kind, target.kind:
+        case "I", "R":
+            found = [Transfer("all_reduce", name, before, backward=True)]
+        case "I", "S":
+            found = [Transfer("all_gather", name, after * size, backward=True)]
+        case "P", "I":
+            found = [Transfer("all_reduce", name, before)]
+        case "P", "S":
+            found = [
+                Transfer("reduce_scatter", name, after * size),
+                Transfer("all_gather", name, after * size, backward=True),
+            ]
+        case "S", "R":
+            found = [
+                Transfer("all_gather", name, before * size),
+                Transfer("reduce_scatter", name, before * size, backward=True),
+            ]
+        case "S", "I":
+            found = [Transfer("all_gather", name, before * size)]
+        case "S", "S":
+            # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
+            dims = list(move.before.replace(move.axis, I).local_shape(tensor.shape, mesh.sizes))
+            for dim in (source.dim, target.dim):
+                dims[dim] = -(-dims[dim] // size) * size
+            exchanged = math.prod(dims) * tensor.dtype.itemsize // size
+            found = [Transfer("all_to_all", name, exchanged), Transfer("all_to_all", name, exchanged, backward=True)]
+    found = [t for t in found if tensor.requires_grad or not t.backward]
+    if is_regathered(move, tensor):
+        found.append(Transfer("all_gather", name, before * size, backward=True))
+    return tuple(found)
+
+
+def is_regathered(move: Move, tensor: Tensor) -> bool:
+    """Whether the move gathers a parameter that is freed after use and gathered again for the backward."""
+    gathers = move.target is R or (move.target is I and not tensor.requires_grad)
+    return tensor.regather and move.source.is_split and gathers
+
+
+def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: bool = False) -> float:
+    """Seconds of a ring collective: latency + share(n) · bytes / bandwidth of the axis's links."""
+    link: Link = link_of(hardware, mesh, transfer.axis)
+    size = mesh.size(transfer.axis)
+    latency = 0.0 if bucketed else link.latency_s
+    return latency + WIRE_SHARE[transfer.collective](size) * transfer.num_bytes / link.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Moves from one layout to another; `seconds` is forward and backward together."""
+
+    moves: tuple[Move, ...]
+    seconds: float
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return " → ".join(str(layout) for layout in (*(m.before for m in self.moves), self.moves[-1].after)) or "-"
+
+
+class ReshardTable:
+    """All-pairs shortest paths between the layouts of one kind of tensor that split only `dims`.
+
+    `seconds[i, j]` is the cost between the i-th and j-th layout of `layouts` (inf: no way).
+    """
+
+    def __init__(
+        self, layouts: tuple[Layout, ...], seconds: np.ndarray, following: np.ndarray, tensor: Tensor, mesh: Mesh
+    ) -> None:
+        self.layouts = layouts
+        self.index = {layout: i for i, layout in enumerate(layouts)}
+        self.seconds = seconds
+        self._following = following
+        self._tensor = tensor
+        self._mesh = mesh
+
+    def path(self, source: Layout, target: Layout) -> Path:
+        """The cheapest path; the layouts must be connected."""
+        here, there = self.index[source], self.index[target]
+        assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
+        moves: list[Move] = []
+        while here != there:
+            after = int(self._following[here, there])
+            before_layout, after_layout = self.layouts[here], self.layouts[after]
+            (axis,) = (a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
+            moves.append(Move(axis, before_layout, after_layout))
+            here = after
+        moved = tuple(t for move in moves for t in transfers(move, self._tensor, self._mesh))
+        return Path(tuple(moves), float(self.seconds[self.index[source], there]), moved)
+
+
+@functools.lru_cache(maxsize=4096)
+def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
+    """The table of a kind of tensor; cached by value."""
+    layouts = _layouts(tensor, dims, mesh)
+    index = {layout: i for i, layout in enumerate(layouts)}
+    seconds = np.full((len(layouts), len(layouts)), np.inf)
+    np.fill_diagonal(seconds, 0.0)
+    for i, layout in enumerate(layouts):
+        for move in _moves(layout, index):
+            cost = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in transfers(move, tensor, mesh))
+            seconds[i, index[move.after]] = cost + LOCAL_MOVE_SECONDS
+    return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
+
+
+def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+    """Every layout of the tensor that splits only `dims`."""
+    kinds = (I, R, P) if tensor.requires_grad else (I, P)
+    placements = (*kinds, *(S(dim) for dim in sorted(dims)))
+    candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
+    return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
+
+
+def _moves(layout: Layout, allowed: dict[Layout, int]) -> list[Move]:
+    """Every single-axis change that touches no dim which a later axis splits."""
+    placements = dict.fromkeys(placement for each in allowed for placement in each)
+    found = []
+    for axis, source in enumerate(layout):
+        for target in placements:
+            if target is source or source is R is target or (source is P and target is R):
+                continue  # P → R is P → I → R
+            touched = {p.dim for p in (source, target) if p.is_split}
+            if any(later.is_split and later.dim in touched for later in layout[axis + 1 :]):
+                continue
+            after = layout.replace(axis, target)
+            if after in allowed:
+                found.append(Move(axis, layout, after))
+    return found
+
+
+def _all_pairs(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Floyd and Warshall: shortest distances, and the next layout on the way from i to j."""
+    distance = seconds.copy()
+    following = np.tile(np.arange(len(distance)), (len(distance), 1))
+    for middle in range(len(distance)):
+        through = distance[:, middle, None] + distance[None, middle, :]
+        better = through < distance
+        distance = np.where(better, through, distance)
+        following = np.where(better, following[:, middle, None], following)
+    return distance, following

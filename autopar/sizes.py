@@ -1,0 +1,46 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from autopar.errors import InputError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes from a number or a text with a unit.
+
+    >>> parse_bytes("8GB"), parse_bytes("1.5 MiB"), parse_bytes(100)
+    (8000000000, 1572864, 100)
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", size)
+    if not match or match.group(2).upper() not in UNITS:
+        raise InputError(f'{size!r} is no size; write a number and a unit, such as "8GB" or "512MiB".')
+    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as text, in powers of ten.
+
+    >>> format_bytes(8_000_000_000)
+    '8.00 GB'
+    """
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> format_seconds(0.0123)
+    '12.30 ms'
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"

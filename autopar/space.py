@@ -1,0 +1,336 @@
+"""The space of plans of a program: every decision with its menu, and the wires along which layouts must meet.
+
+Decisions are the calls, the parameters (their storage layout), the inputs, the outputs, and a hub for every tensor
+with several consumers: a tensor moved to one layout for several consumers is moved once, in the cost and in the graph.
+Consumers that are the same operation (query, key and value) share a second hub when others stand beside them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from autopar.candidates import Menu, call_menu, padded_factors, split_layouts, whole_menu
+from autopar.cost import local_elements, is_view, optimizer_seconds, parameter_bytes, saves_input, saves_output
+from autopar.hardware import Hardware
+from autopar.layout import Layout, replicated
+from autopar.mesh import Mesh
+from autopar.operation import Call
+from autopar.program import Program, TensorInfo, info_of, tensor_inputs
+from autopar.reshard import Path, ReshardTable, Tensor, reshard_table
+from autopar.rule import ROLE_OF_FACTOR
+
+Roles = tuple[str | None, ...]
+"""The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """Something to be decided: which strategy of its menu a node of the graph takes."""
+
+    name: str
+    kind: str
+    """"call", "parameter", "buffer", "input", "output" or "hub"."""
+    menu: Menu
+    num_bytes: np.ndarray
+    node: fx.Node
+    roles: Mapping[str, str]
+    """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
+
+    def role(self, strategy: int, axis: int) -> str:
+        """What the strategy does on a mesh axis, in the words of annotations and tables."""
+        choice = self.menu.strategies[strategy].choices[axis]
+        if self.kind != "call":
+            placement = repr(self.menu.strategies[strategy].outputs[0][axis])
+            return self.roles.get(placement, placement)
+        if choice == "-":
+            return "replicated"
+        if choice == "R":
+            return "replicated"
+        if choice.startswith("P"):
+            return "partial"
+        return self.roles.get(choice, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor on its way from output `source_output` of one decision to input `target_input` of another."""
+
+    source: int
+    source_output: int
+    target: int
+    target_input: int
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class Space:
+    """All decisions and wires of a program on a mesh."""
+
+    program: Program
+    mesh: Mesh
+    hardware: Hardware
+    decisions: list[Decision] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+    inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
+    """(decision, input position) → the wire that ends there."""
+    dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
+    """(node name, output position) → roles of its dims."""
+
+    def add(self, decision: Decision) -> int:
+        assert decision.name not in self.index, f"two decisions named {decision.name}"
+        self.index[decision.name] = len(self.decisions)
+        self.decisions.append(decision)
+        return len(self.decisions) - 1
+
+    def connect(self, wire: Wire) -> None:
+        self.wires.append(wire)
+        self.inbound[wire.target, wire.target_input] = wire
+
+    def table(self, wire: Wire) -> ReshardTable:
+        """The reshard table that holds every layout either end of the wire may have."""
+        layouts = (*self.source_layouts(wire), *self.target_layouts(wire))
+        dims = frozenset(p.dim for layout in set(layouts) for p in layout if p.is_split)
+        return reshard_table(wire.tensor, dims, self.mesh, self.hardware)
+
+    def source_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]
+
+    def target_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
+
+    def path(self, wire: Wire, choices: Sequence[int]) -> Path:
+        """The reshard along a wire under the choices at its two ends."""
+        source = self.decisions[wire.source].menu.strategies[choices[wire.source]].outputs[wire.source_output]
+        target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
+        return self.table(wire).path(source, target)
+
+    def unruled(self) -> dict[str, str]:
+        """Calls that run replicated because no rule fits them, with the reason."""
+        return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One consumption of a tensor: which decision consumes it, where, and what kind of operation that is."""
+
+    decision: int
+    position: int
+    kind: object
+
+
+def build_space(program: Program, mesh: Mesh, hardware: Hardware, whole_outputs: bool = False) -> Space:
+    """Lay out every decision and wire; `whole_outputs` pins the user's outputs to be equal everywhere."""
+    return _Builder(program, mesh, hardware, whole_outputs).build()
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The call or placeholder that makes a tensor, and which of its outputs (without the absent ones) it is."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        parent, position = node.args
+        assert isinstance(parent, fx.Node) and isinstance(position, int)
+        infos = parent.meta["tensor"]
+        return parent, sum(info is not None for info in infos[:position])
+    return node, 0
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node is a decision of its own: a call that is no `getitem`."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+class _Builder:
+    """The state of one pass over the graph: what is known of each tensor so far."""
+
+    def __init__(self, program: Program, mesh: Mesh, hardware: Hardware, whole_outputs: bool) -> None:
+        self.program = program
+        self.whole_outputs = whole_outputs
+        self.parameters = frozenset(program.parameters.values())
+        self.space = Space(program, mesh, hardware)
+        self.padded: dict[tuple[str, int], frozenset[int]] = {}
+        self.infos: dict[tuple[str, int], TensorInfo] = {}
+        self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
+
+    def build(self) -> Space:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif is_call(node):
+                self._call(node)
+        self._outputs()
+        for key, uses in self.uses.items():
+            self._wire(key, uses)
+        return self.space
+
+    def _placeholder(self, node: fx.Node) -> None:
+        info = node.meta["tensor"]
+        if not isinstance(info, TensorInfo):
+            return
+        self.infos[node.name, 0] = info
+        parameter = node.name in self.parameters
+        is_input = node.name in self.program.inputs
+        mesh, hardware = self.space.mesh, self.space.hardware
+        self.padded[node.name, 0] = frozenset(range(len(info.shape))) if parameter else frozenset()
+        roles = _input_roles(info) if is_input else (None,) * len(info.shape)
+        self.space.dim_roles[node.name, 0] = roles
+        if parameter:
+            layouts = split_layouts(info, mesh, padded=True)
+            num_bytes = np.array([parameter_bytes(info, each, mesh.sizes) for each in layouts])
+            seconds = np.array([optimizer_seconds(info, each, mesh.sizes, hardware) for each in layouts])
+            menu, kind = whole_menu(layouts, seconds), "parameter"
+        else:
+            splits = is_input and not info.requires_grad
+            layouts = split_layouts(info, mesh) if splits else (replicated(mesh.ndim),)
+            num_bytes = np.zeros(len(layouts), dtype=np.int64)
+            menu, kind = whole_menu(layouts), "input" if is_input else "buffer"
+        self.space.add(Decision(node.name, kind, menu, num_bytes, node, _roles_by_placement(roles)))
+
+    def _call(self, node: fx.Node) -> None:
+        sources = [source_of(argument) for argument in tensor_inputs(node)]
+        keys = [(source.name, position) for source, position in sources]
+        menu = call_menu(node, [self.padded[key] for key in keys], self.space.mesh, self.space.hardware)
+        assert menu.call is not None and menu.bound is not None and menu.op is not None
+        roles = _factor_roles(menu, [self.space.dim_roles[key] for key in keys])
+        paddable = padded_factors(menu.op, menu.bound, [self.padded[key] for key in keys])
+        for position, (term, info) in enumerate(zip(menu.bound.rule.outputs, menu.call.outputs, strict=True)):
+            self.infos[node.name, position] = info
+            self.padded[node.name, position] = frozenset(d for d, names in enumerate(term.dims) if names[0] in paddable)
+            self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
+        decision = self.space.add(Decision(node.name, "call", menu, self._saved_bytes(node, menu), node, roles))
+        for position, key in enumerate(keys):
+            self.uses[key].append(_Use(decision, position, (node.target, position)))
+
+    def _saved_bytes(self, node: fx.Node, menu: Menu) -> np.ndarray:
+        """Bytes of the call's outputs that the backward needs, per strategy, in the layout the call gives them."""
+        call = menu.call
+        assert call is not None
+        needed = any(info.requires_grad for info in call.outputs) and (
+            saves_output(call) or any(is_call(user) and saves_input(Call.of(user)) for user in _consumers(node))
+        )
+        sizes = self.space.mesh.sizes
+        return np.array(
+            [
+                sum(
+                    local_elements(info, layout, sizes) * info.dtype.itemsize
+                    for info, layout in zip(call.outputs, strategy.outputs, strict=True)
+                )
+                if needed
+                else 0
+                for strategy in menu.strategies
+            ],
+            dtype=np.int64,
+        )
+
+    def _outputs(self) -> None:
+        """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere."""
+        mesh = self.space.mesh
+        for number, value in enumerate(self.program.output):
+            if not isinstance(value, fx.Node):
+                continue
+            source, position = source_of(value)
+            info = self.infos[source.name, position]
+            free = number < self.program.num_outputs and info.shape and not self.whole_outputs
+            layouts = split_layouts(info, mesh) if free else (replicated(mesh.ndim),)
+            roles = _roles_by_placement(self.space.dim_roles[source.name, position])
+            bytes_ = np.zeros(len(layouts), dtype=np.int64)
+            decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), bytes_, value, roles))
+            self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
+
+    def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
+        """Connect a tensor with its consumers, through hubs where there are several."""
+        name, position = key
+        info = self.infos[key]
+        parameter = self.space.decisions[self.space.index[name]].kind == "parameter"
+        regather = parameter and _backward_needs(self.space.decisions[self.space.index[name]].node)
+        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], parameter, regather)
+        source = (self.space.index[name], position)
+        if len(uses) == 1:
+            self._connect(source, uses[0], tensor)
+            return
+        suffix = f":{position}" if position else ""
+        hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
+        groups: dict[object, list[_Use]] = defaultdict(list)
+        for use in uses:
+            groups[use.kind].append(use)
+        for number, group in enumerate(groups.values()):
+            if len(group) > 1 and len(groups) > 1:
+                inner = self._hub(f"{name}{suffix}/hub{number + 1}", (hub, 0), group, tensor)
+                for use in group:
+                    self._connect((inner, 0), use, tensor)
+            else:
+                for use in group:
+                    self._connect((hub, 0), use, tensor)
+
+    def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: Tensor) -> int:
+        """A decision on the layout that a tensor takes before it goes on to several consumers."""
+        decisions = self.space.decisions
+        wanted = [s.outputs[source[1]] for s in decisions[source[0]].menu.strategies]
+        for use in uses:
+            wanted.extend(s.inputs[use.position] for s in decisions[use.decision].menu.strategies)
+        layouts = tuple(dict.fromkeys(layout for layout in wanted if tensor.allows(layout, self.space.mesh.sizes)))
+        origin = decisions[source[0]]
+        bytes_ = np.zeros(len(layouts), dtype=np.int64)
+        hub = self.space.add(Decision(name, "hub", whole_menu(layouts), bytes_, origin.node, {}))
+        self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
+        return hub
+
+    def _connect(self, source: tuple[int, int], use: _Use, tensor: Tensor) -> None:
+        self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
+
+
+def _backward_needs(parameter: fx.Node) -> bool:
+    """Whether some call keeps the parameter, or a view of it, for its backward."""
+    for user in parameter.users:
+        if not is_call(user):
+            continue
+        call = Call.of(user)
+        others = [argument for argument in tensor_inputs(user) if argument is not parameter]
+        if is_view(call) and _backward_needs(user):
+            return True
+        if saves_input(call) and any(info_of(other).requires_grad for other in others):
+            return True
+    return False
+
+
+def _consumers(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a node, looking through `getitem`."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            yield from user.users
+        else:
+            yield user
+
+
+def _input_roles(info: TensorInfo) -> Roles:
+    """Dim 0 of an input is data; dim 1 of token ids (batch, sequence) and of embedded tokens is sequence."""
+    rank = len(info.shape)
+    tokens = (rank == 2 and not info.dtype.is_floating_point) or rank == 3
+    return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))
+
+
+def _factor_roles(menu: Menu, dim_roles: list[Roles]) -> dict[str, str]:
+    """Roles of a call's factors: by their name (o, k, x), else that of the first input dim they stand on."""
+    assert menu.bound is not None
+    found: dict[str, str] = {}
+    for factor in menu.bound.splittable:
+        if factor in ROLE_OF_FACTOR:
+            found[factor] = ROLE_OF_FACTOR[factor]
+            continue
+        for term, roles in zip(menu.bound.rule.inputs, dim_roles, strict=True):
+            dim = term.dim_of(factor)
+            role = roles[dim] if dim is not None else None
+            if role:
+                found[factor] = role
+                break
+    return found
+
+
+def _roles_by_placement(roles: Roles) -> dict[str, str]:
+    named = {f"S({dim})": role for dim, role in enumerate(roles) if role}
+    return {"I": "replicated", "R": "replicated", "P": "partial", **named}

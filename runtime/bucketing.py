@@ -1,0 +1,134 @@
+"""Which parameters move together: parameters that take the same kind of path, in the order of their first use.
+
+Gradient reductions (I → R) are gathered into buckets of a few megabytes at the graph's entry, so that the backward
+reduces a bucket as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.layout import Layout
+from autopar.reshard import Path, is_regathered
+from autopar.space import Space, Wire
+
+LARGEST_BUCKET = 25 * 2**20  # bytes; DistributedDataParallel's default
+SMALLEST_BUCKET = 2**20
+BUCKETS_PER_STEP = 6  # enough that most of the reduction overlaps the backward
+
+End = tuple[int, int]
+"""(decision, input position) where a wire ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The move number `number` of every path in a bucket."""
+
+    number: int
+    axis: int
+    gathers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are moved together. All tuples but `steps` run in parallel."""
+
+    sources: tuple[int, ...]
+    ends: tuple[End, ...]
+    paths: tuple[Path, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    steps: tuple[Step, ...]
+    regather: bool
+
+    @property
+    def at_entry(self) -> bool:
+        """Whether the bucket only reduces gradients; such buckets open the graph, so that they close its backward."""
+        return not any(step.gathers for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    wire: Wire
+    path: Path
+    steps: tuple[Step, ...]
+    regather: bool
+    layer: str
+
+
+def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
+    """Every bucket of a plan."""
+    groups: dict[object, list[_Member]] = {}
+    for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
+        if space.decisions[wire.source].kind != "parameter":
+            continue
+        path = space.path(wire, choices)
+        steps = _steps(space, wire, path)
+        if steps:
+            regather = any(is_regathered(move, wire.tensor) for move in path.moves)
+            gathers = any(step.gathers for step in steps)
+            member = _Member(wire, path, steps, regather, _layer(space, wire) if gathers else "")
+            key = (steps, regather, wire.tensor.requires_grad, member.layer)
+            groups.setdefault(key, []).append(member)
+    return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
+
+
+def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
+    """The steps of a path that a bucket can take; none where the path has a move of another kind."""
+    steps = []
+    for number, move in enumerate(path.moves):
+        kinds = move.source.kind, move.target.kind
+        gathers = kinds == ("S", "R") or (kinds == ("S", "I") and not wire.tensor.requires_grad)
+        if space.mesh.sizes[move.axis] == 1 or not (gathers or kinds == ("I", "R")):
+            return ()
+        steps.append(Step(number, move.axis, gathers))
+    return tuple(steps)
+
+
+def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
+    """Cut a group into buckets; gathers stay one bucket per layer."""
+
+    def num_bytes(member: _Member) -> int:
+        return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
+
+    total = sum(map(num_bytes, members))
+    cap = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // BUCKETS_PER_STEP))
+    gathers = any(step.gathers for step in members[0].steps)
+    found: list[list[_Member]] = [[]]
+    filled = 0
+    for member in members:
+        if not gathers and found[-1] and filled + num_bytes(member) > cap:
+            found.append([])
+            filled = 0
+        found[-1].append(member)
+        filled += num_bytes(member)
+    return [_bucket(group) for group in found]
+
+
+def _bucket(members: Sequence[_Member]) -> Bucket:
+    return Bucket(
+        sources=tuple(m.wire.source for m in members),
+        ends=tuple((m.wire.target, m.wire.target_input) for m in members),
+        paths=tuple(m.path for m in members),
+        shapes=tuple(m.wire.tensor.shape for m in members),
+        layouts=tuple(m.path.moves[0].before for m in members),
+        steps=members[0].steps,
+        regather=members[0].regather,
+    )
+
+
+def _first_use(space: Space, wire: Wire) -> int:
+    """Position of the first call that consumes the wire's tensor, looking through hubs."""
+    if space.decisions[wire.target].kind != "hub":
+        return wire.target
+    return min(_first_use(space, other) for other in space.wires if other.source == wire.target)
+
+
+def _layer(space: Space, wire: Wire) -> str:
+    """The layer a parameter belongs to: its name up to the first number, or the module that owns it."""
+    placeholder = space.decisions[wire.source].name
+    name = next(n for n, p in space.program.parameters.items() if p == placeholder)
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1])

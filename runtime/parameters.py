@@ -1,0 +1,85 @@
+"""Parameters as DTensors under their original names, and their local parts as the graph takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from autopar.layout import Layout
+
+
+def placements_of(layout: Layout) -> tuple[Placement, ...]:
+    """DTensor placements of a layout of I and S."""
+    assert all(placement.kind in "IS" for placement in layout), f"{layout} is no layout to store a tensor in"
+    return tuple(Shard(placement.dim) if placement.is_split else Replicate() for placement in layout)
+
+
+def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """A tensor in a storage layout; rank 0's values count, and a meta tensor stays meta."""
+    placements = placements_of(layout)
+    if tensor.is_meta:
+        local = torch.empty(_unpadded_shape(tensor.shape, layout, mesh), dtype=tensor.dtype, device="meta")
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
+        )
+    return distribute_tensor(tensor.detach().to(mesh.device_type), mesh, placements)
+
+
+def attach(root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, whole: Layout) -> None:
+    """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
+
+    Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers stay plain.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            stored = distribute(parameter, layouts.get(name, whole), mesh)
+            made[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        owner, leaf = _owner(root, name)
+        owner.register_parameter(leaf, made[id(parameter)])
+    shared: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        moved = shared.setdefault(
+            id(buffer), buffer.detach().clone() if buffer.is_meta else buffer.detach().to(mesh.device_type, copy=True)
+        )
+        owner, leaf = _owner(root, name)
+        source = model.get_submodule(name.rpartition(".")[0])
+        owner.register_buffer(leaf, moved, persistent=leaf not in source._non_persistent_buffers_set)
+
+
+def local_part(parameter: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
+    """The rank's part of a stored parameter, padded with zeros to the shape that the graph takes."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if tuple(local.shape) == local_shape:
+        return local
+    padding: list[int] = []
+    for have, want in zip(reversed(local.shape), reversed(local_shape), strict=True):
+        padding += [0, want - have]
+    return torch.nn.functional.pad(local, padding)
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor `name`, made where it is missing, and the tensor's own name in it."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        child = root._modules[part]
+        assert child is not None
+        root = child
+    return root, leaf
+
+
+def _unpadded_shape(shape: torch.Size, layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's part of a shape, where the last parts of a dim that does not divide are smaller."""
+    local = list(shape)
+    for axis, placement in enumerate(layout):
+        if placement.is_split:
+            part = -(-local[placement.dim] // mesh.size(axis))
+            start = min(part * mesh.get_local_rank(axis), local[placement.dim])
+            local[placement.dim] = min(part, local[placement.dim] - start)
+    return tuple(local)
