@@ -64,9 +64,10 @@ def compile(
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
     """
-    _check(mesh, mode, outputs)
+    _check_mesh(mesh)
+    _check_options(mode, outputs)
     abstract = Mesh.of(mesh)
-    profile = hardware if isinstance(hardware, Hardware) else load(hardware or abstract.hardware)
+    profile = _profile(hardware, abstract)
     limit = None if memory is None else parse_bytes(memory)
     traced = skeleton(model)
     annotations = annotations_of(model)
@@ -104,16 +105,47 @@ def compile(
     return module
 
 
-def _check(mesh: object, mode: str, outputs: str) -> None:
+def plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    example_inputs: ExampleInputs,
+    *,
+    mode: Mode = "auto",
+    memory: str | int | None = None,
+    outputs: Literal["dtensor", "full"] = "dtensor",
+    hardware: str | Hardware | None = None,
+    solver: Literal["auto", "ilp"] = "auto",
+) -> Plan:
+    """Plan without running: needs no process group and no devices; see `compile` for the arguments.
+
+    >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
+    """
+    _check_options(mode, outputs)
+    abstract = Mesh.of(mesh)
+    args, kwargs = canonical_arguments(inspect.signature(model.forward), *_example(example_inputs))
+    program = capture(skeleton(model), args, kwargs, training=model.training)
+    space = build_space(program, abstract, _profile(hardware, abstract), whole_outputs=outputs == "full")
+    pins = pins_of(annotations_of(model), space, mode, {})
+    return make_plan(space, pins, None if memory is None else parse_bytes(memory), solver)[0]
+
+
+def _profile(hardware: str | Hardware | None, mesh: Mesh) -> Hardware:
+    return hardware if isinstance(hardware, Hardware) else load(hardware or mesh.hardware)
+
+
+def _check_options(mode: str, outputs: str) -> None:
+    if mode not in ("auto", "semi_auto", "manual"):
+        raise InputError(f'mode={mode!r}; modes are "auto", "semi_auto" and "manual".')
+    if outputs not in ("dtensor", "full"):
+        raise InputError(f'outputs={outputs!r}; outputs are "dtensor" or "full".')
+
+
+def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a DeviceMesh over ranks of a process group, found {type(mesh).__name__}; "
             'make one with init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).'
         )
-    if mode not in ("auto", "semi_auto", "manual"):
-        raise InputError(f'mode={mode!r}; modes are "auto", "semi_auto" and "manual".')
-    if outputs not in ("dtensor", "full"):
-        raise InputError(f'outputs={outputs!r}; outputs are "dtensor" or "full".')
 
 
 def _example(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

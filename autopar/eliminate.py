@@ -1,7 +1,8 @@
 """Min-plus variable elimination: the exact optimum of a problem without a memory row, in time exponential in treewidth.
 
-Nodes are eliminated one after the other. Eliminating v collects the tables that mention v (its *bucket*), adds them up
-and minimises over v; the result is a table over v's remaining neighbours, the *message*, which falls into a later bucket:
+Nodes are eliminated one after the other. Eliminating v collects the tables that mention v (its *bucket*), adds them
+up and minimises over v. The result is a table over v's remaining neighbours, the *message*, which falls into a later
+bucket:
 
     message_v(neighbours) = min_v Σ tables of bucket v            (Dechter, Bucket Elimination, 1999)
 
@@ -24,7 +25,8 @@ from autopar.problem import Floats, Integers, Problem
 
 MAX_TABLE = 50_000_000  # entries a bucket may span: 400 MB would it be built at once
 MAX_WORK = 5_000_000_000  # entries of all steps together: about half a minute on one core
-BLOCK = 1 << 21  # entries built at once: 16 MB, which stays in the cache
+BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
+SMALL = 1 << 14  # entries of a bag that is built whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,16 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool) -> Eli
     return Elimination(tuple(steps), tuple(buckets), len(tables))
 
 
+def narrow_eliminations(problem: Problem, tables: Tables) -> tuple[Elimination, Elimination] | None:
+    """The cheapest orders for evaluating and for calibrating, which shares nothing; None if the graph is too wide."""
+    orders = [compile_elimination(problem, tables, balanced) for balanced in (False, True)]
+    to_evaluate = min(orders, key=lambda each: each.work)
+    to_calibrate = min(orders, key=lambda each: each.unshared_work)
+    if max(to_evaluate.largest, to_calibrate.largest) > MAX_TABLE or to_evaluate.work > MAX_WORK:
+        return None
+    return to_evaluate, to_calibrate
+
+
 def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
     """The given tables followed by the message of every step."""
     found = list(tables)
@@ -168,28 +180,58 @@ def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int,
     return tuple(chosen[node] for node in range(len(chosen)))
 
 
-def bag_sum(step: Step, tables: Sequence[Floats], rows: slice = slice(None)) -> Floats:
-    """All tables of a step added up over its bag, of which axis 1 may be cut to `rows`."""
-    total: Floats | float = 0.0
-    for number, axes in step.inputs:
-        table = tables[number].transpose(np.argsort(axes))
-        shape = [step.sizes[axis] if axis in axes else 1 for axis in range(len(step.sizes))]
-        table = table.reshape(shape)
-        total = total + (table[:, rows] if len(shape) > 1 and shape[1] > 1 else table)
-    return np.asarray(total)
+def bag_sum(step: Step, tables: Sequence[Floats], out: Floats | None = None) -> Floats:
+    """All tables of a step added up over its bag, in the memory of `out` (one dim) if given."""
+    if out is None:
+        out = np.empty(math.prod(step.sizes))
+    total = out[: math.prod(step.sizes)].reshape(step.sizes)
+    return _add_into(total, _partial_sums(step, tables))
 
 
 def _message(step: Step, tables: Sequence[Floats]) -> Floats:
-    """The minimum over the bag's first axis, in blocks along the second."""
-    rest = step.sizes[1:]
-    if math.prod(step.sizes) <= BLOCK or not rest:
+    """The minimum over the bag's first axis, without building the whole bag where it is large."""
+    if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
         return np.asarray(bag_sum(step, tables).min(axis=0))
-    found = np.empty(rest)
-    height = max(1, BLOCK * rest[0] // math.prod(step.sizes))
-    for start in range(0, rest[0], height):
+    parts = _partial_sums(step, tables)
+    found = np.empty(step.sizes[1:])
+    height = max(1, BLOCK * len(found) // found.size)
+    buffer = np.empty((min(height, len(found)), *found.shape[1:]))
+    for start in range(0, len(found), height):
         rows = slice(start, start + height)
-        found[rows] = bag_sum(step, tables, rows).min(axis=0)
+        block = found[rows]
+        cut = [part[:, rows] if part.shape[1] > 1 else part for part in parts]
+        _add_into(block, [part[0] for part in cut])
+        for choice in range(1, step.sizes[0]):
+            row = _add_into(buffer[: len(block)], [part[choice if len(part) > 1 else 0] for part in cut])
+            np.minimum(block, row, out=block)
     return found
+
+
+def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
+    """Add broadcast parts up in place."""
+    if len(parts) == 1:
+        total[...] = parts[0]
+        return total
+    np.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
+    """The tables of a step, broadcast to its bag, added up as far as that leaves them smaller than the bag."""
+    whole = math.prod(step.sizes)
+    parts: list[Floats] = []
+    for number, axes in step.inputs:
+        table = tables[number].transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        table = table.reshape([step.sizes[axis] if axis in axes else 1 for axis in range(len(step.sizes))])
+        for place, part in enumerate(parts):
+            if math.prod(map(max, part.shape, table.shape)) < whole or table.shape == part.shape:
+                parts[place] = part + table
+                break
+        else:
+            parts.append(table)
+    return parts
 
 
 def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool) -> list[int]:

@@ -1,13 +1,15 @@
 """Min-marginals: what the optimum would be if a node had to take a given strategy, for all strategies at once.
 
-The second pass of a calibrated elimination tree (Dechter 1999; Dawid 1992). All numbers are *excesses* over the optimum.
+The second pass of a calibrated elimination tree (Dechter 1999; Dawid 1992). All numbers are *excesses* over the
+optimum.
 With B_v the bucket of v and m_v its message to the bucket of its parent p:
 
     excess over v's neighbours    X_v = min_{rest} B_p        (0 at a root)
     calibrated bucket             B_v = Σ tables of v − m_v + X_v
     excess of strategy i of v     min of B_v where x_v = i
 
-A strategy whose excess at a multiplier is above `incumbent − bound` is in no better solution; nor is a pair of strategies.
+A strategy whose excess at a multiplier is above `incumbent − bound` is in no better solution; nor is such a pair of
+strategies.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ def excesses(problem: Problem, elimination: Elimination, tables: Sequence[Floats
     over_neighbours: dict[int, Floats] = {}
     of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
     of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
+    memory = np.empty(elimination.largest)  # one for all buckets: fresh pages cost more than the sums
     for place in reversed(range(len(elimination.buckets))):
         bucket = elimination.buckets[place]
         message = tables[elimination.num_tables + bucket.step]
         correction = over_neighbours.pop(place, np.zeros(())) - np.where(np.isfinite(message), message, 0.0)
-        total = bag_sum(elimination.steps[bucket.step], tables)
+        total = bag_sum(elimination.steps[bucket.step], tables, memory)
         total += correction
         # Rounding leaves the optimum itself a hair off zero; an excess is never negative.
         of_node[bucket.bag[0]] = np.maximum(_minimum(total, bucket.bag, bucket.bag[:1]), 0.0)

@@ -24,8 +24,8 @@ class Mesh:
 
     axes: Mapping[str, int]
     hardware: str = "cpu"
-    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = field(init=False, repr=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.axes:

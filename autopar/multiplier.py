@@ -1,15 +1,15 @@
 """The memory row as a price: maximise  L(λ) = min_x [seconds(x) + λ bytes(x)] − λ budget  over λ ≥ 0.
 
-L is concave and each evaluation is one elimination. Between a solution that is too large and one that fits, the next λ is
-where both cost the same (a secant step); when nothing is cheaper there, L(λ) is the best bound a price can prove.
+L is concave and each evaluation is one elimination. Between a solution that is too large and one that fits, the next
+λ is where both cost the same (a secant step); when nothing is cheaper there, L(λ) is the best bound a price can prove.
 Both solutions are then optimal at λ, and so is every mixture of them that swaps whole connected regions: the mixture
 that fills the budget best is the incumbent.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, optimum
@@ -68,57 +68,57 @@ def maximise_bound(
 
 
 def mixture(problem: Problem, large: Point, small: Point) -> Point:
-    """Start at `small` and take over connected regions of `large`, those that buy most seconds per byte first."""
+    """Start at `small` and take over connected regions of `large`, those that buy most seconds per byte first.
+
+    No edge joins two regions, so their gains add up.
+    """
     assert problem.budget is not None
-    regions = [(_swapped(problem, small.choices, large.choices, region)) for region in _regions(problem, large, small)]
-    gains = sorted(((small.seconds - p.seconds, p.num_bytes - small.num_bytes, r) for r, p in regions), key=_worth)
-    choices, num_bytes = list(small.choices), small.num_bytes
-    for seconds, added, region in gains:
-        if seconds > 0 and num_bytes + added <= problem.budget:
-            num_bytes += added
-            for node in region:
-                choices[node] = large.choices[node]
+    region_of = _regions(problem, large, small)
+    saved = [0.0] * (1 + max(region_of.values(), default=-1))
+    added = [0] * len(saved)
+    for node, region in region_of.items():
+        menu, before, after = problem.nodes[node], small.choices[node], large.choices[node]
+        saved[region] += float(menu.seconds[before] - menu.seconds[after])
+        added[region] += int(menu.num_bytes[after] - menu.num_bytes[before])
+    for edge in problem.edges:
+        region = region_of.get(edge.source, region_of.get(edge.target, -1))
+        if region >= 0:
+            before = edge.seconds[small.choices[edge.source], small.choices[edge.target]]
+            saved[region] += float(before - edge.seconds[large.choices[edge.source], large.choices[edge.target]])
+    taken: set[int] = set()
+    num_bytes = small.num_bytes
+    for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / added[r] if added[r] > 0 else -math.inf, r)):
+        if saved[region] > 0 and num_bytes + added[region] <= problem.budget:
+            num_bytes += added[region]
+            taken.add(region)
+    choices = (
+        large.choices[node] if region_of.get(node) in taken else choice for node, choice in enumerate(small.choices)
+    )
     return point(problem, tuple(choices))
-
-
-def _worth(gain: tuple[float, int, tuple[int, ...]]) -> tuple[float, int, tuple[int, ...]]:
-    seconds, added, region = gain
-    return (-seconds / added if added > 0 else -float("inf"), -added, region)
 
 
 def _with_incumbent(relaxation: Relaxation, incumbent: Point) -> Relaxation:
     return Relaxation(relaxation.multiplier, relaxation.bound, incumbent)
 
 
-def _regions(problem: Problem, large: Point, small: Point) -> list[tuple[int, ...]]:
-    """Connected sets of nodes in which the two solutions differ."""
-    around: dict[int, list[int]] = {
-        node: [] for node, pair in enumerate(zip(large.choices, small.choices, strict=True)) if pair[0] != pair[1]
-    }
+def _regions(problem: Problem, large: Point, small: Point) -> dict[int, int]:
+    """The nodes in which the two solutions differ, with the number of the connected region each lies in."""
+    pairs = enumerate(zip(large.choices, small.choices, strict=True))
+    around: dict[int, list[int]] = {node: [] for node, (one, other) in pairs if one != other}
     for edge in problem.edges:
         if edge.source in around and edge.target in around:
             around[edge.source].append(edge.target)
             around[edge.target].append(edge.source)
-    regions: list[tuple[int, ...]] = []
-    seen: set[int] = set()
+    region_of: dict[int, int] = {}
+    num_regions = 0
     for start in around:
-        if start in seen:
+        if start in region_of:
             continue
-        seen.add(start)
-        region = [start]
-        for node in region:
-            new = [other for other in dict.fromkeys(around[node]) if other not in seen]
-            seen.update(new)
-            region.extend(new)
-        regions.append(tuple(region))
-    return regions
-
-
-def _swapped(
-    problem: Problem, choices: Sequence[int], others: Sequence[int], region: tuple[int, ...]
-) -> tuple[tuple[int, ...], Point]:
-    """The region, and `choices` with the choices of `others` inside it."""
-    swapped = list(choices)
-    for node in region:
-        swapped[node] = others[node]
-    return region, point(problem, tuple(swapped))
+        left = [start]
+        while left:
+            node = left.pop()
+            if node not in region_of:
+                region_of[node] = num_regions
+                left.extend(around[node])
+        num_regions += 1
+    return region_of

@@ -1,4 +1,4 @@
-"""The problem the planner solves, free of anything about tensors: menus of strategies, edges between them, a memory row.
+"""The problem the planner solves, free of anything about tensors: menus of strategies, edges, a memory row.
 
     min  Σ_v seconds_v[x_v] + Σ_(u,v) seconds_uv[x_u, x_v]     over one choice x_v per node
     subject to  Σ_v bytes_v[x_v] ≤ budget

@@ -214,7 +214,7 @@ def _moves(layout: Layout, allowed: dict[Layout, int]) -> list[Move]:
     found = []
     for axis, source in enumerate(layout):
         for target in placements:
-            if target is source or source is R is target or (source is P and target is R):
+            if target is source or (source is P and target is R):
                 continue  # P → R is P → I → R
             touched = {p.dim for p in (source, target) if p.is_split}
             if any(later.is_split and later.dim in touched for later in layout[axis + 1 :]):

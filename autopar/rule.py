@@ -34,7 +34,7 @@ WHOLE = "_"
 ROLE_OF_FACTOR = {"o": "column", "k": "row", "x": "expert"}
 NONE, PASS_REPLICATED, PASS_PARTIAL = "-", "R", "P"
 
-_TOKEN = re.compile(r"\(|\)|\.\.\.|…|_|1|[a-z][a-z0-9]*")
+_TOKEN = re.compile(r"\(|\)|\.\.\.|…|(_|1|[a-z][a-z0-9]*)(?!\w)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Rule:
     def parse(cls, text: str) -> Rule:
         """Read a rule.
 
-        >>> print(Rule.parse("… k, o k -> … o"))
-        ... k, o k -> ... o
+        >>> print(Rule.parse("b … k,o k->b … o"))
+        b ... k, o k -> b ... o
 
         Raises RuleError with the position of the first thing that cannot be read.
         """

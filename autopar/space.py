@@ -44,13 +44,11 @@ class Decision:
 
     def role(self, strategy: int, axis: int) -> str:
         """What the strategy does on a mesh axis, in the words of annotations and tables."""
-        choice = self.menu.strategies[strategy].choices[axis]
         if self.kind != "call":
             placement = repr(self.menu.strategies[strategy].outputs[0][axis])
             return self.roles.get(placement, placement)
-        if choice == "-":
-            return "replicated"
-        if choice == "R":
+        choice = self.menu.strategies[strategy].choices[axis]
+        if choice in ("-", "R"):
             return "replicated"
         if choice.startswith("P"):
             return "partial"

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from autopar.layout import I, P, Placement, R, S
 from autopar.operation import Implementation, OpRule
+from autopar.rule import Choice
 from tests.parts import split, value_fault
-from tests.validate import Whole, check, fault_of, right_choices, show
+from tests.validate import Whole, check, covers, fault_of, right_choices, show
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ def _seed() -> None:
 
 
 def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
 def linear_arguments() -> tuple[Tensor, ...]:
@@ -148,13 +149,46 @@ def test_right_choices_of_a_matrix_product() -> None:
     }
 
 
+def test_right_choices_tell_whether_the_gradient_is_partial() -> None:
+    whole = Whole.of(aten.type_as.default, (randn(4), randn(6)), {})
+    assert {show(choice) for choice in right_choices(whole, 2)} == {
+        "S(0), R -> S(0)",
+        "S(0), S(0) -> S(0)",
+        "S(0), P -> S(0)",
+        "R, S(0) -> R",
+        "I, S(0) -> I",
+        "R, P -> R",
+        "I, P -> I",
+        "P, R -> P",
+        "P, S(0) -> P",
+        "P, P -> P",
+    }
+
+
+def test_replicated_and_invariant_differ_where_there_is_a_gradient() -> None:
+    ours, theirs = Choice("-", (I, I), (I,)), Choice("-", (I, R), (I,))
+    for weight, same in ((randn(6), False), (randn(6).detach(), True)):
+        assert covers(ours, theirs, Whole.of(aten.mul.Tensor, (randn(4, 6), weight), {})) is same
+
+
+def test_what_a_random_operation_lacks_is_not_asked() -> None:
+    op = OpRule("_ _ -> _ _", Implementation("dropout:dropout", None, random=True))
+    assert str(check(aten.dropout.default, (randn(4, 6), 0.0, True), {}, op)) == ""
+
+
 @pytest.mark.parametrize("placement", [S(0), S(1), I, P])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_parts_join_to_the_value_they_were_split_from(placement: Placement, dtype: torch.dtype) -> None:
-    x = (randn(6, 12) * 9).to(dtype)
+    x = (randn(6, 12) * 9).detach().to(dtype)
     parts = split(x, placement, 3)
     assert value_fault(parts, placement, x) == ""
-    assert value_fault([parts[0] + 1, *parts[1:]], placement, x) != ""
+    for rank in range(3):
+        assert value_fault([part + (i == rank) for i, part in enumerate(parts)], placement, x) != ""
+
+
+def test_parts_of_another_type_are_a_fault() -> None:
+    x = randn(4, 6).detach()
+    assert value_fault([x.float(), x.float()], I, x) != ""
 
 
 def test_partial_parts_differ_from_the_value() -> None:

@@ -1,0 +1,170 @@
+"""The `autopar` command: `autopar plan` prints a plan without any device, `autopar demo` trains with one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import api
+from autopar.errors import AutoparError, InputError
+from autopar.mesh import Mesh
+from autopar.models import NAMES, language_model
+from autopar.report import plan_table
+from autopar.text import VOCABULARY
+
+DEFAULT_AXES = ("dp", "tp")
+FAILED, DISAGREES = 2, 1  # exit statuses: an error, and a demo whose losses or bytes are not as predicted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; errors go to stderr in one line, without a traceback."""
+    options = _parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except AutoparError as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return FAILED
+
+
+def parse_mesh(text: str, hardware: str = "cpu") -> Mesh:
+    """A mesh as people write it: "dp=2,tp=4", or "2x4" for the axes dp and tp.
+
+    >>> print(parse_mesh("2x4"))
+    dp=2 × tp=4
+
+    Raises InputError where the text is no mesh.
+    """
+    words = text.split(",") if "=" in text else text.split("x")
+    if "=" not in text and len(words) <= len(DEFAULT_AXES):
+        words = [f"{name}={size}" for name, size in zip(DEFAULT_AXES, words, strict=False)]
+    pairs = [word.partition("=")[::2] for word in words]
+    names = [name.strip() for name, _ in pairs]
+    if not all(size.strip().isdecimal() for _, size in pairs) or len(set(names)) < len(names):
+        raise InputError(
+            f'{text!r} is no mesh; write axes with sizes, "dp=2,tp=4", or one or two sizes, "2x4", for dp and tp.'
+        )
+    return Mesh({name: int(size) for name, (_, size) in zip(names, pairs, strict=True)}, hardware)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autopar", description="Automatic parallelization of PyTorch models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="train a small model on this machine's CPU, beside one process"))
+    _add_plan(commands.add_parser("plan", help="print the plan of a model for a mesh that need not be there"))
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="processes to start (4); the product of the mesh")
+    parser.add_argument("--mesh", help='axes and sizes, "2x2" or "dp=2,tp=2"')
+    parser.add_argument("--steps", type=_positive, default=30)
+    parser.add_argument("--layers", type=_positive, default=4)
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
+    parser.add_argument("--sequence", type=_positive, default=64, help="bytes of a sequence (64)")
+    parser.set_defaults(command=_demo)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help=f"one of {', '.join(NAMES)}, or MODULE:FUNCTION that returns a model, or a model and its example inputs",
+    )
+    parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2"')
+    parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
+    parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")
+    parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
+    parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
+    parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
+    parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
+    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--verbose", action="store_true", help="show every operation")
+    parser.set_defaults(command=_plan)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from autopar import demo  # starts no process group, but needs all of torch.distributed
+
+    mesh = _demo_mesh(options.ranks, options.mesh)
+    settings = demo.Settings(mesh, options.steps, options.layers, options.batch, options.sequence)
+    return 0 if demo.run(settings) else DISAGREES
+
+
+def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
+    """The mesh that was asked for, or dp=2 with the rest on tp."""
+    if text is None:
+        num_ranks = 4 if ranks is None else ranks
+        return parse_mesh(f"2x{num_ranks // 2}" if num_ranks > 2 and num_ranks % 2 == 0 else str(num_ranks))
+    mesh = parse_mesh(text)
+    if ranks not in (None, mesh.num_devices):
+        raise InputError(f"--ranks {ranks} and --mesh {text} ({mesh.num_devices} ranks) differ; give one of them.")
+    return mesh
+
+
+def _plan(options: argparse.Namespace) -> int:
+    model, example_inputs = _model(options)
+    plan = api.plan(
+        model,
+        parse_mesh(options.mesh, options.hardware),
+        example_inputs,
+        mode=options.mode,
+        memory=options.memory,
+        solver=options.solver,
+    )
+    print(plan_table(plan, verbose=options.verbose))
+    if options.save:
+        try:
+            plan.save(options.save)
+        except OSError as error:
+            raise InputError(f"the plan cannot be saved: {error}; give --save a file that can be written.") from error
+        print(f"\nsaved in {options.save}")
+    return 0
+
+
+def _model(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The model that was named and inputs for it."""
+    if ":" not in options.model:
+        model = language_model(options.model, options.layers, device="meta")
+        return model, _tokens(model, options.batch, options.sequence)
+    made = _call(options.model)
+    model, example_inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{options.model} returned a {type(model).__name__}; return an nn.Module, or (module, inputs)."
+        )
+    return model, _tokens(model, options.batch, options.sequence) if example_inputs is None else example_inputs
+
+
+def _tokens(model: nn.Module, batch: int, sequence: int) -> tuple[torch.Tensor, ...]:
+    """Token ids, and labels for a model that takes them."""
+    ids_BS = torch.randint(VOCABULARY, (batch, sequence))
+    return (ids_BS, ids_BS) if "labels" in inspect.signature(model.forward).parameters else (ids_BS,)
+
+
+def _call(spec: str) -> Any:
+    """What MODULE:FUNCTION returns; modules of the current folder are found, as with `python -m`."""
+    module_name, _, function_name = spec.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"{spec}: {error}; write MODULE:FUNCTION, with the module importable from here.") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"{spec}: the module {module_name} has no function {function_name!r}.")
+    return function()

@@ -1,0 +1,108 @@
+"""A graph on its way from `torch.export` to a `Program`: fake values on every node, so that passes see what runs.
+
+    node.meta["val"]     what the node gives, as fake tensors that know shape, strides, dtype and requires_grad
+    node.meta["module"]  dotted path of the module that made the call
+    node.meta["source"]  of a placeholder: what it stands for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+Kind = Literal["parameter", "buffer", "constant", "input"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a placeholder stands for: a parameter or buffer by name, a lifted constant, or the input leaf `index`."""
+
+    kind: Kind
+    name: str = ""
+    index: int = -1
+    value: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Draft:
+    """A graph that passes rewrite in place, and the fake mode that its values live in."""
+
+    graph: fx.Graph
+    mode: FakeTensorMode
+    mutations: tuple[str, ...] = ()
+    """Buffers whose new values follow the user's outputs."""
+
+    def call(self, target: Callable[..., Any], *args: Any, module: str = "", **kwargs: Any) -> fx.Node:
+        """Insert a call at the graph's insertion point, with its fake value."""
+        value = self.evaluate(target, args, kwargs)
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        node.meta["module"] = module
+        return node
+
+    def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own."""
+        args, kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
+        with self.mode, torch.enable_grad():
+            return target(*args, **kwargs)
+
+    def replace(self, node: fx.Node, new: fx.Node) -> None:
+        """Let every user of `node` read `new`, and drop `node`."""
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def calls(self, *targets: Callable[..., Any]) -> list[fx.Node]:
+        """The calls of any of `targets` (of anything, when none is given), in order."""
+        return [n for n in self.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
+
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The fake value of a node with one tensor output."""
+    found = node.meta["val"]
+    assert isinstance(found, Tensor), f"{node} gives {type(found).__name__}"
+    return found
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node with one tensor output."""
+    return tuple(value_of(node).shape)
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an ATen call by schema name, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args):
+            named[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            named[argument.name] = node.kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value
+    return named
+
+
+def input_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes among the arguments of a call."""
+    return (leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module that made the call, from the module stack that `torch.export` keeps."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return ".".join(part.partition("@")[0] for part in path.split(".")).removeprefix("L['self']").lstrip(".")

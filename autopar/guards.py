@@ -1,0 +1,122 @@
+"""What must hold while a model is traced: without these, `torch.export` records another computation in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from autopar.errors import CaptureError
+
+
+@contextlib.contextmanager
+def faithful_tracing() -> Iterator[None]:
+    """Everything below at once, with gradients enabled, as training runs."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(refuse_autograd_functions())
+        stack.enter_context(checkpoints_called_directly())
+        stack.enter_context(hugging_face_masks())
+        stack.enter_context(no_fused_encoder_layers())
+        yield
+
+
+@contextlib.contextmanager
+def refuse_autograd_functions() -> Iterator[None]:
+    """Raise CaptureError at the first use of a user's autograd.Function: tracing would lose its backward."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            f"the model uses the autograd.Function {cls.__module__}.{cls.__qualname__}; its own backward would be lost, "
+            "because a captured graph keeps only what the forward computes. Write it as a custom operator with "
+            "torch.library.custom_op and register_autograd (it is then kept whole), or as plain PyTorch operations."
+        )
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_called_directly() -> Iterator[None]:
+    """Let torch.utils.checkpoint call its function and nothing else; what is recomputed is decided by the plan."""
+
+    class Direct:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def no_recomputation(*args: Any, **kwargs: Any) -> Generator[None]:
+        yield
+
+    # The two names that `checkpoint` looks up at each call, so that references to `checkpoint` itself work too.
+    module = torch.utils.checkpoint
+    with (
+        mock.patch.object(module, "CheckpointFunction", Direct),
+        mock.patch.object(module, "_checkpoint_without_reentrant_generator", no_recomputation),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def hugging_face_masks() -> Iterator[None]:
+    """Let transformers choose masks as in eager mode, so that attention is recorded with is_causal and enable_gqa.
+
+    While exporting, transformers builds explicit masks and repeats keys and values, because an exported graph may meet
+    other lengths; ours is planned anew for every shape. Packed sequences are looked for only in position ids that
+    come from the inputs: those that the model counts itself are never packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    find_packed = masks.find_packed_sequence_indices
+
+    def find_packed_in_inputs(position_ids: Tensor) -> Tensor | None:
+        return find_packed(position_ids) if _comes_from_inputs(position_ids) else None
+
+    with contextlib.ExitStack() as stack:
+        for name in ("transformers.masking_utils", "transformers.integrations.sdpa_attention"):
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, "is_torchdynamo_exporting"):
+                stack.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
+        stack.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", find_packed_in_inputs))
+        yield
+
+
+@contextlib.contextmanager
+def no_fused_encoder_layers() -> Iterator[None]:
+    """Keep nn.TransformerEncoder from its fused inference operator, which has no derivative and no layouts."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _comes_from_inputs(tensor: Tensor) -> bool:
+    """Whether a tensor depends on an input of the graph being traced (no tensor is, where nothing is traced)."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return True
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return False
+    left, seen = [slot.proxy.node], set()  # type: ignore[union-attr]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            return True
+        left += node.all_input_nodes
+    return False

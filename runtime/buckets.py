@@ -1,0 +1,238 @@
+"""Parameters that move together: gradients reduced in buckets while the backward goes on, weights gathered in one go.
+
+A bucket is two `autograd.Function`s. The inner one's backward runs as soon as all gradients of the bucket are there and
+starts the collective without waiting. The outer one was created first, at the entry of the graph, and the autograd
+engine runs what was created first last: its backward waits, when everything that could overlap has run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import local_tensor_mode
+
+from autopar.runtime.collectives import Axis, axis_of, count, padded
+
+_c10d = torch.ops._c10d_functional
+
+
+class _Pending:
+    """Collectives that the inner backward has started and the outer one waits for."""
+
+    __slots__ = ("results",)
+
+    def __init__(self) -> None:
+        self.results: list[Tensor] = []
+
+    def wait(self) -> None:
+        for result in self.results:
+            _c10d.wait_tensor(result)
+        self.results.clear()
+
+
+def reduce_gradients(axis: str, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """I → R for many parameters: themselves; one all-reduce per dtype of their gradients. Moves their bytes backward."""
+    where = axis_of(axis)
+    if where.size == 1:
+        return parameters
+    pending = _Pending() if _is_asynchronous() else None
+    if pending is not None:
+        parameters = _Wait.apply(pending, *parameters)
+    return _ReduceGradients.apply(where, pending, *parameters)
+
+
+def _is_asynchronous() -> bool:
+    """Whether a collective may be left running: not while compiling, not on simulated ranks."""
+    return not torch.compiler.is_compiling() and local_tensor_mode() is None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: _Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.pending = pending
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.pending.wait()
+        return None, *grads
+
+
+class _ReduceGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, pending: _Pending | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.pending = axis, pending
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        reduced: list[Tensor | None] = [None] * len(grads)
+        for numbers in _by_dtype(grads):
+            flat = torch.cat([grads[i].reshape(-1) for i in numbers])
+            count("all_reduce", ctx.axis, flat.numel() * flat.itemsize)
+            flat = _c10d.all_reduce(flat, "sum", ctx.axis.group)
+            flat = _started(flat, ctx.pending)
+            for i, piece in zip(numbers, flat.split([grads[i].numel() for i in numbers]), strict=True):
+                reduced[i] = piece.view(grads[i].shape)
+        return None, None, *reduced
+
+
+def _started(result: Tensor, pending: _Pending | None) -> Tensor:
+    """The collective's result: to be waited for later, or waited for now."""
+    if pending is None:
+        return _c10d.wait_tensor(result)
+    pending.results.append(result)
+    return result
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(number)
+    return list(groups.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How the weights of a bucket are gathered: what `Regather` needs to do it again."""
+
+    axis: Axis
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shards: tuple[Tensor, ...]
+
+
+def gather_parameters(
+    axis: str, dims: tuple[int, ...], sizes: tuple[int, ...], *shards: Tensor, regather: bool = False
+) -> tuple[Tensor, ...]:
+    """S → R for many parameters: one all-gather per dtype, and one reduce-scatter per dtype of their gradients.
+
+    `dims` are the split dims, `sizes` their whole sizes. With `regather`, inside a `Regather` block, the gathered
+    weights are not kept for the backward but gathered again there. Moves the (padded) wholes' bytes per collective.
+    """
+    where = axis_of(axis)
+    if where.size == 1:
+        return shards
+    pending = _Pending() if _is_asynchronous() else None
+    entered = shards if pending is None else _Wait.apply(pending, *shards)
+    gathered = _GatherParameters.apply(where, dims, sizes, pending, *entered)
+    if regather and Regather.current is not None:
+        Regather.current.watch(_Recipe(where, dims, sizes, tuple(s.detach() for s in shards)), gathered)
+    return gathered
+
+
+class _GatherParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, axis: Axis, dims: tuple[int, ...], sizes: tuple[int, ...], pending: _Pending | None, *shards: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.dims, ctx.pending = axis, dims, pending
+        return _gather(_Recipe(axis, dims, sizes, shards))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        scattered: list[Tensor | None] = [None] * len(grads)
+        size = ctx.axis.size
+        for numbers in _by_dtype(grads):
+            parts = [padded(grads[i], ctx.dims[i], size).chunk(size, ctx.dims[i]) for i in numbers]
+            flat = torch.cat([part[rank].reshape(-1) for rank in range(size) for part in parts])
+            count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
+            mine = _started(_c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group), ctx.pending)
+            for i, part, piece in zip(numbers, parts, mine.split([p[0].numel() for p in parts]), strict=True):
+                scattered[i] = piece.view(part[0].shape)
+        return None, None, None, None, *scattered
+
+
+def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
+    whole: list[Tensor | None] = [None] * len(recipe.shards)
+    for numbers in _by_dtype(recipe.shards):
+        shards = [recipe.shards[i] for i in numbers]
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
+        size = recipe.axis.size
+        count("all_gather", recipe.axis, flat.numel() * flat.itemsize * size)
+        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, size, recipe.axis.group)).view(size, -1)
+        for i, shard, part in zip(numbers, shards, rows.split([s.numel() for s in shards], 1), strict=True):
+            dim = recipe.dims[i]
+            joined = torch.cat([row.view(shard.shape) for row in part.unbind()], dim)
+            whole[i] = joined if joined.shape[dim] == recipe.sizes[i] else joined.narrow(dim, 0, recipe.sizes[i]).contiguous()
+    return tuple(whole)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """The weights of one recipe; they live as long as somebody uses them."""
+
+    recipe: _Recipe
+    weights: tuple[Any, ...]
+    waiting: int = 0
+    """Saved uses that the backward has yet to ask for."""
+    again: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A saved view of a gathered weight, without its storage."""
+
+    bucket: _Bucket
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Regather(torch.autograd.graph.saved_tensors_hooks):
+    """Inside the block, gathered weights (or views of them) that a backward needs are not kept, but gathered again.
+
+    Each bucket is gathered once per backward, when the first of its weights is needed, and freed after the last.
+    """
+
+    current: Regather | None = None
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._buckets: dict[int, tuple[Any, _Bucket, int]] = {}
+
+    def __enter__(self) -> Regather:  # type: ignore[override]
+        self._before = Regather.current
+        Regather.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        Regather.current = self._before
+        self._buckets.clear()
+
+    def watch(self, recipe: _Recipe, weights: tuple[Tensor, ...]) -> None:
+        """Remember whose weights these are, without keeping them alive."""
+        bucket = _Bucket(recipe, ())
+        for number, weight in enumerate(weights):
+            storage = weight.untyped_storage()
+            self._buckets[storage.data_ptr()] = (weakref.ref(storage), bucket, number)
+
+    def _pack(self, x: Tensor) -> Tensor | _Handle:
+        storage = x.untyped_storage()
+        alive, bucket, number = self._buckets.get(storage.data_ptr(), (None, None, 0))
+        if alive is None or bucket is None or alive() is None:
+            return x
+        bucket.waiting += 1
+        return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+
+    @staticmethod
+    def _unpack(saved: Tensor | _Handle) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        bucket = saved.bucket
+        if bucket.again is None:
+            with torch.no_grad():
+                bucket.again = _gather(bucket.recipe)
+        weight = bucket.again[saved.number]
+        bucket.waiting -= 1
+        if bucket.waiting <= 0:
+            bucket.again = None
+        return weight.as_strided(saved.size, saved.stride, saved.offset)

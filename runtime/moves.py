@@ -1,0 +1,43 @@
+"""Which collective carries out a move of a reshard path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.mesh import Mesh
+from autopar.reshard import Move
+from autopar.runtime import collectives
+
+
+def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The collective that carries out a move, with its arguments after the tensor."""
+    axis = mesh.names[move.axis]
+    source, target = move.source, move.target
+    after = move.after.local_shape(shape, mesh.sizes)
+    match source.kind, target.kind:
+        case "I", "R":
+            return collectives.all_reduce_gradient, (axis,)
+        case "I", "S":
+            return collectives.split, (axis, target.dim)
+        case "I", "P":
+            return collectives.keep_on_first, (axis,)
+        case "R", "S":
+            return collectives.split_replicated, (axis, target.dim)
+        case "R", "I":
+            return collectives.replicated_to_invariant, (axis,)
+        case "R", "P":
+            return collectives.keep_on_first_both, (axis,)
+        case "P", "I":
+            return collectives.all_reduce, (axis,)
+        case "P", "S":
+            return collectives.reduce_scatter, (axis, target.dim)
+        case "S", "R":
+            return collectives.all_gather, (axis, source.dim, after[source.dim])
+        case "S", "I":
+            return collectives.all_gather_invariant, (axis, source.dim, after[source.dim])
+        case "S", "P":
+            return collectives.scatter, (axis, source.dim, after[source.dim])
+        case "S", "S":
+            return collectives.all_to_all, (axis, source.dim, target.dim, after[source.dim])
+    raise AssertionError(f"no collective for {move}")

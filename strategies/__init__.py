@@ -1,0 +1,44 @@
+"""What may be chosen: one table of rules per family of operations, and the lookup over all of them."""
+
+if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
+    raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
+
+from autopar.operation import Call, OpRule
+from autopar.strategies import (
+    attention,
+    conv,
+    embedding,
+    factory,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    view,
+)
+from autopar.strategies.notation import Entry
+
+TABLES = (
+    attention,
+    conv,
+    embedding,
+    factory,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    view,
+)
+RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
+
+
+def rule_of(call: Call) -> OpRule | None:
+    """The rule of a call; None where the tables have none, so that the call runs replicated."""
+    entry = RULES.get(call.target) or matmul.BY_NAME.get(str(call.target))
+    answer = entry(call) if callable(entry) else entry
+    return OpRule(answer) if isinstance(answer, str) else answer

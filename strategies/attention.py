@@ -1,0 +1,46 @@
+"""Scaled dot product attention: batch and heads are free, so are the queries where each sees all keys.
+
+Query heads share key and value heads in groups of r, "(h r)". A causal call keeps its queries whole, as the mask is
+counted from the first one; the key sequence is always whole. Biases and masks are broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autopar.operation import Call, Implementation, OpRule
+from autopar.rule import WHOLE
+from autopar.strategies.notation import Entry, broadcast, names, rule, term
+
+aten = torch.ops.aten
+
+
+def attention(call: Call) -> OpRule:
+    """`query` (…, heads, s, d), `key` and `value` (…, heads, t, d), a mask that is broadcast to (…, heads, s, t)."""
+    query, key, value = (call[name].shape for name in ("query", "key", "value"))
+    batch = [f"{name}0" for name in names(len(query) - 3)]
+    queries = WHOLE if call["is_causal"] else "s"
+    grouped = call["enable_gqa"] and query[-3] != key[-3]
+    heads = ["(h r)" if grouped else "h"] if len(query) > 2 else []
+    key_heads = ["h"] if len(query) > 2 else []
+    dims = [*batch, *heads, queries, WHOLE]
+    scores = (*query[:-1], key[-2])
+    terms = [
+        term(dims),
+        term(broadcast(key, (*query[:-3], *key[-3:]), [*batch, *key_heads, WHOLE, WHOLE])),
+        term(broadcast(value, (*query[:-3], *value[-3:]), [*batch, *key_heads, WHOLE, WHOLE]), "~"),
+    ]
+    if call["attn_mask"] is not None:
+        terms.append(term(broadcast(call["attn_mask"].shape, scores, dims)))
+    text = rule(terms, [term(dims)])
+    # Scores and their product with the values: a multiplication and an addition per query, key and feature.
+    flops = 2 * math.prod(scores) * (query[-1] + value[-1])
+    if call["dropout_p"] > 0:
+        implementation = Implementation("dropout:attention_with_dropout", factors=None, random=True)
+        return OpRule(text, implementation, flops=flops)
+    return OpRule(text, flops=flops)
+
+
+RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -1,0 +1,203 @@
+"""Operations on single elements: any dim may be split; most of them are not linear.
+
+A cast keeps a sum (up to rounding) between floating types and from integers; a cast to integers or bool does not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.operation import Call
+from autopar.program import TensorInfo
+from autopar.strategies.notation import Entry, is_bool, pointwise
+
+aten = torch.ops.aten
+
+_UNARY = pointwise()
+_LINEAR = pointwise(self="~")
+_SUM = pointwise(self="+", other="+")
+_PRODUCT = pointwise(self="~", other="~")
+_QUOTIENT = pointwise(self="~")
+
+
+def cast(call: Call) -> str:
+    """A copy with another dtype; linear where no fraction is lost."""
+    before, after = call.inputs[0].dtype, call.outputs[0].dtype
+    exact = after.is_floating_point or after.is_complex or not (before.is_floating_point or before.is_complex)
+    return _LINEAR(call) if exact and after is not torch.bool else _UNARY(call)
+
+
+def type_as(call: Call) -> str:
+    """`type_as`: a cast, with a second tensor that only names the dtype and may have any shape."""
+    alone = Call(call.target, call.inputs[:1], call.outputs, {"self": call["self"]})
+    left, right = cast(alone).split(" -> ")
+    other = " ".join("_" * len(call.inputs[1].shape)) or "()"
+    return f"{left}, {other} -> {right}"
+
+
+def quotient(call: Call) -> str:
+    """A division; linear in the dividend unless it rounds."""
+    return _UNARY(call) if call["rounding_mode"] else _QUOTIENT(call)
+
+
+def masked_fill(call: Call) -> str:
+    """A number instead of the masked elements; linear if it is zero."""
+    return _LINEAR(call) if call["value"] == 0 else _UNARY(call)
+
+
+def where(call: Call) -> str:
+    """A choice between two tensors, or a tensor and zero: linear in both together."""
+    branches = {name: call[name] for name in ("self", "other")}
+    tensors = [name for name, value in branches.items() if isinstance(value, TensorInfo)]
+    numbers = [value for value in branches.values() if not isinstance(value, TensorInfo)]
+    if not tensors or any(numbers) or any(is_bool(branches[name]) for name in tensors):
+        return _UNARY(call)
+    # One "~" lets a partial value in; the "+" asks the other branch to be partial, too. The condition stays whole.
+    return pointwise(**dict(zip(tensors, "~+", strict=False)))(call)
+
+
+_NOT_LINEAR = (
+    aten.abs.default,
+    aten.acos.default,
+    aten.asin.default,
+    aten.asinh.default,
+    aten.atan.default,
+    aten.atan2.default,
+    aten.atanh.default,
+    aten.bitwise_and.Scalar,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+    aten.bitwise_not.default,
+    aten.bitwise_or.Scalar,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+    aten.bitwise_xor.Scalar,
+    aten.bitwise_xor.Tensor,
+    aten.ceil.default,
+    aten.celu.default,
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    aten.clamp_max.default,
+    aten.clamp_min.default,
+    aten.cos.default,
+    aten.cosh.default,
+    aten.digamma.default,
+    aten.elu.default,
+    aten.erf.default,
+    aten.erfc.default,
+    aten.erfinv.default,
+    aten.exp.default,
+    aten.exp2.default,
+    aten.expm1.default,
+    aten.floor.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.fmax.default,
+    aten.fmin.default,
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.frac.default,
+    aten.gelu.default,
+    aten.hardshrink.default,
+    aten.hardsigmoid.default,
+    aten.hardswish.default,
+    aten.hardtanh.default,
+    aten.hypot.default,
+    aten.isfinite.default,
+    aten.isinf.default,
+    aten.isnan.default,
+    aten.leaky_relu.default,
+    aten.lgamma.default,
+    aten.log.default,
+    aten.log10.default,
+    aten.log1p.default,
+    aten.log2.default,
+    aten.log_sigmoid.default,
+    aten.logaddexp.default,
+    aten.logical_and.default,
+    aten.logical_not.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+    aten.max.other,
+    aten.maximum.default,
+    aten.min.other,
+    aten.minimum.default,
+    aten.mish.default,
+    aten.nan_to_num.default,
+    aten.pow.Scalar,
+    aten.pow.Tensor_Scalar,
+    aten.pow.Tensor_Tensor,
+    aten.reciprocal.default,
+    aten.relu.default,
+    aten.relu6.default,
+    aten.remainder.Scalar,
+    aten.remainder.Tensor,
+    aten.round.default,
+    aten.rsqrt.default,
+    aten.rsub.Scalar,
+    aten.selu.default,
+    aten.sgn.default,
+    aten.sigmoid.default,
+    aten.sign.default,
+    aten.silu.default,
+    aten.sin.default,
+    aten.sinc.default,
+    aten.sinh.default,
+    aten.softplus.default,
+    aten.softshrink.default,
+    aten.sqrt.default,
+    aten.square.default,
+    aten.tan.default,
+    aten.tanh.default,
+    aten.threshold.default,
+    aten.trunc.default,
+    aten.where.Scalar,
+    aten.__and__.Tensor,
+    aten.__lshift__.Scalar,
+    aten.__or__.Tensor,
+    aten.__rshift__.Scalar,
+    aten.__xor__.Tensor,
+    *(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    # A number is added: affine, not linear.
+    aten.add.Scalar,
+    aten.sub.Scalar,
+)
+
+_LINEAR_UNARY = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.deg2rad.default,
+    aten.detach.default,
+    aten.div.Scalar,
+    aten.lift_fresh_copy.default,
+    aten.mul.Scalar,
+    aten.neg.default,
+    aten.positive.default,
+)
+
+RULES: dict[torch._ops.OpOverload, Entry] = {
+    **dict.fromkeys(_NOT_LINEAR, _UNARY),
+    **dict.fromkeys(_LINEAR_UNARY, _LINEAR),
+    aten.add.Tensor: _SUM,
+    aten.sub.Tensor: _SUM,
+    aten.rsub.Tensor: _SUM,
+    aten.mul.Tensor: _PRODUCT,
+    aten.div.Tensor: _QUOTIENT,
+    aten.div.Tensor_mode: quotient,
+    aten.div.Scalar_mode: quotient,
+    aten.xlogy.Tensor: _QUOTIENT,
+    aten.polar.default: _UNARY,
+    aten.lerp.Scalar: pointwise(self="+", end="+"),
+    aten.lerp.Tensor: pointwise(self="~", end="+"),
+    aten.addcmul.default: pointwise(self="+", tensor1="~", tensor2="~"),
+    aten.addcdiv.default: pointwise(self="+", tensor1="~"),
+    aten.where.self: where,
+    aten.where.ScalarOther: where,
+    aten.where.ScalarSelf: where,
+    aten.masked_fill.Scalar: masked_fill,
+    aten.masked_fill.Tensor: pointwise(self="~", value="+"),
+    aten.type_as.default: type_as,
+    **dict.fromkeys((aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast),
+}

@@ -1,0 +1,157 @@
+"""Training of one family, on one process and on many ranks, so that tests can hold one against the other.
+
+What is compared: the loss of every step, every parameter's gradient after the first, the parameters and buffers after
+the last, and the bytes of every collective of the first step against the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.families import FAMILIES
+from tests.ranks import Ranks, mesh
+
+STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to train a family: the mesh, the annotations (pattern, keywords) and the options of `compile`."""
+
+    family: str
+    mesh: tuple[int, ...]
+    annotations: tuple[tuple[str, dict[str, Any]], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+    micro_steps: int = 1
+    frozen: tuple[str, ...] = ()
+    """Patterns in parameter names whose parameters are frozen."""
+    dropout: float = 0.0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("dp", "tp", "pp")[: len(self.mesh)] if len(self.mesh) > 1 else ("dp",)
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.mesh))
+        said = "+".join(f"{p}:{','.join(f'{k}={v}' for k, v in keys.items())}" for p, keys in self.annotations)
+        return f"{self.family}-{shape}-{said or 'auto'}"
+
+
+@dataclass(slots=True)
+class Training:
+    """What a training run leaves behind, all as whole tensors."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    counted: dict[tuple[str, str], int]
+    predicted: dict[tuple[str, str], int]
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case, equal on every call."""
+    family = FAMILIES[case.family]
+    model = family.build(dropout=case.dropout) if case.dropout else family.build()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in case.frozen):
+            parameter.requires_grad_(False)
+    return model.to(case.dtype)
+
+
+def inputs(case: Case, step: int, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The global batch of a micro-step, floats in the case's dtype."""
+    args, kwargs = FAMILIES[case.family].inputs(step * case.micro_steps + micro)
+    cast = lambda x: x.to(case.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def whole(value: Any) -> Tensor | None:
+    """A whole, detached copy of a tensor or DTensor."""
+    if value is None:
+        return None
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().clone()
+
+
+def train(case: Case, model: nn.Module, traffic: Any = None) -> Training:
+    """Train a model, compiled or not, on the batches of the case."""
+    loss_of = FAMILIES[case.family].loss
+    # A larger eps than usual: gradients that are zero up to rounding must not become whole steps.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+    found = Training([], {}, {}, {}, {}, {})
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(case.micro_steps):
+            args, kwargs = inputs(case, step, micro)
+
+            def forward_backward(args: Any = args, kwargs: Any = kwargs) -> float:
+                loss = loss_of(model(*args, **kwargs)) / case.micro_steps
+                loss.backward()
+                return float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
+
+            if traffic is not None and step == micro == 0:
+                with traffic() as record:
+                    total += forward_backward()
+                found.counted = record.by_collective()
+            else:
+                total += forward_backward()
+        found.losses.append(total)
+        if step == 0:
+            found.gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        optimizer.step()
+    found.parameters = {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
+    found.buffers = {name: whole(b) for name, b in model.named_buffers()}  # type: ignore[misc]
+    return found
+
+
+def parallel(case: Case) -> Training:
+    """Train the case on the ranks of this process group (runs on every rank)."""
+    import autopar
+    from autopar.runtime.collectives import record_traffic
+
+    model = build(case)
+    for pattern, keywords in case.annotations:
+        autopar.annotate(model, pattern, **keywords)
+    args, kwargs = inputs(case, 0, 0)
+    example: Any = kwargs if kwargs else args
+    compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
+    found = train(case, compiled, record_traffic)
+    found.predicted = dict(compiled.plan.traffic)
+    return found
+
+
+def check(ranks: Ranks, case: Case, rtol: float = 1e-4, atol: float = 1e-5) -> list[Training]:
+    """Train the case on real ranks and hold every rank against one process."""
+    torch.manual_seed(0)
+    expected = train(case, build(case))
+    found = ranks.run(parallel, case, world_size=int(torch.tensor(case.mesh).prod()), timeout=180)
+    for training in found:
+        compare(training, expected, rtol, atol)
+    return found
+
+
+def compare(found: Training, expected: Training, rtol: float, atol: float) -> None:
+    """Raise AssertionError naming what differs."""
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=rtol, atol=atol)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for kind in ("gradients", "parameters", "buffers"):
+        ours, theirs = getattr(found, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys(), f"{kind}: {ours.keys() ^ theirs.keys()}"
+        for name, value in theirs.items():
+            if value is None or ours[name] is None:
+                assert value is ours[name], f"{kind} of {name}: one is None"
+                continue
+            scale = max(float(value.abs().max()), 1e-3) if value.numel() and value.is_floating_point() else 1.0
+            torch.testing.assert_close(
+                ours[name], value, rtol=rtol, atol=atol * max(scale, 1.0), msg=lambda m, n=name, k=kind: f"{k} of {n}: {m}"
+            )
+    moved = {key: count for key, count in found.predicted.items() if count}
+    assert found.counted == moved or not found.counted, f"counted {found.counted}, predicted {moved}"

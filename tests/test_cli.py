@@ -1,0 +1,157 @@
+"""The command line: what it accepts, what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import cli, demo
+from autopar.cli import main, parse_mesh
+from autopar.errors import InputError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+
+HERE = "tests.test_cli"
+
+
+class _Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def perceptron() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return _Perceptron(), (torch.zeros(4, 8),)
+
+
+def no_model() -> int:
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("dp=2,tp=4", {"dp": 2, "tp": 4}),
+        ("tp=4, ep=2", {"tp": 4, "ep": 2}),
+        ("2x4", {"dp": 2, "tp": 4}),
+        ("4", {"dp": 4}),
+    ],
+)
+def test_a_mesh_is_read_with_its_axes_in_order(text: str, axes: dict[str, int]) -> None:
+    mesh = parse_mesh(text, "h100")
+    assert list(mesh.axes.items()) == list(axes.items())
+    assert mesh.hardware == "h100"
+
+
+@pytest.mark.parametrize("text", ["", "dp", "dp=", "dp=two", "2x", "2x2x2", "dp=2,dp=2", "-4", "dp=2,4"])
+def test_text_that_is_no_mesh_is_an_error(text: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(repr(text))} is no mesh; write axes with sizes"):
+        parse_mesh(text)
+
+
+def test_an_error_is_one_line_on_stderr_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "demo", "--mesh", "none"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("autopar: 'none' is no mesh")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--ranks", "3", "--mesh", "2x2"], "--ranks 3 and --mesh 2x2 (4 ranks) differ; give one of them."),
+        (["plan", "lama", "--mesh", "2"], "no built-in model 'lama'"),
+        (["plan", "no_such_module:model", "--mesh", "2"], "No module named 'no_such_module'"),
+        (["plan", f"{HERE}:nothing", "--mesh", "2"], f"the module {HERE} has no function 'nothing'"),
+        (["plan", f"{HERE}:no_model", "--mesh", "2"], "returned a int; return an nn.Module"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["plan"], ["demo", "--steps", "0"], ["demo", "--steps", "x"]])
+def test_what_no_command_accepts_ends_with_its_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert capsys.readouterr().err.startswith("usage: autopar")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "axes"),
+    [
+        (None, None, {"dp": 2, "tp": 2}),
+        (8, None, {"dp": 2, "tp": 4}),
+        (3, None, {"dp": 3}),
+        (2, None, {"dp": 2}),
+        (2, "tp=2", {"tp": 2}),
+        (None, "1x2", {"dp": 1, "tp": 2}),
+    ],
+)
+def test_the_demo_takes_ranks_or_a_mesh(ranks: int | None, text: str | None, axes: dict[str, int]) -> None:
+    arguments = ["demo", *(["--ranks", str(ranks)] if ranks else []), *(["--mesh", text] if text else [])]
+    found: list[demo.Settings] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "run", lambda settings: found.append(settings) or True)
+        assert main(arguments) == 0
+    assert found[0].mesh == Mesh(axes)
+
+
+def test_a_demo_whose_losses_or_bytes_differ_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run", lambda _: False)
+    assert main(["demo"]) == 1
+
+
+def test_a_plan_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["plan", f"{HERE}:perceptron", "--mesh", "dp=2,tp=2", "--save", str(file)]) == 0
+    plan = Plan.load(file)
+    assert plan.mesh == Mesh({"dp": 2, "tp": 2})
+    out = capsys.readouterr().out
+    assert out.startswith(str(plan))
+    assert re.search(r"^down +linear ", out, re.MULTILINE)
+    assert out.endswith(f"saved in {file}\n")
+
+
+def test_a_plan_that_cannot_be_saved_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE}:perceptron", "--mesh", "2", "--save", str(tmp_path)]) == 2
+    assert "autopar: the plan cannot be saved: " in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_in_memory_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE}:perceptron", "--mesh", "2", "--memory", "1B"]) == 2
+    assert capsys.readouterr().err.startswith("autopar: ")
+
+
+def test_a_verbose_plan_shows_the_elementwise_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", f"{HERE}:perceptron", "--mesh", "2"])
+    brief = capsys.readouterr().out
+    main(["plan", f"{HERE}:perceptron", "--mesh", "2", "--verbose"])
+    verbose = capsys.readouterr().out
+    assert " relu " in verbose
+    assert len(verbose.splitlines()) > len(brief.splitlines())
+
+
+def test_a_built_in_model_is_planned_for_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "demo", "--layers", "1", "--mesh", "dp=2", "--batch", "4", "--sequence", "8"]
+    assert main(arguments) == 0
+    assert "q_proj" in capsys.readouterr().out
+
+
+def test_the_module_of_a_model_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    (tmp_path / "model_of_this_folder.py").write_text("def make():\n    return 7\n")
+    assert cli._call("model_of_this_folder:make") == 7

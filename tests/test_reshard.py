@@ -1,0 +1,160 @@
+"""Reshard paths: the shortest, priced forward and backward, and carried out to the right value and gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.hardware import load
+from autopar.layout import I, Layout, P, Placement, R, S
+from autopar.mesh import Mesh
+from autopar.reshard import Tensor, reshard_table, transfers
+from autopar.runtime import collectives
+from autopar.runtime.moves import move_call
+from tests.simulate import from_ranks, local_values, simulate
+
+MESH = Mesh({"dp": 2, "tp": 2})
+SHAPE = (4, 8)
+HARDWARE = load("cpu")
+PLACEMENTS = (I, R, P, S(0), S(1))
+LAYOUTS = tuple(Layout(pair) for pair in itertools.product(PLACEMENTS, repeat=2))
+KEPT = tuple(Layout(pair) for pair in itertools.product((I, R, S(0), S(1)), repeat=2))
+
+
+def table(requires_grad: bool = True):
+    return reshard_table(Tensor(SHAPE, torch.float32, requires_grad), frozenset((0, 1)), MESH, HARDWARE)
+
+
+def coordinates(rank: int) -> tuple[int, int]:
+    return divmod(rank, 2)
+
+
+def scatter(whole: torch.Tensor, layout: Layout, gradient: bool) -> list[torch.Tensor]:
+    """What each rank holds of a value (or of a gradient) in a layout; partial parts are random and sum to the whole."""
+
+    def divided(parts: list[torch.Tensor], axis: int) -> list[torch.Tensor]:
+        placement: Placement = layout[axis].transposed if gradient else layout[axis]
+        found: list[torch.Tensor] = []
+        for part in parts:
+            if placement.is_split:
+                found += part.chunk(2, placement.dim)
+            elif placement is P:
+                noise = torch.randn_like(part)
+                found += [noise, part - noise]
+            else:
+                found += [part, part]
+        return found
+
+    return divided(divided([whole], 0), 1)
+
+
+def gather(parts: list[torch.Tensor], layout: Layout, gradient: bool) -> torch.Tensor:
+    """The whole value (or gradient) from what each rank holds; equal parts are checked to be equal."""
+
+    def joined(pieces: list[torch.Tensor], axis: int) -> torch.Tensor:
+        placement = layout[axis].transposed if gradient else layout[axis]
+        if placement.is_split:
+            return torch.cat(pieces, placement.dim)
+        if placement is P:
+            return pieces[0] + pieces[1]
+        torch.testing.assert_close(pieces[0], pieces[1])
+        return pieces[0]
+
+    return joined([joined(parts[:2], 1), joined(parts[2:], 1)], 0)
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_paths_carry_value_and_gradient(source: Layout) -> None:
+    number = LAYOUTS.index(source)
+    check_paths(source, LAYOUTS[number % 8 :: 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_every_path_carries_value_and_gradient(source: Layout) -> None:
+    check_paths(source, LAYOUTS)
+
+
+def check_paths(source: Layout, targets: tuple[Layout, ...]) -> None:
+    """Run the paths on four simulated ranks."""
+    torch.manual_seed(0)
+    paths = table()
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=MESH.names)
+        for target in targets:
+            whole, grad = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
+            given_value = from_ranks(scatter(whole, source, False), requires_grad=True)
+            moved: torch.Tensor = given_value
+            with collectives.use_mesh(mesh):
+                for move in paths.path(source, target).moves:
+                    function, args = move_call(move, SHAPE, MESH)
+                    moved = function(moved, *args)
+            torch.testing.assert_close(gather(local_values(moved), target, False), whole, msg=f"{source} → {target}")
+            moved.backward(from_ranks(scatter(grad, target, True)))
+            found = gather(local_values(given_value.grad), source, True)
+            torch.testing.assert_close(found, grad, msg=f"gradient of {source} → {target}")
+
+
+@given(*[st.sampled_from(LAYOUTS)] * 3)
+def test_a_detour_never_costs_less(a: Layout, b: Layout, c: Layout) -> None:
+    paths = table()
+    cost = lambda x, y: paths.path(x, y).seconds  # noqa: E731
+    assert cost(a, c) <= cost(a, b) + cost(b, c) + 1e-12
+
+
+@given(*[st.sampled_from(KEPT)] * 2)
+def test_the_way_back_of_the_gradient_costs_what_the_transposed_way_costs(a: Layout, b: Layout) -> None:
+    paths = table()
+    assert paths.path(a, b).seconds == pytest.approx(paths.path(b.transposed, a.transposed).seconds, abs=1e-8)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))
+def test_the_path_is_the_shortest_of_all_short_walks(a: Layout, b: Layout) -> None:
+    """Brute force over all walks of at most three moves cannot beat the table."""
+    paths = table()
+    best = math.inf
+    frontier = {a: 0.0}
+    for _ in range(3):
+        reached: dict[Layout, float] = {}
+        for layout, cost in frontier.items():
+            for after in LAYOUTS:
+                path = paths.path(layout, after)
+                if len(path.moves) == 1:
+                    reached[after] = min(reached.get(after, math.inf), cost + path.seconds)
+        frontier = reached
+        best = min(best, frontier.get(b, math.inf))
+    if a != b and math.isfinite(best):
+        assert paths.path(a, b).seconds <= best + 1e-12
+
+
+def test_a_value_without_a_gradient_moves_nothing_backward() -> None:
+    paths = table(requires_grad=False)
+    for a, b in itertools.product((Layout((I, S(0))), Layout((S(1), I)), Layout((P, I))), repeat=2):
+        assert not any(transfer.backward for transfer in paths.path(a, b).transfers)
+
+
+def test_a_split_dim_is_not_touched_below_an_inner_axis() -> None:
+    both = Layout((S(0), S(0)))
+    for target in LAYOUTS:
+        moves = table().path(both, target).moves
+        if moves and moves[0].axis == 0:
+            assert moves[0].before[1] is not S(0)
+
+
+def test_a_regathered_parameter_is_gathered_twice() -> None:
+    kept = Tensor(SHAPE, torch.float32, True, bucketed=True)
+    freed = Tensor(SHAPE, torch.float32, True, bucketed=True, regather=True)
+    names = {}
+    for tensor in (kept, freed):
+        paths = reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE)
+        (move,) = paths.path(Layout((S(0), I)), Layout((R, I))).moves
+        names[tensor.regather] = [t.collective for t in transfers(move, tensor, MESH)]
+    assert names[False] == ["all_gather", "reduce_scatter"]
+    assert names[True] == ["all_gather", "reduce_scatter", "all_gather"]

@@ -1,0 +1,135 @@
+"""Ground truth for implementations: the runtime function on simulated ranks against the ATen call run whole.
+
+The counterpart of `tests.validate` for the choices that `implemented` leaves out: these run collectives, so all ranks
+run together, on one mesh axis named `AXIS`. A parameter whose split dim does not divide is padded at its end with
+numbers that must not matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.layout import I
+from autopar.operation import OpRule
+from autopar.rule import BoundRule, Choice
+from autopar.runtime.collectives import use_mesh
+from autopar.runtime.dropout import use_randomness
+from tests.parts import Parts, local_shape, split
+from tests.simulate import from_ranks, local_values, simulate
+from tests.validate import Whole, gradients_of, implemented, joined_fault, possible, show, tensors_of
+
+AXIS = "x"
+
+
+def check_implementation(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], op_rule: OpRule, k: int = 2
+) -> list[str]:
+    """What is wrong with the choices of `op_rule` that its implementation carries out on one mesh axis of `k` ranks."""
+    whole = Whole.of(target, args, kwargs)
+    bound = whole.bind(op_rule)
+    faults = []
+    for choice in implemented_choices(op_rule, bound):
+        if not possible(whole, choice, k):
+            continue
+        inputs = [split(x, placement, k) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
+        fault = implementation_fault(whole, op_rule, bound, choice, inputs, k)
+        if fault:
+            faults.append(f'{whole}: "{op_rule.rule}", {choice.name}: {show(choice)}: {fault}')
+    return faults
+
+
+def implemented_choices(op: OpRule, bound: BoundRule) -> list[Choice]:
+    """The choices that the rule's implementation carries out."""
+    joined = op.implementation.joined if op.implementation else frozenset()
+    return [choice for choice in bound.choices(joined) if implemented(op, choice)]
+
+
+def implementation_fault(
+    whole: Whole, op: OpRule, bound: BoundRule, choice: Choice, inputs: Sequence[Parts], num_ranks: int
+) -> str:
+    """What is wrong with the choice when the ranks hold `inputs`; empty if values and gradients are right."""
+    cotangents = [
+        None if g is None else split(g, placement.transposed, num_ranks)
+        for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
+    ]
+    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
+    if len(outputs) != len(whole.outputs):
+        return f"{len(outputs)} outputs instead of {len(whole.outputs)}"
+    by_rank = [[parts[rank] for parts in outputs] for rank in range(num_ranks)]
+    gradients_by_rank = [[parts and parts[rank] for parts in gradients] for rank in range(num_ranks)]
+    return joined_fault(whole, choice.inputs, choice.outputs, by_rank, gradients_by_rank)
+
+
+def run_implementation(
+    whole: Whole,
+    op: OpRule,
+    bound: BoundRule,
+    choice: Choice,
+    inputs: Sequence[Parts],
+    cotangents: Sequence[Parts | None],
+) -> tuple[list[Parts], list[Parts | None]]:
+    """Run the function on all ranks: the parts of every output, and of every input's gradient (None: it has none)."""
+    assert op.implementation is not None
+    num_ranks = len(inputs[0]) if inputs else 2
+    module, name = op.implementation.function.split(":")
+    function = getattr(importlib.import_module(f"autopar.runtime.{module}"), name)
+    extra: dict[str, Any] = {"axes": {choice.factor: (AXIS,)} if choice.factor else {}, "sizes": dict(bound.sizes)}
+    if op.implementation.random:
+        extra["key"] = 0
+    with simulate(num_ranks), use_randomness(0, 0, False):
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
+        with use_mesh(mesh):
+            local = [from_ranks(parts, x.requires_grad) for parts, x in zip(inputs, whole.inputs, strict=True)]
+            args, kwargs = whole.arguments(local)
+            if op.shape_argument is not None:
+                shape = list(local_shape(whole.outputs[0], choice.outputs[0], num_ranks))
+                args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
+            outputs = tensors_of(function(*args, **kwargs, **extra))
+            given = [None if parts is None else from_ranks(parts) for parts in cotangents]
+            gradients = gradients_of(local, outputs, given)
+            return [local_values(y) for y in outputs], [None if g is None else local_values(g) for g in gradients]
+
+
+def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
+    """The parts of `x` split along `dim`, padded at its end to equal sizes with numbers that must not matter."""
+    missing = -x.shape[dim] % num_ranks
+    shape = list(x.shape)
+    shape[dim] = missing
+    padding = torch.full(shape, 7, dtype=x.dtype)
+    return list(torch.cat([x.detach(), padding], dim).chunk(num_ranks, dim))
+
+
+def check_padded(whole: Whole, op: OpRule, factor: str, num_ranks: int) -> str:
+    """What is wrong with splitting `factor`, which does not divide, where the output keeps no dim of it."""
+    bound = whole.bind(op)
+    (choice,) = (each for each in implemented_choices(op, bound) if each.factor == factor)
+    assert bound.sizes[factor] % num_ranks, f"{factor}={bound.sizes[factor]} divides by {num_ranks}"
+    inputs = [
+        padded_parts(x, placement.dim, num_ranks) if placement.is_split else split(x, placement, num_ranks)
+        for x, placement in zip(whole.inputs, choice.inputs, strict=True)
+    ]
+    cotangents = [
+        None if g is None else split(g, placement.transposed, num_ranks)
+        for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
+    ]
+    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
+    unpadded = [
+        parts and _unpad(parts, choice.inputs[i].dim, whole.inputs[i]) if choice.inputs[i].is_split else parts
+        for i, parts in enumerate(gradients)
+    ]
+    # Already joined, the split gradients are compared as whole ones.
+    placements = tuple(I if placement.is_split else placement for placement in choice.inputs)
+    by_rank = [[parts[rank] for parts in outputs] for rank in range(num_ranks)]
+    gradients_by_rank = [[parts and parts[rank] for parts in unpadded] for rank in range(num_ranks)]
+    return joined_fault(whole, placements, choice.outputs, by_rank, gradients_by_rank)
+
+
+def _unpad(parts: Parts, dim: int, whole: Tensor) -> Parts:
+    joined = torch.cat(parts, dim).narrow(dim, 0, whole.shape[dim])
+    return [joined] * len(parts)
