@@ -52,7 +52,7 @@ def annotate(
 
 
 def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
-    """Annotate by a tensor-parallel plan made for another system: pattern → style, over one mesh axis. Returns the model.
+    """Annotate by a tensor-parallel plan made for another system (pattern → style, over one axis). Returns the model.
 
     A style is a name of Hugging Face's `tp_plan` ("colwise", "rowwise" …) or a `ParallelStyle` of
     torch.distributed.tensor.parallel; "auto" takes the plan that a Hugging Face model brings along.
@@ -85,7 +85,7 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
     if not axes:
         raise AnnotationError(f"{where}: nothing is said; name a mesh axis and a dim, as in constrain(x, dp=0).")
     dims = [_dim_of(said_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
-    return _constrain(x, list(axes), dims)
+    return torch.ops.autopar.constrain(x, list(axes), dims)
 
 
 def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
@@ -94,7 +94,8 @@ def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
         return _REPLICATED
     if not isinstance(said, int) or isinstance(said, bool) or not -ndim <= said < ndim:
         raise AnnotationError(
-            f"{where}: found {said!r} for axis {axis}, needed a dim of a tensor with {ndim} dims, or None to keep it whole."
+            f"{where}: found {said!r} for axis {axis}, needed a dim of a tensor with {ndim} dims, "
+            "or None to keep it whole."
         )
     return said % ndim
 
@@ -104,19 +105,17 @@ def _remember(model: M, annotation: Annotation) -> M:
     return model
 
 
-# A custom op may not return its input; the copy is made in eager runs only, for the rewrite drops the call.
-@torch.library.custom_op("autopar::constrain", mutates_args=(), schema="(Tensor x, str[] axes, int[] dims) -> Tensor")
-def _constrain(x: Tensor, axes: list[str], dims: list[int]) -> Tensor:
+def _copy(x: Tensor, axes: list[str], dims: list[int]) -> Tensor:
     return x.clone()
 
 
-@_constrain.register_fake
+# An operator may not return its input: eager runs copy, and the rewrite drops the call. Its derivative is that of the
+# copy, without an autograd.Function, which could not be captured.
+torch.library.define("autopar::constrain", "(Tensor x, str[] axes, int[] dims) -> Tensor")
+torch.library.impl("autopar::constrain", "CompositeExplicitAutograd", _copy)
+torch.library.impl("autopar::constrain", "Autograd", _copy)
+
+
+@torch.library.register_fake("autopar::constrain")
 def _(x: Tensor, axes: list[str], dims: list[int]) -> Tensor:
     return torch.empty_like(x)
-
-
-def _constrain_backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return gradient, None, None
-
-
-_constrain.register_autograd(_constrain_backward)

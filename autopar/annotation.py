@@ -1,11 +1,11 @@
 """What a user says about a part of a model: an `Annotation`, one value, checked as far as it can be without a graph.
 
-    tp="row"            a role: which factor of the operation the axis splits (the words of autopar/rule.py)
-    tp=0                a dim: the output, or the stored parameter, is split along it; negative dims count from the end
-    tp=None             the output, or the stored parameter, is equal everywhere
-    tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distributed.tensor)
-    slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
-    storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
+tp="row"            a role: which factor of the operation the axis splits (the words of autopar/rule.py)
+tp=0                a dim: the output, or the stored parameter, is split along it; negative dims count from the end
+tp=None             the output, or the stored parameter, is equal everywhere
+tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distributed.tensor)
+slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
+storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Annotation:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
             raise AnnotationError(
-                f'annotate({self.pattern!r}): needed a pattern, for example "layers.*.mlp.down_proj", or "*" for everything.'
+                f'annotate({self.pattern!r}): needed a pattern, as in "layers.*.mlp.down_proj", or "*" for everything.'
             )
         if not self.axes and self.slices is None and not self.storage:
             raise AnnotationError(
@@ -112,4 +112,6 @@ def slices_of(value: object, where: str) -> Slices | None:
         return None
     if isinstance(value, tuple | list) and all(isinstance(each, tuple | list) for each in value):
         return tuple(tuple(each) for each in value)
-    raise AnnotationError(f"{where}: slices={value!r}; give a tuple per tensor input, as in slices=((2, 1, 1), (4, 1)).")
+    raise AnnotationError(
+        f"{where}: slices={value!r}; give a tuple per tensor input, as in slices=((2, 1, 1), (4, 1))."
+    )

@@ -68,7 +68,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_positive, default=30)
     parser.add_argument("--layers", type=_positive, default=4)
     parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
-    parser.add_argument("--sequence", type=_positive, default=64, help="bytes of a sequence (64)")
+    parser.add_argument("--sequence", type=_positive, default=128, help="bytes of a sequence (128)")
     parser.set_defaults(command=_demo)
 
 

@@ -48,7 +48,7 @@ class Settings:
     steps: int = 30
     layers: int = 4
     batch: int = 8
-    sequence: int = 64
+    sequence: int = 128
     seed: int = 0
 
     def data(self) -> list[tuple[Tensor, Tensor]]:

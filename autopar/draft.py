@@ -68,6 +68,11 @@ class Draft:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
 
+def set_call(node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
+    """Let a node be another call that gives the same value."""
+    node.target, node.args, node.kwargs = target, args, {}
+
+
 def value_of(node: fx.Node) -> Tensor:
     """The fake value of a node with one tensor output."""
     found = node.meta["val"]

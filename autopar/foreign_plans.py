@@ -38,8 +38,10 @@ _SAID: dict[str, Said] = {
     "replicate": None,
 }
 _NOTHING = frozenset(
-    "replicated_with_grad_allreduce all_reduce gather local local_params isolated moe_tp_experts moe_identity_expert "
-    "mla_kv_a_proj ep_router ep_dispatch_experts".split()
+    (
+        *("replicated_with_grad_allreduce", "all_reduce", "gather", "local", "local_params", "isolated"),
+        *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "ep_router", "ep_dispatch_experts"),
+    )
 )
 
 
@@ -91,8 +93,8 @@ def _said(pattern: str, style: object) -> Said:
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim
     raise AnnotationError(
-        f'annotate_plan: "{pattern}" has the style {style!r}; known are {", ".join(sorted({*_SAID, *_NOTHING}))}, and of '
-        "torch.distributed.tensor.parallel ColwiseParallel, RowwiseParallel, SequenceParallel and PrepareModule…."
+        f'annotate_plan: "{pattern}" has the style {style!r}; known are {", ".join(sorted({*_SAID, *_NOTHING}))}, '
+        "and ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModule… of torch.distributed.tensor.parallel."
     )
 
 

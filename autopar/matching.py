@@ -83,21 +83,23 @@ class Catalog:
     def _in_modules(self, modules: list[str], named: list[int]) -> Found:
         roots = set(modules)
         parameters = [
-            number for name, number in self.parameters.items() if not roots.isdisjoint(_ancestors(name.rpartition(".")[0]))
+            number
+            for name, number in self.parameters.items()
+            if not roots.isdisjoint(_ancestors(name.rpartition(".")[0]))
         ]
         calls = [number for number in self.calls if not roots.isdisjoint(_ancestors(self.module(number)))]
         outputs = [number for number in calls if self._leaves(number, roots)]
         # A module whose forward is not called (its weight is used elsewhere) is matched through its parameters.
-        return Found(
-            "module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named])
-        )
+        return Found("module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named]))
 
     def _leaves(self, number: int, modules: set[str]) -> bool:
         """Whether the value of a call is used outside one of the modules that make it."""
         inside = modules.intersection(_ancestors(self.module(number)))
         users = list(_users_of(self.space.decisions[number].node))
         return any(
-            user.op == "output" or not is_below(str(user.meta.get("module", "")), path) for path in inside for user in users
+            user.op == "output" or not is_below(str(user.meta.get("module", "")), path)
+            for path in inside
+            for user in users
         )
 
     def _users(self, parameters: Iterable[int]) -> list[int]:

@@ -130,7 +130,7 @@ class BoundRule:
     def choices(self, joined: frozenset[str] = frozenset()) -> tuple[Choice, ...]:
         """Everything one mesh axis may do, sizes aside; `joined` factors are summed by the implementation itself."""
         none = Choice(NONE, (I,) * len(self.rule.inputs), (I,) * len(self.rule.outputs))
-        return (*(self._split(f, joined) for f in self.splittable), *self._passes(), none)
+        return (*(self._split(f, joined) for f in self.splittable), none, *self._passes())
 
     def _split(self, factor: str, joined: frozenset[str]) -> Choice:
         partial = factor not in joined and any(term.dim_of(factor) is None for term in self.rule.outputs)

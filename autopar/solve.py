@@ -104,6 +104,9 @@ def _by_elimination(
         if result.status == "timeout":
             _warn(incumbent.seconds, bound)
             break
+        if incumbent.seconds <= limit:
+            # Optimal; what the bound lacks is the rounding of costs to the ILP's units.
+            break
         epsilon *= GROWTH
     return _solution(incumbent, bound, "multiplier + ilp")
 

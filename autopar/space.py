@@ -25,6 +25,8 @@ from autopar.program import Program, TensorInfo, info_of, tensor_inputs
 from autopar.reshard import Path, ReshardTable, Tensor, reshard_table
 from autopar.rule import ROLE_OF_FACTOR
 
+AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
+
 Roles = tuple[str | None, ...]
 """The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
 
@@ -123,9 +125,19 @@ class _Use:
     kind: object
 
 
-def build_space(program: Program, mesh: Mesh, hardware: Hardware, whole_outputs: bool = False) -> Space:
-    """Lay out every decision and wire; `whole_outputs` pins the user's outputs to be equal everywhere."""
-    return _Builder(program, mesh, hardware, whole_outputs).build()
+def build_space(
+    program: Program,
+    mesh: Mesh,
+    hardware: Hardware,
+    whole_outputs: bool = False,
+    input_layouts: Mapping[str, Layout] | None = None,
+) -> Space:
+    """Lay out every decision and wire.
+
+    `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
+    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing.
+    """
+    return _Builder(program, mesh, hardware, whole_outputs, input_layouts or {}).build()
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
@@ -146,14 +158,24 @@ def is_call(node: fx.Node) -> bool:
 class _Builder:
     """The state of one pass over the graph: what is known of each tensor so far."""
 
-    def __init__(self, program: Program, mesh: Mesh, hardware: Hardware, whole_outputs: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        hardware: Hardware,
+        whole_outputs: bool,
+        input_layouts: Mapping[str, Layout],
+    ) -> None:
         self.program = program
+        self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
         self.parameters = frozenset(program.parameters.values())
         self.space = Space(program, mesh, hardware)
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
+        self.learned: set[str] = set(self.parameters)
+        """Names of nodes whose value depends on a parameter."""
 
     def build(self) -> Space:
         for node in self.program.graph.nodes:
@@ -183,8 +205,7 @@ class _Builder:
             seconds = np.array([optimizer_seconds(info, each, mesh.sizes, hardware) for each in layouts])
             menu, kind = whole_menu(layouts, seconds), "parameter"
         else:
-            splits = is_input and not info.requires_grad
-            layouts = split_layouts(info, mesh) if splits else (replicated(mesh.ndim),)
+            layouts = (self.input_layouts.get(node.name, replicated(mesh.ndim)),)
             num_bytes = np.zeros(len(layouts), dtype=np.int64)
             menu, kind = whole_menu(layouts), "input" if is_input else "buffer"
         self.space.add(Decision(node.name, kind, menu, num_bytes, node, _roles_by_placement(roles)))
@@ -193,6 +214,10 @@ class _Builder:
         sources = [source_of(argument) for argument in tensor_inputs(node)]
         keys = [(source.name, position) for source, position in sources]
         menu = call_menu(node, [self.padded[key] for key in keys], self.space.mesh, self.space.hardware)
+        if any(name in self.learned for name, _ in keys):
+            self.learned.add(node.name)
+        else:
+            menu = _auxiliary(menu)
         assert menu.call is not None and menu.bound is not None and menu.op is not None
         roles = _factor_roles(menu, [self.space.dim_roles[key] for key in keys])
         paddable = padded_factors(menu.op, menu.bound, [self.padded[key] for key in keys])
@@ -248,8 +273,11 @@ class _Builder:
         regather = parameter and _backward_needs(self.space.decisions[self.space.index[name]].node)
         tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], parameter, regather)
         source = (self.space.index[name], position)
-        if len(uses) == 1:
-            self._connect(source, uses[0], tensor)
+        only = self.space.decisions[source[0]].menu.strategies
+        free = not info.requires_grad and len(only) == 1 and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+        if len(uses) == 1 or free:  # to slice what is equal everywhere costs nothing, however often
+            for use in uses:
+                self._connect(source, use, tensor)
             return
         suffix = f":{position}" if position else ""
         hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
@@ -294,6 +322,18 @@ def _backward_needs(parameter: fx.Node) -> bool:
         if saves_input(call) and any(info_of(other).requires_grad for other in others):
             return True
     return False
+
+
+def _auxiliary(menu: Menu) -> Menu:
+    """The menu of a call that depends on no parameter (a mask, positions, shifted labels): whole, unless it is large.
+
+    Such calls feed every layer; deciding on them would tie all layers together for next to no time.
+    """
+    assert menu.call is not None
+    if sum(info.num_elements for info in menu.call.outputs) > AUXILIARY_ELEMENTS:
+        return menu
+    number = next(i for i, s in enumerate(menu.strategies) if all(choice == "-" for choice in s.choices))
+    return Menu((menu.strategies[number],), menu.seconds[number : number + 1], menu.call, menu.op, menu.bound, menu.reason)
 
 
 def _consumers(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,8 +1,9 @@
 """Parameters that move together: gradients reduced in buckets while the backward goes on, weights gathered in one go.
 
-A bucket is two `autograd.Function`s. The inner one's backward runs as soon as all gradients of the bucket are there and
-starts the collective without waiting. The outer one was created first, at the entry of the graph, and the autograd
-engine runs what was created first last: its backward waits, when everything that could overlap has run.
+A bucket is two `autograd.Function`s. The backward of the inner one starts the collective and does not wait; that of the
+outer one waits, just before the gradients reach the parameters. The autograd engine takes what is ready in the order
+of sequence numbers, so the inner one gets the highest (at once, when all gradients of the bucket are there) and the
+outer one the lowest (when nothing else is left). Compiled and simulated graphs have the inner one only, and it waits.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.collectives import Axis, axis_of, count, padded
 
 _c10d = torch.ops._c10d_functional
+FIRST, LAST = 2**64 - 1, 0  # sequence numbers: what the engine prefers, and what it leaves for the end
 
 
 class _Pending:
@@ -38,17 +41,41 @@ class _Pending:
 def reduce_gradients(axis: str, *parameters: Tensor) -> tuple[Tensor, ...]:
     """I → R for many parameters: themselves; one all-reduce per dtype of their gradients. Moves their bytes backward."""
     where = axis_of(axis)
-    if where.size == 1:
+    learning = _learning(parameters)
+    if where.size == 1 or not learning:
         return parameters
-    pending = _Pending() if _is_asynchronous() else None
+    pending, entered = _enter([parameters[i] for i in learning])
+    left = _ReduceGradients.apply(where, pending, *entered)
+    return _replaced(parameters, learning, _prefer(left, pending))
+
+
+def _learning(parameters: Sequence[Tensor]) -> list[int]:
+    """The positions of those that get a gradient."""
+    return [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tensor]]:
+    """The parameters behind the outer function; as they are where a collective may not be left running."""
+    if torch.compiler.is_compiling() or local_tensor_mode() is not None:
+        return None, parameters
+    pending = _Pending()
+    entered = _Wait.apply(pending, *parameters)
+    entered[0].grad_fn._set_sequence_nr(LAST)
+    return pending, entered
+
+
+def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
+    """The outputs of an inner function, whose backward is to run as soon as it can."""
     if pending is not None:
-        parameters = _Wait.apply(pending, *parameters)
-    return _ReduceGradients.apply(where, pending, *parameters)
+        node: Any = next(x.grad_fn for x in outputs if x.requires_grad)
+        node._set_sequence_nr(FIRST)
+    return outputs
 
 
-def _is_asynchronous() -> bool:
-    """Whether a collective may be left running: not while compiling, not on simulated ranks."""
-    return not torch.compiler.is_compiling() and local_tensor_mode() is None
+def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, with new ones at some positions."""
+    found = dict(zip(positions, new, strict=True))
+    return tuple(found.get(i, x) for i, x in enumerate(tensors))
 
 
 class _Wait(torch.autograd.Function):
@@ -58,6 +85,7 @@ class _Wait(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.pending.wait()
         return None, *grads
@@ -70,13 +98,13 @@ class _ReduceGradients(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         reduced: list[Tensor | None] = [None] * len(grads)
         for numbers in _by_dtype(grads):
             flat = torch.cat([grads[i].reshape(-1) for i in numbers])
             count("all_reduce", ctx.axis, flat.numel() * flat.itemsize)
-            flat = _c10d.all_reduce(flat, "sum", ctx.axis.group)
-            flat = _started(flat, ctx.pending)
+            flat = _started(_c10d.all_reduce(flat, "sum", ctx.axis.group), ctx.pending)
             for i, piece in zip(numbers, flat.split([grads[i].numel() for i in numbers]), strict=True):
                 reduced[i] = piece.view(grads[i].shape)
         return None, None, *reduced
@@ -118,9 +146,12 @@ def gather_parameters(
     where = axis_of(axis)
     if where.size == 1:
         return shards
-    pending = _Pending() if _is_asynchronous() else None
-    entered = shards if pending is None else _Wait.apply(pending, *shards)
-    gathered = _GatherParameters.apply(where, dims, sizes, pending, *entered)
+    learning = _learning(shards)
+    pending, entered = None, shards
+    if learning:
+        pending, behind = _enter([shards[i] for i in learning])
+        entered = _replaced(shards, learning, behind)
+    gathered = _prefer(_GatherParameters.apply(where, dims, sizes, tuple(learning), pending, *entered), pending)
     if regather and Regather.current is not None:
         Regather.current.watch(_Recipe(where, dims, sizes, tuple(s.detach() for s in shards)), gathered)
     return gathered
@@ -129,23 +160,33 @@ def gather_parameters(
 class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: Axis, dims: tuple[int, ...], sizes: tuple[int, ...], pending: _Pending | None, *shards: Tensor
+        ctx: Any,
+        axis: Axis,
+        dims: tuple[int, ...],
+        sizes: tuple[int, ...],
+        learning: tuple[int, ...],
+        pending: _Pending | None,
+        *shards: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.dims, ctx.pending = axis, dims, pending
-        return _gather(_Recipe(axis, dims, sizes, shards))
+        ctx.axis, ctx.dims, ctx.learning, ctx.pending = axis, dims, learning, pending
+        whole = _gather(_Recipe(axis, dims, sizes, shards))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
+        return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         scattered: list[Tensor | None] = [None] * len(grads)
         size = ctx.axis.size
-        for numbers in _by_dtype(grads):
+        for group in _by_dtype([grads[i] for i in ctx.learning]):
+            numbers = [ctx.learning[j] for j in group]
             parts = [padded(grads[i], ctx.dims[i], size).chunk(size, ctx.dims[i]) for i in numbers]
             flat = torch.cat([part[rank].reshape(-1) for rank in range(size) for part in parts])
             count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
             mine = _started(_c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group), ctx.pending)
             for i, part, piece in zip(numbers, parts, mine.split([p[0].numel() for p in parts]), strict=True):
                 scattered[i] = piece.view(part[0].shape)
-        return None, None, None, None, *scattered
+        return None, None, None, None, None, *scattered
 
 
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
@@ -159,7 +200,8 @@ def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
         for i, shard, part in zip(numbers, shards, rows.split([s.numel() for s in shards], 1), strict=True):
             dim = recipe.dims[i]
             joined = torch.cat([row.view(shard.shape) for row in part.unbind()], dim)
-            whole[i] = joined if joined.shape[dim] == recipe.sizes[i] else joined.narrow(dim, 0, recipe.sizes[i]).contiguous()
+            padding = joined.shape[dim] - recipe.sizes[i]
+            whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous() if padding else joined
     return tuple(whole)  # type: ignore[arg-type]
 
 
@@ -168,9 +210,10 @@ class _Bucket:
     """The weights of one recipe; they live as long as somebody uses them."""
 
     recipe: _Recipe
-    weights: tuple[Any, ...]
-    waiting: int = 0
-    """Saved uses that the backward has yet to ask for."""
+    uses: int = 0
+    """How often a weight, or a view of one, was saved for the backward."""
+    asked: int = 0
+    """How many of those uses this backward has asked for."""
     again: tuple[Tensor, ...] | None = None
 
 
@@ -210,7 +253,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     def watch(self, recipe: _Recipe, weights: tuple[Tensor, ...]) -> None:
         """Remember whose weights these are, without keeping them alive."""
-        bucket = _Bucket(recipe, ())
+        bucket = _Bucket(recipe)
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()
             self._buckets[storage.data_ptr()] = (weakref.ref(storage), bucket, number)
@@ -220,7 +263,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         alive, bucket, number = self._buckets.get(storage.data_ptr(), (None, None, 0))
         if alive is None or bucket is None or alive() is None:
             return x
-        bucket.waiting += 1
+        bucket.uses += 1
         return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), x.storage_offset())
 
     @staticmethod
@@ -232,7 +275,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
             with torch.no_grad():
                 bucket.again = _gather(bucket.recipe)
         weight = bucket.again[saved.number]
-        bucket.waiting -= 1
-        if bucket.waiting <= 0:
-            bucket.again = None
+        bucket.asked += 1
+        if bucket.asked == bucket.uses:
+            bucket.asked, bucket.again = 0, None
         return weight.as_strided(saved.size, saved.stride, saved.offset)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,23 @@ def axis_of(name: str) -> Axis:
         axes = ", ".join(_axes) or "none"
         raise MeshError(f"no axis {name!r} on the current mesh (axes: {axes}); run inside use_mesh(mesh) with such an axis.")
     return _axes[name]
+
+
+Axes = Mapping[str, tuple[str, ...]]
+"""Factor → the mesh axes that split it, outer first."""
+
+
+def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
+    """Several axes, without those of size one, which do nothing."""
+    return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
+
+
+def part_of(axes: Sequence[Axis]) -> Any:
+    """Which part this rank holds of a dim that the axes split, outer first; an int, or a SymInt where ranks are simulated."""
+    part: Any = 0
+    for axis in axes:
+        part = part * axis.size + axis.rank
+    return part
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
 from autopar.operation import Call, OpRule
 from autopar.strategies import (
     attention,
+    constraint,
     conv,
     embedding,
     factory,
@@ -35,10 +36,12 @@ TABLES = (
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
+BY_NAME: dict[str, Entry] = {**matmul.BY_NAME, **constraint.BY_NAME}
+"""Operations that are not there until another module is imported."""
 
 
 def rule_of(call: Call) -> OpRule | None:
     """The rule of a call; None where the tables have none, so that the call runs replicated."""
-    entry = RULES.get(call.target) or matmul.BY_NAME.get(str(call.target))
+    entry = RULES.get(call.target) or BY_NAME.get(str(call.target))
     answer = entry(call) if callable(entry) else entry
     return OpRule(answer) if isinstance(answer, str) else answer

@@ -12,7 +12,7 @@ import torch
 
 from autopar.operation import Call, Implementation, OpRule
 from autopar.rule import WHOLE
-from autopar.strategies.notation import Entry, broadcast, names, rule, term
+from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def attention(call: Call) -> OpRule:
     """`query` (…, heads, s, d), `key` and `value` (…, heads, t, d), a mask that is broadcast to (…, heads, s, t)."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    batch = [f"{name}0" for name in names(len(query) - 3)]
+    batch = batch_names(len(query) - 3)
     queries = WHOLE if call["is_causal"] else "s"
     grouped = call["enable_gqa"] and query[-3] != key[-3]
     heads = ["(h r)" if grouped else "h"] if len(query) > 2 else []

@@ -1,4 +1,4 @@
-"""`autopar.constrain`: an identity that only carries a pin. Any dim may be split, and a partial value passes through."""
+"""`autopar.constrain`: an identity that only carries a pin. Any dim may be split; partial values pass."""
 
 from __future__ import annotations
 

@@ -294,6 +294,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.scatter_add.default: scatter_add,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
+    aten.meshgrid.default: meshgrid,
     aten.meshgrid.indexing: meshgrid,
     aten.masked_scatter.default: masked_scatter,
     aten.one_hot.default: one_hot,

@@ -6,6 +6,7 @@ the maxima and sums itself), or both. Class probabilities as targets have no rul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,6 +19,8 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
+FLOAT32_BYTES = 4
+DIVISOR_BYTES = 8  # float64
 
 
 def cross_entropy(call: Call) -> Answer:
@@ -46,14 +49,14 @@ def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v",
 
 
 def cross_entropy_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Over the batch, one count; over the classes, maximum, sum and target logit of every row, in fp32."""
-    rows = 1
-    for name, size in sizes.items():
-        rows *= size if name != "v" else 1
-    batch = (
-        tuple(Collective("all_reduce", name, 8) for name in sizes if name != "v") if call["reduction"] == MEAN else ()
-    )
-    return (*batch, *(Collective("all_reduce", "v", 4 * rows) for _ in range(3)))
+    """Over rows, the divisor of a mean; over classes, the maximum of every row, then sums of it, in fp32 or wider."""
+    rows = [name for name in sizes if name != "v"]
+    row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
+    weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
+    # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
+    num_sums = 2 + weighted + smoothed + (weighted and smoothed)
+    divisors = [Collective("all_reduce", name, DIVISOR_BYTES) for name in rows if call["reduction"] == MEAN]
+    return (*divisors, Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
 
 
 def nll(call: Call) -> str:

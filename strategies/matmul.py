@@ -8,7 +8,7 @@ import torch
 
 from autopar.operation import Call, OpRule
 from autopar.rule import WHOLE
-from autopar.strategies.notation import Answer, Entry, broadcast, names, rule, tensor_arguments, term
+from autopar.strategies.notation import Answer, Entry, batch_names, broadcast, names, rule, tensor_arguments, term
 
 aten = torch.ops.aten
 
@@ -28,16 +28,11 @@ def matmul(call: Call) -> str:
     row = ["m"] if len(left) > 1 else []
     columns = [column] if len(right) > 1 else []
     num_batch = len(output) - len(row) - len(columns)
-    batch = _batch_names(num_batch)
+    batch = batch_names(num_batch)
     first = broadcast(left[: -len(row) - 1], output[:num_batch], batch)
     second = broadcast(right[: -len(columns) - 1], output[:num_batch], batch)
     terms = [term([*first, *row, "k"], "~"), term([*second, "k", *columns], "~")]
     return rule(terms, [term([*batch, *row, *columns])])
-
-
-def _batch_names(count: int) -> list[str]:
-    """Names for batch dims, all different from m and n."""
-    return [f"{name}0" for name in names(count)]
 
 
 def with_sum(dims: str, product: str) -> Entry:

@@ -17,6 +17,8 @@ from autopar.strategies.notation import Entry, names, rule, term
 
 aten = torch.ops.aten
 
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+
 
 def affine(call: Call, dims: list[str]) -> list[str]:
     """The terms of weight and bias, if there are; they are partial only together."""
@@ -60,12 +62,12 @@ def batch_norm(call: Call) -> OpRule:
 
 
 def batch_norm_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Sum, sum of squares forward; the two sums over the gradient backward."""
-    del sizes
-    num_bytes = 2 * call.inputs[0].shape[1] * call.inputs[0].dtype.itemsize
-    forward = Collective("all_reduce", "n", num_bytes)
-    backward = Collective("all_reduce", "n", num_bytes, backward=True)
-    return (forward, backward) if call.inputs[0].requires_grad else (forward,)
+    """Two sums per channel: of the values and their squares in fp64, of the gradients in fp32 or wider."""
+    x = call.inputs[0]
+    num_sums = 2 * sizes.get("c", x.shape[1])
+    forward = Collective("all_reduce", "n", FLOAT64_BYTES * num_sums)
+    backward = Collective("all_reduce", "n", max(FLOAT32_BYTES, x.dtype.itemsize) * num_sums, backward=True)
+    return (forward, backward) if x.requires_grad else (forward,)
 
 
 def instance_norm(call: Call) -> str:

@@ -26,6 +26,11 @@ def names(count: int) -> list[str]:
     return [LETTERS[i] if i < len(LETTERS) else f"a{i}" for i in range(count)]
 
 
+def batch_names(count: int) -> list[str]:
+    """Names for `count` batch dims, unlike all of one letter: a0, b0, c0 …"""
+    return [f"{name}0" for name in names(count)]
+
+
 def term(dims: Iterable[str], mark: str = "") -> str:
     """A term's text.
 

@@ -102,6 +102,8 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
             aten.norm.ScalarOpt_dim,
             aten.prod.dim_int,
             aten.std.correction,
+            aten.std.dim,
+            aten.std_mean.correction,
             aten.var.correction,
             aten.var.dim,
             aten.var_mean.correction,
@@ -110,7 +112,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
         whole(),
     ),
     **dict.fromkeys(
-        (aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.prod.default),
+        (aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.prod.default, aten.std.default),
         whole(None),
     ),
     **dict.fromkeys(

@@ -77,8 +77,8 @@ def _without_strays(
     common = set.intersection(*({name for dim in side for name in dim} for side in sides))
     texts = [["1" if not d else _group(d) if set(d) <= common else WHOLE for d in side] for side in sides]
     kept = [{name for text in side for name in text.strip("()").split()} for side in texts]
-    if kept[0] != kept[1]:
-        strays = kept[0] ^ kept[1]
+    strays = (kept[0] ^ kept[1]) - {"1", WHOLE}
+    if strays:
         texts = [[WHOLE if strays & set(text.strip("()").split()) else text for text in side] for side in texts]
     try:
         Rule.parse(rule([term(texts[0])], [term(texts[1])])).bind([source], [target])
@@ -183,10 +183,11 @@ def _reversed(call: Call, ndim: int) -> list[int]:
 
 
 def _moved(call: Call, ndim: int) -> list[int]:
-    source, destination = positive(call["source"], ndim), positive(call["destination"], ndim)
-    order = [dim for dim in range(ndim) if dim != source]
-    order.insert(destination, source)
-    return order
+    """The named dims at their new places, the others in order between them."""
+    source, destination = ([dims] if isinstance(dims, int) else dims for dims in (call["source"], call["destination"]))
+    moved = {positive(to, ndim): positive(dim, ndim) for dim, to in zip(source, destination, strict=True)}
+    others = iter(dim for dim in range(ndim) if dim not in moved.values())
+    return [moved[place] if place in moved else next(others) for place in range(ndim)]
 
 
 def unsqueeze(call: Call) -> str:
@@ -243,7 +244,7 @@ def diagonal(call: Call) -> str:
 
 
 def unfold(call: Call) -> str:
-    """Windows of one dim, which become a new last dim; the dim is free where windows neither overlap nor leave a rest."""
+    """Windows of one dim become a new last dim; the dim is free where they neither overlap nor leave a rest."""
     shape = call.inputs[0].shape
     left = names(len(shape))
     right, dim = [*left, WHOLE], dim_of(call, "dimension")
@@ -261,6 +262,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.flatten.using_ints: reshape(None),
     aten.unflatten.int: unflatten,
     aten.view_as.default: view_as,
+    aten.reshape_as.default: view_as,
     aten.expand.default: expand,
     aten.broadcast_to.default: expand,
     aten.expand_as.default: expand_as,
@@ -272,6 +274,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     **dict.fromkeys((aten.t.default, aten.mT.default, aten.adjoint.default), reordered(_last_two)),
     aten.numpy_T.default: reordered(_reversed),
     aten.movedim.int: reordered(_moved),
+    aten.movedim.intlist: reordered(_moved),
     aten.unsqueeze.default: unsqueeze,
     aten.squeeze.dim: squeeze("dim"),
     aten.squeeze.dims: squeeze("dim"),

@@ -193,6 +193,12 @@ def test_regions_of_two_priced_solutions_are_mixed_to_fill_the_limit() -> None:
     assert (solution.seconds, solution.num_bytes, solution.solver) == (2.0, 20, "multiplier")
 
 
+def test_the_limit_holds_where_all_bytes_have_a_common_divisor() -> None:
+    node = Node("a", np.array([0.0, 1.0]), np.array([10, 0]))
+    solution = solve(Problem((node,) * 4, (), 25), solver="ilp")
+    assert (solution.seconds, solution.num_bytes) == (2.0, 20)
+
+
 def test_equal_layers_share_their_steps() -> None:
     problem = _layered_problem(seed=0, num_layers=64, k=3)
     elimination = compile_elimination(problem, Tables(problem), balanced=True)

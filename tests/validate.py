@@ -186,7 +186,8 @@ def right_choices(whole: Whole, num_ranks: int, shape_argument: int | None = Non
 def _outputs(whole: Whole, inputs: Placements, num_ranks: int, shape_argument: int | None) -> list[Placements]:
     """The placements that the values of the outputs have; all that are possible where the arguments depend on them."""
     if shape_argument is not None:
-        return [(placement,) for placement in (I, P, *splits_of(whole.outputs[0], num_ranks))]
+        y = whole.outputs[0]
+        return [(placement,) for placement in (I, *_partial(y), *splits_of(y, num_ranks))]
     local = _run_ranks(whole, inputs, num_ranks)
     if local is None:
         return []
@@ -216,8 +217,13 @@ def _options(x: Tensor, num_ranks: int) -> Placements:
 
 def _seen(parts: list[Tensor], y: Tensor, tolerance: float) -> list[Placement]:
     """The placements as which the parts are the right value."""
-    options = (I, *splits_of(y, len(parts)), *((P,) if y.dtype != torch.bool else ()))
+    options = (I, *splits_of(y, len(parts)), *_partial(y))
     return [placement for placement in options if not value_fault(parts, placement, y, tolerance)]
+
+
+def _partial(y: Tensor) -> Placements:
+    """P, if `y` can be summed."""
+    return () if y.dtype == torch.bool else (P,)
 
 
 def fault_of(

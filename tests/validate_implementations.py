@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.candidates import padded_factors
 from autopar.layout import I
 from autopar.operation import OpRule
 from autopar.rule import BoundRule, Choice
 from autopar.runtime.collectives import use_mesh
 from autopar.runtime.dropout import use_randomness
+from autopar.strategies import rule_of
 from tests.parts import Parts, local_shape, split
 from tests.simulate import from_ranks, local_values, simulate
-from tests.validate import Whole, gradients_of, implemented, joined_fault, possible, show, tensors_of
+from tests.validate import Placements, Whole, gradients_of, implemented, joined_fault, possible, show, tensors_of
 
 AXIS = "x"
 
@@ -61,9 +63,7 @@ def implementation_fault(
     outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
     if len(outputs) != len(whole.outputs):
         return f"{len(outputs)} outputs instead of {len(whole.outputs)}"
-    by_rank = [[parts[rank] for parts in outputs] for rank in range(num_ranks)]
-    gradients_by_rank = [[parts and parts[rank] for parts in gradients] for rank in range(num_ranks)]
-    return joined_fault(whole, choice.inputs, choice.outputs, by_rank, gradients_by_rank)
+    return _fault(whole, choice.inputs, choice.outputs, outputs, gradients)
 
 
 def run_implementation(
@@ -105,11 +105,22 @@ def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
     return list(torch.cat([x.detach(), padding], dim).chunk(num_ranks, dim))
 
 
-def check_padded(whole: Whole, op: OpRule, factor: str, num_ranks: int) -> str:
-    """What is wrong with splitting `factor`, which does not divide, where the output keeps no dim of it."""
+def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
+    """The implemented choices of a factor that does not divide, may be padded, and is missing on the right."""
     bound = whole.bind(op)
-    (choice,) = (each for each in implemented_choices(op, bound) if each.factor == factor)
-    assert bound.sizes[factor] % num_ranks, f"{factor}={bound.sizes[factor]} divides by {num_ranks}"
+    paddable = padded_factors(op, bound, [frozenset(range(x.ndim)) for x in whole.inputs])
+    return [
+        choice
+        for choice in implemented_choices(op, bound)
+        if choice.factor in paddable
+        and bound.sizes[choice.factor] % num_ranks
+        and not any(placement.is_split for placement in choice.outputs)
+    ]
+
+
+def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> str:
+    """What is wrong with the choice of a factor that is padded; empty if values and gradients are right."""
+    bound = whole.bind(op)
     inputs = [
         padded_parts(x, placement.dim, num_ranks) if placement.is_split else split(x, placement, num_ranks)
         for x, placement in zip(whole.inputs, choice.inputs, strict=True)
@@ -120,16 +131,65 @@ def check_padded(whole: Whole, op: OpRule, factor: str, num_ranks: int) -> str:
     ]
     outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
     unpadded = [
-        parts and _unpad(parts, choice.inputs[i].dim, whole.inputs[i]) if choice.inputs[i].is_split else parts
-        for i, parts in enumerate(gradients)
+        _unpad(parts, placement.dim, x) if parts is not None and placement.is_split else parts
+        for parts, placement, x in zip(gradients, choice.inputs, whole.inputs, strict=True)
     ]
     # Already joined, the split gradients are compared as whole ones.
     placements = tuple(I if placement.is_split else placement for placement in choice.inputs)
-    by_rank = [[parts[rank] for parts in outputs] for rank in range(num_ranks)]
-    gradients_by_rank = [[parts and parts[rank] for parts in unpadded] for rank in range(num_ranks)]
-    return joined_fault(whole, placements, choice.outputs, by_rank, gradients_by_rank)
+    return _fault(whole, placements, choice.outputs, outputs, unpadded)
+
+
+def _fault(
+    whole: Whole, inputs: Placements, outputs: Placements, values: Sequence[Parts], gradients: Sequence[Parts | None]
+) -> str:
+    """What is wrong with the parts of the outputs and of the inputs' gradients."""
+    ranks = range(len(values[0]))
+    values_by_rank = [[parts[rank] for parts in values] for rank in ranks]
+    gradients_by_rank = [[None if parts is None else parts[rank] for parts in gradients] for rank in ranks]
+    return joined_fault(whole, inputs, outputs, values_by_rank, gradients_by_rank)
 
 
 def _unpad(parts: Parts, dim: int, whole: Tensor) -> Parts:
     joined = torch.cat(parts, dim).narrow(dim, 0, whole.shape[dim])
     return [joined] * len(parts)
+
+
+def random_fault(args: tuple[Any, ...], probability: float, num_ranks: int) -> str:
+    """What is wrong with dropout under any of its choices; empty if nothing is.
+
+    Each element is zero at the rate `probability` or scaled by 1 / (1 - `probability`), in the gradient as in the
+    value; ranks that hold the same elements drop the same, ranks that hold others drop others.
+    """
+    target = torch.ops.aten.dropout.default
+    whole = Whole.of(target, args, {})
+    op = rule_of(whole.call)
+    assert op is not None
+    if op.implementation is None:
+        return "" if probability == 0 else "there is no implementation"
+    bound = whole.bind(op)
+    for choice in implemented_choices(op, bound):
+        inputs = [split(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
+        cotangents = [[torch.ones_like(part) for part in split(whole.outputs[0], choice.outputs[0], num_ranks)]]
+        (outputs,), (gradients,) = run_implementation(whole, op, bound, choice, inputs, cotangents)
+        assert gradients is not None
+        fault = _dropout_fault(inputs[0], outputs, gradients, probability, choice)
+        if fault:
+            return f"{choice.name}: {show(choice)}: {fault}"
+    return ""
+
+
+def _dropout_fault(inputs: Parts, outputs: Parts, gradients: Parts, probability: float, choice: Choice) -> str:
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    for x, y, g in zip(inputs, outputs, gradients, strict=True):
+        if not torch.allclose(y, x * g):
+            return "the gradient has another mask than the value"
+        if not ((g == 0) | (g == scale)).all():
+            return f"elements are neither dropped nor scaled by {scale}"
+        rate = (g == 0).double().mean().item()
+        # 3600 elements or more: six standard deviations
+        if abs(rate - probability) > 6 * (probability * (1 - probability) / g.numel()) ** 0.5:
+            return f"drops {rate:.3f} of the elements, not {probability}"
+    same = all(torch.equal(gradients[0], g) for g in gradients)
+    if len(gradients) > 1 and 0 < probability < 1 and same is choice.inputs[0].is_split:
+        return "ranks with other elements drop the same" if same else "ranks with the same elements drop others"
+    return ""

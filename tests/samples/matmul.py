@@ -230,7 +230,9 @@ SAMPLES: dict[Any, Samples] = {
     aten.upsample_trilinear3d.vec: lambda d: [sample(d.x(4, 6, 2, 3, 4), None, False, [2.0, 2.0, 2.0])],
     aten.adaptive_avg_pool3d.default: adaptive_pooling(3, 2, 1),
     aten.adaptive_max_pool1d.default: adaptive_pooling(3),
-    **dict.fromkeys([aten.avg_pool3d.default, aten.max_pool3d.default], lambda d: [sample(d.x(4, 6, 8, 4, 2), [2, 2, 2])]),
+    **dict.fromkeys(
+        [aten.avg_pool3d.default, aten.max_pool3d.default], lambda d: [sample(d.x(4, 6, 8, 4, 2), [2, 2, 2])]
+    ),
     aten.conv3d.padding: lambda d: [sample(d.x(4, 6, 3, 4, 5), d.x(8, 6, 3, 3, 3), None, [1, 1, 1], "same")],
     aten.conv_transpose3d.input: lambda d: transposed_convolution(3)(d)[:1],
     aten.im2col.default: lambda d: [sample(d.x(4, 6, 8, 10), [3, 3], [1, 1], [1, 1], [1, 1])],

@@ -186,8 +186,8 @@ SAMPLES: dict[Any, Samples] = {
     aten.bernoulli.p: lambda d: [sample(d.constant(*d.sizes(2)), 0.5)],
     aten._grouped_mm.default: lambda d: [
         sample(
-            d.x(12, 16).bfloat16().detach().requires_grad_(),
-            d.x(3, 16, 32).bfloat16().detach().requires_grad_(),
+            d.x(12, 64).bfloat16().detach().requires_grad_(),
+            d.x(3, 64, 128).bfloat16().detach().requires_grad_(),
             torch.tensor([4, 8, 12], dtype=torch.int32),
         )
     ],

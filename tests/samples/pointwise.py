@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ import torch
 from tests.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
+
+
+def overloads(names: str) -> list[Any]:
+    """Operations by name; the overload is `default` where none is named."""
+    return [operator.attrgetter(name if "." in name else f"{name}.default")(aten) for name in names.split()]
 
 
 def unary(*arguments: Any, **kwargs: Any) -> Samples:
@@ -173,70 +179,16 @@ def three(d: Draw) -> list[Sample]:
 
 SAMPLES: dict[Any, Samples] = {
     **dict.fromkeys(
-        [
-            aten.abs.default,
-            aten.alias.default,
-            aten.atan.default,
-            aten.ceil.default,
-            aten.clone.default,
-            aten.contiguous.default,
-            aten.cos.default,
-            aten.detach.default,
-            aten.elu.default,
-            aten.erf.default,
-            aten.exp.default,
-            aten.expm1.default,
-            aten.floor.default,
-            aten.gelu.default,
-            aten.hardsigmoid.default,
-            aten.hardswish.default,
-            aten.hardtanh.default,
-            aten.leaky_relu.default,
-            aten.lift_fresh_copy.default,
-            aten.log_sigmoid.default,
-            aten.mish.default,
-            aten.neg.default,
-            aten.positive.default,
-            aten.relu.default,
-            aten.relu6.default,
-            aten.round.default,
-            aten.selu.default,
-            aten.sgn.default,
-            aten.sigmoid.default,
-            aten.sign.default,
-            aten.silu.default,
-            aten.sin.default,
-            aten.softplus.default,
-            aten.square.default,
-            aten.tanh.default,
-            aten.tan.default,
-            aten.trunc.default,
-            aten.celu.default,
-            aten.exp2.default,
-            aten.sinh.default,
-            aten.cosh.default,
-            aten.asinh.default,
-            aten.hardshrink.default,
-            aten.softshrink.default,
-            aten.erfc.default,
-            aten.sinc.default,
-            aten.frac.default,
-            aten.deg2rad.default,
-        ],
+        overloads(
+            "abs alias atan ceil clone contiguous cos detach elu erf exp expm1 floor gelu hardsigmoid "
+            "hardswish hardtanh leaky_relu lift_fresh_copy log_sigmoid mish neg positive relu relu6 round "
+            "selu sgn sigmoid sign silu sin softplus square tanh tan trunc celu exp2 sinh cosh asinh "
+            "hardshrink softshrink erfc sinc frac deg2rad"
+        ),
         unary(),
     ),
     **dict.fromkeys(
-        [
-            aten.log.default,
-            aten.log1p.default,
-            aten.log2.default,
-            aten.log10.default,
-            aten.reciprocal.default,
-            aten.rsqrt.default,
-            aten.sqrt.default,
-            aten.lgamma.default,
-            aten.digamma.default,
-        ],
+        overloads("log log1p log2 log10 reciprocal rsqrt sqrt lgamma digamma"),
         positive_unary,
     ),
     **dict.fromkeys([aten.asin.default, aten.acos.default, aten.atanh.default, aten.erfinv.default], small_unary),
@@ -251,7 +203,7 @@ SAMPLES: dict[Any, Samples] = {
     aten.logit.default: lambda d: [sample(d.x(*d.sizes(2)).detach().sigmoid().requires_grad_())],
     aten.round.decimals: unary(decimals=1),
     **dict.fromkeys([aten.copysign.Tensor, aten.logaddexp2.default], positive_binary),
-    aten.heaviside.default: lambda d: [sample(d.constant(4, 6), d.constant(6))],
+    aten.heaviside.default: lambda d: [sample(d.index(3, 4, 6).double() - 1, d.constant(6))],
     **dict.fromkeys([aten.clamp_max.Tensor, aten.clamp_min.Tensor], positive_binary),
     **dict.fromkeys(
         [
@@ -274,36 +226,19 @@ SAMPLES: dict[Any, Samples] = {
     ),
     **dict.fromkeys([aten.mul.Tensor, aten.div.Tensor], binary_or_number),
     **dict.fromkeys(
-        [
-            aten.maximum.default,
-            aten.minimum.default,
-            aten.pow.Tensor_Tensor,
-            aten.atan2.default,
-            aten.fmod.Tensor,
-            aten.remainder.Tensor,
-            aten.max.other,
-            aten.min.other,
-            aten.hypot.default,
-            aten.logaddexp.default,
-            aten.fmax.default,
-            aten.fmin.default,
-        ],
+        overloads(
+            "maximum minimum pow.Tensor_Tensor atan2 fmod.Tensor remainder.Tensor max.other min.other hypot "
+            "logaddexp fmax fmin"
+        ),
         positive_binary,
     ),
     aten.xlogy.Tensor: positive_binary,
     aten.floor_divide.default: lambda d: [sample(d.index(20, 4, 6), d.index(5, 6) + 1), sample(d.index(20, 4, 6), 3)],
     aten.floor_divide.Scalar: lambda d: [sample(d.index(20, *d.sizes(2)), 3)],
     **dict.fromkeys(
-        [
-            aten.add.Scalar,
-            aten.sub.Scalar,
-            aten.mul.Scalar,
-            aten.div.Scalar,
-            aten.pow.Tensor_Scalar,
-            aten.rsub.Scalar,
-            aten.remainder.Scalar,
-            aten.fmod.Scalar,
-        ],
+        overloads(
+            "add.Scalar sub.Scalar mul.Scalar div.Scalar pow.Tensor_Scalar rsub.Scalar remainder.Scalar fmod.Scalar"
+        ),
         with_numbers,
     ),
     aten.rsub.Tensor: positive_binary,
@@ -312,37 +247,23 @@ SAMPLES: dict[Any, Samples] = {
         sample(*each.args, rounding_mode=mode) for each in positive_binary(d)[:2] for mode in ("floor", "trunc", None)
     ],
     aten.div.Scalar_mode: lambda d: [sample(d.index(20, *d.sizes(2)), 3, rounding_mode="floor")],
+    **dict.fromkeys(overloads("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor"), comparison),
     **dict.fromkeys(
-        [aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor], comparison
-    ),
-    **dict.fromkeys(
-        [aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar],
+        overloads("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar"),
         comparison_with_number,
     ),
     **dict.fromkeys(
-        [
-            aten.bitwise_and.Tensor,
-            aten.bitwise_or.Tensor,
-            aten.bitwise_xor.Tensor,
-            aten.logical_and.default,
-            aten.logical_or.default,
-            aten.logical_xor.default,
-            aten.__and__.Tensor,
-            aten.__or__.Tensor,
-            aten.__xor__.Tensor,
-        ],
+        overloads(
+            "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor logical_and logical_or logical_xor "
+            "__and__.Tensor __or__.Tensor __xor__.Tensor"
+        ),
         of_masks,
     ),
     **dict.fromkeys(
-        [
-            aten.bitwise_and.Scalar,
-            aten.bitwise_or.Scalar,
-            aten.bitwise_xor.Scalar,
-            aten.__lshift__.Scalar,
-            aten.__rshift__.Scalar,
-            aten.bitwise_right_shift.Tensor_Scalar,
-            aten.bitwise_left_shift.Tensor_Scalar,
-        ],
+        overloads(
+            "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __lshift__.Scalar __rshift__.Scalar "
+            "bitwise_right_shift.Tensor_Scalar bitwise_left_shift.Tensor_Scalar"
+        ),
         index_unary(3),
     ),
     **dict.fromkeys([aten.where.self], where),

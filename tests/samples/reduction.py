@@ -63,7 +63,9 @@ def along(*further: Any) -> Samples:
 
 
 def argmax(d: Draw) -> list[Sample]:
-    return [sample(d.x(*d.sizes(2)), 1), sample(d.x(*d.sizes(3)), -1, True), sample(d.x(*d.sizes(2)))]
+    x = d.constant(*d.sizes(2))
+    x[-1, -1], x[-1, -2] = 9, -9  # not at position 0, which would pass for a partial zero
+    return [sample(d.x(*d.sizes(2)), 1), sample(d.x(*d.sizes(3)), -1, True), sample(x)]
 
 
 def topk(d: Draw) -> list[Sample]:
@@ -81,9 +83,7 @@ def variance(d: Draw) -> list[Sample]:
 SAMPLES: dict[Any, Samples] = {
     aten.sum.dim_IntList: over_dims_or_all,
     aten.mean.dim: over_dims_or_all,
-    **dict.fromkeys(
-        [aten.sum.default, aten.mean.default, aten.max.default, aten.min.default], over_all
-    ),
+    **dict.fromkeys([aten.sum.default, aten.mean.default, aten.max.default, aten.min.default], over_all),
     **dict.fromkeys([aten.amax.default, aten.amin.default, aten.logsumexp.default], over_dims_without_dtype),
     **dict.fromkeys([aten.max.dim, aten.min.dim, aten.prod.dim_int, aten.median.dim], over_one_dim),
     aten.any.dim: few_over_one_dim(True),

@@ -1,0 +1,40 @@
+"""autopar: automatic parallelization of PyTorch models.
+
+`autopar.compile(model, mesh)` captures a model once, chooses the layout of every operation by exact optimization,
+rewrites the graph into one readable per-rank program with collectives, and trains it on torch.distributed.
+"""
+
+from autopar.annotate import annotate, annotate_plan, constrain
+from autopar.api import compile, plan
+from autopar.errors import (
+    AnnotationError,
+    AutoparError,
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    LayoutError,
+    MeshError,
+    PlanError,
+    RuleError,
+)
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+
+__all__ = [
+    "AnnotationError",
+    "AutoparError",
+    "CaptureError",
+    "InfeasibleError",
+    "InputError",
+    "LayoutError",
+    "Mesh",
+    "MeshError",
+    "Plan",
+    "PlanError",
+    "RuleError",
+    "annotate",
+    "annotate_plan",
+    "compile",
+    "constrain",
+    "plan",
+]
