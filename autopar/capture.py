@@ -58,11 +58,13 @@ def capture(
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft)
-    return _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs))
+    return _program(
+        draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs)
+    )
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers have shapes but no memory (meta); ties and everything else kept."""
+    """A copy of a model whose parameters and buffers are on the meta device, with their names and ties."""
 
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -118,7 +120,7 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor):
-                memo.setdefault(id(value), value)
+                memo.setdefault(id(value), empty(value) if value.is_meta else value)
     return copy.deepcopy(model, memo)
 
 
@@ -234,7 +236,7 @@ def _program(
     training: bool,
     input_names: tuple[str, ...],
 ) -> Program:
-    graph, copies = _ordered(draft.graph)
+    graph = _ordered(draft.graph)
     named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
     by_leaf = {source.index: name for source, name in named if source.kind == "input"}
     constants = {name: _real(source, name) for source, name in named if source.kind == "constant"}
@@ -255,9 +257,10 @@ def _program(
     )
 
 
-def _ordered(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def _ordered(graph: fx.Graph) -> fx.Graph:
     """The same graph, fresh, with parameters first, then buffers, constants and inputs."""
-    ordered, copies = fx.Graph(), {}
+    ordered = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     others = [node for node in graph.nodes if node.op != "placeholder"]
     placeholders.sort(key=lambda node: ORDER.index(node.meta["source"].kind))
@@ -268,7 +271,7 @@ def _ordered(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         copied = copies[node] = ordered.node_copy(node, copies.__getitem__)
         copied.meta = {key: node.meta[key] for key in ("tensor", "module", "source") if key in node.meta}
     ordered.lint()
-    return ordered, copies
+    return ordered
 
 
 def _real(source: Source, name: str) -> Tensor:
@@ -276,8 +279,9 @@ def _real(source: Source, name: str) -> Tensor:
     assert value is not None
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         raise CaptureError(
-            f"the forward reads the tensor attribute {source.name or name}, which has no value (meta); build the model "
-            "on a real device, or register the attribute as a buffer."
+            f"the forward reads a tensor ({source.name or name}) whose value is not there: an attribute on the meta "
+            "device (register it as a buffer, or build the model on a real one), or the .data of a parameter (use "
+            ".detach())."
         )
     return value.detach().cpu()
 

@@ -1,9 +1,9 @@
 """The casts of autocast as explicit calls: what autocast does to an operation is asked of autocast itself.
 
-    policy   an operation whose inputs become
-    low      the autocast dtype: bf16 comes out of fp32
-    full     fp32: fp32 comes out of bf16
-    promote  the widest dtype among them
+policy   an operation whose inputs become
+low      the autocast dtype: bf16 comes out of fp32
+full     fp32: fp32 comes out of bf16
+promote  the widest dtype among them
 """
 
 from __future__ import annotations

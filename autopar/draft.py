@@ -1,8 +1,8 @@
 """A graph on its way from `torch.export` to a `Program`: fake values on every node, so that passes see what runs.
 
-    node.meta["val"]     what the node gives, as fake tensors that know shape, strides, dtype and requires_grad
-    node.meta["module"]  dotted path of the module that made the call
-    node.meta["source"]  of a placeholder: what it stands for
+node.meta["val"]     what the node gives, as fake tensors that know shape, strides, dtype and requires_grad
+node.meta["module"]  dotted path of the module that made the call
+node.meta["source"]  of a placeholder: what it stands for
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In-place operations become ordinary ones: a new value for what was written, and for everything that shares its memory.
+"""In-place operations become ordinary ones: a new value for what was written and for all that shares its memory.
 
 Each tensor of the graph is a variable: a root that owns memory, or a view, one operation away from its parent. A write
-to a view is carried up to its root (slice → slice_scatter, select → select_scatter, transpose → transpose …); other views
-of that root are made again from its new value when they are next read.
+to a view is carried up to its root (slice → slice_scatter, select → select_scatter, transpose → transpose …); other
+views of that root are made again from its new value when they are next read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Memory:
         if view.target is operator.getitem:
             pieces = view.args[0]
             assert isinstance(pieces, fx.Node)
-            pieces = self.draft.call(pieces.target, parent, *pieces.args[1:], module=view.meta["module"], **pieces.kwargs)  # type: ignore[arg-type]
+            pieces = self.draft.call(
+                pieces.target, parent, *pieces.args[1:], module=view.meta["module"], **pieces.kwargs
+            )  # type: ignore[arg-type]
             return self.draft.call(operator.getitem, pieces, view.args[1], module=view.meta["module"])
         return self.draft.call(view.target, parent, *view.args[1:], module=view.meta["module"], **view.kwargs)  # type: ignore[arg-type]
 
@@ -128,8 +130,9 @@ def _functionalize_output(memory: Memory, node: fx.Node) -> None:
 _MUTATION = {
     "parameter": "the forward writes into the parameter {name}; autopar trains parameters only through an optimizer. "
     "Register what the forward changes as a buffer, or compute with a copy.",
-    "constant": "the forward writes into a tensor attribute ({name}) that is neither parameter nor buffer; register it "
-    "with register_buffer, so that autopar knows its name.",
+    "constant": "the forward writes into a tensor ({name}) that is neither parameter nor buffer: an attribute "
+    "(register it with register_buffer, so that autopar knows its name), or the .data of a parameter, which only an optimizer "
+    "may write.",
     "input": "the forward writes into its input {name}; clone the input before writing into it.",
 }
 
@@ -173,7 +176,13 @@ def _functional(draft: Draft, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         new = draft.call(aten.to.dtype, new, dtype, module=module)
     if shape_of(new) != shape_of(node):
         new = draft.call(aten.expand.default, new, list(shape_of(node)), module=module)
+    if operation in OVERWRITES and value_of(target).requires_grad and shape_of(node):
+        # What is overwritten keeps a gradient, of zeros: to an optimizer that is not the same as none.
+        new = draft.call(aten.slice_scatter.default, target, new, module=module)
     return new
+
+
+OVERWRITES = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default)
 
 
 def _without_write(operation: torch._ops.OpOverload, module: str) -> torch._ops.OpOverload:
@@ -197,8 +206,8 @@ def _write_back(draft: Draft, view: fx.Node, parent: fx.Node, new: fx.Node) -> f
     inverse = INVERSES.get(view.target)  # type: ignore[arg-type]
     if inverse is None or value_of(view).dtype != value_of(parent).dtype:
         raise CaptureError(
-            f"the forward writes through the view {view.target} in {view.meta['module'] or 'its root'}, which cannot be "
-            "traced back; write into a clone, or build the result with torch.where or torch.cat."
+            f"the forward writes through the view {view.target} in {view.meta['module'] or 'its root'}, which cannot "
+            "be traced back; write into a clone, or build the result with torch.where or torch.cat."
         )
     return inverse(draft, parent, new, arguments(view))
 
@@ -262,7 +271,9 @@ def _all_reversed(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[st
 
 def _permute(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     dims = [dim % len(given["dims"]) for dim in given["dims"]]
-    return draft.call(aten.permute.default, new, [dims.index(d) for d in range(len(dims))], module=parent.meta["module"])
+    return draft.call(
+        aten.permute.default, new, [dims.index(d) for d in range(len(dims))], module=parent.meta["module"]
+    )
 
 
 INVERSES: dict[Any, Inverse] = {

@@ -33,10 +33,14 @@ def faithful_tracing() -> Iterator[None]:
 def refuse_autograd_functions() -> Iterator[None]:
     """Raise CaptureError at the first use of a user's autograd.Function: tracing would lose its backward."""
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> None:
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # the backward of a custom operator, which is kept whole
+            return apply(cls, *args, **kwargs)
         raise CaptureError(
-            f"the model uses the autograd.Function {cls.__module__}.{cls.__qualname__}; its own backward would be lost, "
-            "because a captured graph keeps only what the forward computes. Write it as a custom operator with "
+            f"the model uses the autograd.Function {cls.__module__}.{cls.__qualname__}; its own backward would be "
+            "lost, because a captured graph keeps only what the forward computes. Write it as a custom operator with "
             "torch.library.custom_op and register_autograd (it is then kept whole), or as plain PyTorch operations."
         )
 

@@ -78,8 +78,8 @@ class Inliner:
             return args[0][args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CaptureError(
-                f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body cannot "
-                "be captured as plain calls; use ordinary operations in its place."
+                f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
+                "cannot be captured as plain calls; use ordinary operations in its place."
             )
         path = module_path(node)
         if not region.grad:
@@ -93,9 +93,7 @@ class Inliner:
         if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
             return value
         if value not in self.detached:
-            self.detached[value] = self.draft.call(
-                aten.detach.default, value, module=value.meta.get("module", "")
-            )
+            self.detached[value] = self.draft.call(aten.detach.default, value, module=value.meta.get("module", ""))
         return self.detached[value]
 
     def _attribute(self, module: fx.GraphModule, name: str) -> Any:

@@ -15,8 +15,8 @@ from autopar.draft import Draft, aten, set_call, shape_of, value_of
 from autopar.errors import CaptureError
 from autopar.functionalize import functionalize
 from autopar.identities import drop_identities
-from autopar.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.program import TensorInfo
+from autopar.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.views import split_before_permuting, state_sizes
 
 Pass = Callable[[Draft], None]
@@ -67,7 +67,7 @@ def on_the_host(draft: Draft) -> None:
 
 
 def propagate(draft: Draft) -> None:
-    """Run the graph once more on fake tensors: shapes, dtypes and requires_grad are those of the graph that will run."""
+    """Run the graph on fake tensors: shapes, dtypes and requires_grad are those of the graph that will run."""
     for node in draft.calls():
         node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     for node in draft.graph.nodes:
@@ -117,6 +117,7 @@ CASTS = (
     aten.type_as.default,
 )
 
+
 def _info(node: fx.Node, value: object) -> TensorInfo | tuple[TensorInfo | None, ...] | None:
     if isinstance(value, Tensor):
         return TensorInfo(tuple(value.shape), value.dtype, value.requires_grad)
@@ -124,7 +125,7 @@ def _info(node: fx.Node, value: object) -> TensorInfo | tuple[TensorInfo | None,
         return tuple(_info(node, each) for each in value)  # type: ignore[misc]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise CaptureError(
-            f"{node.target} in {node.meta['module'] or 'the forward'} turns a tensor's value into a number, on which the "
-            "graph would depend; keep it a tensor, or give it to the model as an argument that is a plain number."
+            f"{node.target} in {node.meta['module'] or 'the forward'} turns a tensor's value into a number, on which "
+            "the graph would depend; keep it a tensor, or give it to the model as an argument that is a plain number."
         )
     return None

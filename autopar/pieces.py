@@ -6,6 +6,7 @@ unbind along the new dim. Each dim is followed by a label, so that the piece's o
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def pieces_of(output: fx.Node) -> list[Piece] | None:
             return None
         pieces += found
     covered = sorted({(piece.start, piece.end) for piece in pieces})
-    apart = all(before[1] <= after[0] for before, after in zip(covered, covered[1:], strict=False))
+    apart = all(before[1] <= after[0] for before, after in itertools.pairwise(covered))
     return pieces if apart and len(covered) > 1 else None
 
 
@@ -102,7 +103,7 @@ def _pieces_of_view(output: fx.Node, view: fx.Node) -> list[Piece] | None:
             return None
         node = user
     size = before[-1] // after[leading]
-    rest = tuple(label for label in labels if label != "piece")
+    rest: tuple[Label, ...] = tuple(label for label in labels if label != "piece")
     return [Piece(piece, index * size, (index + 1) * size, shape, rest) for piece, index in taken]
 
 

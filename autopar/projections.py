@@ -15,11 +15,12 @@ from autopar.draft import Draft, arguments, aten, shape_of, value_of
 from autopar.pieces import Piece, pieces_of
 from autopar.views import VIEWS
 
+
 def flat_projections_to_batched(draft: Draft) -> None:
     """x.view(-1, k) → product → view becomes a product of x itself; addmm becomes matmul and add."""
     for node in draft.calls(aten.addmm.default, aten.mm.default, aten.linear.default):
         given = arguments(node)
-        flat = given["mat1"] if node.target is aten.addmm.default else given.get("input", given.get("self"))
+        flat: Any = given["mat1"] if node.target is aten.addmm.default else given.get("input", given.get("self"))
         users = list(node.users)
         if not users or any(user.target not in VIEWS for user in users):
             continue

@@ -87,8 +87,8 @@ class Tensor:
         return True
 
 
-def transfers(move: Move, tensor: Tensor, mesh: Mesh) -> tuple[Transfer, ...]:
-    """The collectives of a move, forward and (where a gradient flows) backward."""
+def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
+    """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
     size = mesh.sizes[move.axis]
     if size == 1:
         return ()
@@ -124,15 +124,28 @@ def transfers(move: Move, tensor: Tensor, mesh: Mesh) -> tuple[Transfer, ...]:
             exchanged = math.prod(dims) * tensor.dtype.itemsize // size
             found = [Transfer("all_to_all", name, exchanged), Transfer("all_to_all", name, exchanged, backward=True)]
     found = [t for t in found if tensor.requires_grad or not t.backward]
-    if is_regathered(move, tensor):
+    if regather and is_gather(move, tensor):
         found.append(Transfer("all_gather", name, before * size, backward=True))
     return tuple(found)
 
 
-def is_regathered(move: Move, tensor: Tensor) -> bool:
-    """Whether the move gathers a parameter that is freed after use and gathered again for the backward."""
-    gathers = move.target is R or (move.target is I and not tensor.requires_grad)
-    return tensor.regather and move.source.is_split and gathers
+def is_gather(move: Move, tensor: Tensor) -> bool:
+    """Whether the move gathers a parameter for use, its gradient (if it has one) being reduce-scattered."""
+    return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
+
+
+def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
+    """Which moves gather a weight that is freed after use and gathered again for the backward.
+
+    Those are the gathers that end a path: what the backward keeps is then the gathered weight itself, not a copy.
+    """
+    found: list[bool] = []
+    last = tensor.regather
+    for move in reversed(moves):
+        gathers = is_gather(move, tensor)
+        last = last and (gathers or (move.source is I and move.target is R))
+        found.append(last and gathers)
+    return tuple(reversed(found))
 
 
 def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: bool = False) -> float:
@@ -148,7 +161,10 @@ class Path:
     """Moves from one layout to another; `seconds` is forward and backward together."""
 
     moves: tuple[Move, ...]
+    regathered: tuple[bool, ...]
+    """For each move, whether it is done again in the backward."""
     seconds: float
+    """As the planner prices it: a gather that another kind of move follows counts twice, though it runs once."""
     transfers: tuple[Transfer, ...]
 
     def __str__(self) -> str:
@@ -182,8 +198,11 @@ class ReshardTable:
             (axis,) = (a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
             moves.append(Move(axis, before_layout, after_layout))
             here = after
-        moved = tuple(t for move in moves for t in transfers(move, self._tensor, self._mesh))
-        return Path(tuple(moves), float(self.seconds[self.index[source], there]), moved)
+        again = regathered(moves, self._tensor)
+        moved = tuple(
+            t for move, twice in zip(moves, again, strict=True) for t in transfers(move, self._tensor, self._mesh, twice)
+        )
+        return Path(tuple(moves), again, float(self.seconds[self.index[source], there]), moved)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,7 +214,7 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     np.fill_diagonal(seconds, 0.0)
     for i, layout in enumerate(layouts):
         for move in _moves(layout, index):
-            cost = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in transfers(move, tensor, mesh))
+            cost = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in transfers(move, tensor, mesh, tensor.regather))
             seconds[i, index[move.after]] = cost + LOCAL_MOVE_SECONDS
     return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
 

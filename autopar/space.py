@@ -270,7 +270,7 @@ class _Builder:
         name, position = key
         info = self.infos[key]
         parameter = self.space.decisions[self.space.index[name]].kind == "parameter"
-        regather = parameter and _backward_needs(self.space.decisions[self.space.index[name]].node)
+        regather = parameter and len(uses) == 1 and _backward_needs(self.space.decisions[self.space.index[name]].node)
         tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], parameter, regather)
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies

@@ -59,8 +59,8 @@ def state_sizes(draft: Draft) -> None:
 def split_before_permuting(draft: Draft) -> None:
     """view → permute → view that splits becomes one view and a permutation.
 
-    nn.MultiheadAttention merges batch and heads, transposes, and splits them again; while they are one dim, heads cannot
-    be sharded.
+    nn.MultiheadAttention merges batch and heads, transposes, and splits them again; while they are one dim, heads
+    cannot be sharded.
     """
     for node in draft.calls(*VIEWS):
         moved = node.args[0]

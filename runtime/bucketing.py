@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.layout import Layout
-from autopar.reshard import Path, is_regathered
+from autopar.layout import I, Layout, R
+from autopar.reshard import Path, is_gather
 from autopar.space import Space, Wire
 
 LARGEST_BUCKET = 25 * 2**20  # bytes; DistributedDataParallel's default
@@ -66,10 +66,9 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
         path = space.path(wire, choices)
         steps = _steps(space, wire, path)
         if steps:
-            regather = any(is_regathered(move, wire.tensor) for move in path.moves)
             gathers = any(step.gathers for step in steps)
-            member = _Member(wire, path, steps, regather, _layer(space, wire) if gathers else "")
-            key = (steps, regather, wire.tensor.requires_grad, member.layer)
+            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire) if gathers else "")
+            key = (steps, member.regather, wire.tensor.requires_grad, member.layer)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
@@ -78,9 +77,9 @@ def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
     """The steps of a path that a bucket can take; none where the path has a move of another kind."""
     steps = []
     for number, move in enumerate(path.moves):
-        kinds = move.source.kind, move.target.kind
-        gathers = kinds == ("S", "R") or (kinds == ("S", "I") and not wire.tensor.requires_grad)
-        if space.mesh.sizes[move.axis] == 1 or not (gathers or kinds == ("I", "R")):
+        gathers = is_gather(move, wire.tensor)
+        reduces = move.source is I and move.target is R
+        if space.mesh.sizes[move.axis] == 1 or not (gathers or reduces):
             return ()
         steps.append(Step(number, move.axis, gathers))
     return tuple(steps)

@@ -6,11 +6,14 @@ of sequence numbers, so the inner one gets the highest (at once, when all gradie
 outer one the lowest (when nothing else is left). Compiled and simulated graphs have the inner one only, and it waits.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,7 +135,8 @@ class _Recipe:
     axis: Axis
     dims: tuple[int, ...]
     sizes: tuple[int, ...]
-    shards: tuple[Tensor, ...]
+    shards: tuple[Any, ...]
+    """Tensors, or handles of shards that are gathered first."""
 
 
 def gather_parameters(
@@ -190,6 +194,7 @@ class _GatherParameters(torch.autograd.Function):
 
 
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
+    recipe = replace(recipe, shards=tuple(map(Regather._unpack, recipe.shards)))
     whole: list[Tensor | None] = [None] * len(recipe.shards)
     for numbers in _by_dtype(recipe.shards):
         shards = [recipe.shards[i] for i in numbers]
@@ -253,7 +258,8 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
 
     def watch(self, recipe: _Recipe, weights: tuple[Tensor, ...]) -> None:
         """Remember whose weights these are, without keeping them alive."""
-        bucket = _Bucket(recipe)
+        # Shards that were themselves gathered are not kept either: a handle gathers them again first.
+        bucket = _Bucket(replace(recipe, shards=tuple(map(self._pack, recipe.shards))))
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()
             self._buckets[storage.data_ptr()] = (weakref.ref(storage), bucket, number)

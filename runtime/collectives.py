@@ -19,6 +19,9 @@ divide is padded with zeros to equal parts; functions that gather take the dim's
 Each function is an `autograd.Function` over `torch.ops._c10d_functional`, whose backward uses what its forward resolved.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
 from __future__ import annotations
 
 import contextlib
@@ -70,7 +73,9 @@ def axis_of(name: str) -> Axis:
     """The axis of that name on the current mesh."""
     if name not in _axes:
         axes = ", ".join(_axes) or "none"
-        raise MeshError(f"no axis {name!r} on the current mesh (axes: {axes}); run inside use_mesh(mesh) with such an axis.")
+        raise MeshError(
+            f"no axis {name!r} on the current mesh (axes: {axes}); run inside use_mesh(mesh) with such an axis."
+        )
     return _axes[name]
 
 

@@ -4,6 +4,9 @@ Over the axes that split the classes ("v"), the ranks join the maximum and the s
 loss; over the axes that split rows, each rank's loss is its part of the sum. The backward is local.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """BatchNorm over a batch of which each rank holds a part."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
 from __future__ import annotations
 
 import math
@@ -78,8 +81,9 @@ class _BatchNorm(torch.autograd.Function):
         # In float64 the difference of squares below loses nothing that float32 would have held.
         mean, variance = mean.double(), variance.double()
         sums = torch.cat([mean * num_local, (variance + mean * mean) * num_local])
-        mean, square = (_sum_over_ranks(sums, axes) / num_values).chunk(2)
-        variance = (square - mean * mean).clamp(min=0)
+        total, total_square = _sum_over_ranks(sums, axes).chunk(2)
+        mean = total / num_values
+        variance = (total_square / num_values - mean * mean).clamp(min=0)
         scale = torch.rsqrt(variance + eps)
         ctx.axes, ctx.num_values = axes, num_values
         ctx.save_for_backward(x, weight, mean, scale)

@@ -147,8 +147,11 @@ class _Rewriter:
         wire = self.space.inbound[decision, position]
         value = self._value(wire.source, wire.source_output)
         path = self.space.path(wire, self.choices)
-        for move in path.moves:
-            value = self._move(value, move, wire.tensor.shape)
+        for move, again in zip(path.moves, path.regathered, strict=True):
+            if again:
+                value = self._gather_alone(value, move, wire.tensor.shape)
+            else:
+                value = self._move(value, move, wire.tensor.shape)
         return value
 
     def _value(self, decision: int, output: int) -> fx.Node:
@@ -165,6 +168,13 @@ class _Rewriter:
             return value
         function, args = move_call(move, shape, self.mesh)
         return self._emit(function, (value, *args), {}, move.after)
+
+    def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
+        """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
+        axis, dim = self.mesh.names[move.axis], move.source.dim
+        size = move.after.local_shape(shape, self.mesh.sizes)[dim]
+        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": True}, None)
+        return self._emit(operator.getitem, (gathered, 0), {}, move.after)
 
     def _bucket(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket together, one collective per step of their common path."""

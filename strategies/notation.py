@@ -16,7 +16,6 @@ from autopar.rule import WHOLE
 Answer = str | OpRule | None
 """What a table may say of a call: a rule's text, more than a text, or that no rule fits."""
 Entry = str | OpRule | Callable[[Call], Answer]
-Table = Mapping[torch._ops.OpOverload, Entry]
 
 LETTERS = "abcdefghijlmnpqrstuvwyz"
 
@@ -137,13 +136,3 @@ def along_dims(argument: str = "dim", mark: str = "") -> Callable[[Call], str]:
         return rule([term(dims, "" if is_bool(call.inputs[0]) else mark)], [term(dims)] * len(call.outputs))
 
     return entry
-
-
-def from_left(num_free: Callable[[Call], int]) -> Callable[[Call], list[str]]:
-    """Names for the first dims of the first input, the rest whole."""
-
-    def dims(call: Call) -> list[str]:
-        ndim, free = len(call.inputs[0].shape), num_free(call)
-        return names(ndim)[:free] + [WHOLE] * (ndim - free)
-
-    return dims

@@ -24,6 +24,9 @@ def assert_as_eager(
     """Capture the model, train one step with the program and with the model itself, and compare everything."""
     kwargs = dict(kwargs or {})
     expected = copy.deepcopy(model)
+    for module in expected.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False  # type: ignore[union-attr]
     program = capture(model, args, kwargs)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))

@@ -1,6 +1,7 @@
 """The models that tests speak of: one tiny member of each family, equal on every build, with batches and a loss.
 
-Every size that may be split (batch 4, sequence 16, hidden 32, 4 heads …) divides by 4; GPT-2's vocabulary of 257 does not.
+Every size that may be split (batch 4, sequence 16, hidden 32, 4 heads …) divides by 4; GPT-2's vocabulary, 257,
+does not.
 transformers is imported when a family that needs it is built.
 """
 
@@ -124,15 +125,15 @@ def _gpt2(dropout: float = 0.0) -> nn.Module:
 
 
 def _decoder_sizes(dropout: float) -> dict[str, Any]:
-    return dict(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=64,
-        attention_dropout=dropout,
-    )
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": 64,
+        "attention_dropout": dropout,
+    }
 
 
 def _llama(dropout: float = 0.0) -> nn.Module:
@@ -155,14 +156,14 @@ def _mistral(dropout: float = 0.0) -> nn.Module:
 
 
 def _encoder_sizes(dropout: float) -> dict[str, Any]:
-    return dict(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
 
 
 def _bert(dropout: float = 0.0) -> nn.Module:
@@ -191,7 +192,7 @@ def _t5(dropout: float = 0.0) -> nn.Module:
             num_layers=LAYERS,
             num_heads=HEADS,
             dropout_rate=dropout,
-            decoder_start_token_id=0,
+            decoder_start_token_id=0,  # pyright: ignore[reportCallIssue]
         )
     )
 
@@ -221,7 +222,7 @@ def _vit(dropout: float = 0.0) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = _encoder_sizes(dropout)
-    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=8, **sizes))
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=8, **sizes))  # pyright: ignore[reportCallIssue]
 
 
 def _lora(dropout: float = 0.0) -> nn.Module:

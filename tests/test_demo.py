@@ -50,9 +50,9 @@ def test_the_report_refuses_bytes_that_differ(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_short_demo_trains_like_one_process(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "2", "--layers", "1", "--sequence", "16"]) == 0
+    assert main(["demo", "--mesh", "tp=2", "--steps", "2", "--layers", "1", "--sequence", "16"]) == 0
     out = capfd.readouterr().out
-    assert "plan for the mesh dp=2 × tp=2" in out
+    assert "plan for the mesh tp=2" in out
     assert "losses      agree" in out
     assert "bytes       as predicted" in out
 

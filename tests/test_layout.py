@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar.layout
@@ -26,6 +26,7 @@ def test_a_copied_placement_is_the_same_object(placement: Placement, copied: Any
     assert copied(placement) is placement
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_copied_layouts_keep_type_and_identity(layout: Layout) -> None:
     for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
@@ -38,11 +39,13 @@ def test_a_split_of_a_dim_is_unique() -> None:
     assert S(1) is not S(0)
 
 
+@settings(deadline=None)
 @given(placements)
 def test_a_placement_is_read_as_printed(placement: Placement) -> None:
     assert parse_placement(repr(placement)) is placement
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_a_layout_is_read_as_printed(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
@@ -71,12 +74,14 @@ def test_the_gradient_of_a_replicated_value_is_partial_and_the_other_way_round()
     assert Layout((S(1), I, R, P)).transposed == Layout((S(1), I, P, I))
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_splits_stay_where_they_are_in_the_gradient(layout: Layout) -> None:
     for dim in range(5):
         assert layout.transposed.axes_of(dim) == layout.axes_of(dim)
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_without_gradient_nothing_waits_for_one(layout: Layout) -> None:
     found = layout.without_gradient
@@ -119,6 +124,7 @@ def test_placements_that_do_not_split_leave_the_shape() -> None:
     assert layout.divides((3, 5), (2, 2, 2))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2).map(S) | st.just(I), min_size=2, max_size=2).map(Layout),
     st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20)),

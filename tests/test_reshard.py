@@ -155,6 +155,6 @@ def test_a_regathered_parameter_is_gathered_twice() -> None:
     for tensor in (kept, freed):
         paths = reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE)
         (move,) = paths.path(Layout((S(0), I)), Layout((R, I))).moves
-        names[tensor.regather] = [t.collective for t in transfers(move, tensor, MESH)]
+        names[tensor.regather] = [t.collective for t in transfers(move, tensor, MESH, tensor.regather)]
     assert names[False] == ["all_gather", "reduce_scatter"]
     assert names[True] == ["all_gather", "reduce_scatter", "all_gather"]

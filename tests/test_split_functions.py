@@ -97,12 +97,15 @@ def check(
     grad = torch.randn_like(expected)
     learning = [x for x in whole if x.requires_grad]
     expected_grads = torch.autograd.grad(expected, learning, grad) if learning else ()
+    # Made outside of the simulation, in which every new tensor has four values.
+    parts = [parts_of(x, at) for x, at in zip(inputs, layouts, strict=True)]
+    cotangents = parts_of(grad, output.transposed)
     with grid(), record_traffic() as traffic:
-        local = [from_ranks(parts_of(x, at), x.requires_grad) for x, at in zip(inputs, layouts, strict=True)]
+        local = [from_ranks(each, x.requires_grad) for each, x in zip(parts, inputs, strict=True)]
         found = function(*local, **keywords)
         torch.testing.assert_close(joined(local_values(found), output, expected.shape), expected)
         if learning:
-            given = from_ranks(parts_of(grad, output.transposed))
+            given = from_ranks(cotangents)
             found_grads = torch.autograd.grad(found, [x for x in local if x.requires_grad], given)
             at_grads = [at.transposed for x, at in zip(inputs, layouts, strict=True) if x.requires_grad]
             for g, at, wanted in zip(found_grads, at_grads, expected_grads, strict=True):
@@ -158,8 +161,10 @@ def loss_layouts(logits: Layout, reduction: int) -> tuple[Layout, Layout, Layout
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize(("weighted", "smoothing"), [(False, 0.0), (True, 0.0), (False, 0.1), (True, 0.1)])
+@pytest.mark.parametrize(
+    ("reduction", "weighted", "smoothing"),
+    [(1, False, 0.0), (1, True, 0.0), (1, False, 0.1), (1, True, 0.1), (0, True, 0.1), (2, True, 0.1)],
+)
 def test_cross_entropy(split: str, reduction: int, weighted: bool, smoothing: float) -> None:
     layout, axes = SPLITS[split]
     num_classes = 8 if split == "classes on both axes" else 5 if "classes" in split else CLASSES
@@ -213,9 +218,10 @@ def test_cross_entropy_in_half_precision_is_computed_in_float32() -> None:
 def test_cross_entropy_with_nothing_but_ignored_targets() -> None:
     logits, target = wants_grad(4, 6), torch.full((4,), -100)
     function = lambda x, t: cross_entropy(x, t, axes={"n": ("a",)}, sizes={"n": 4, "v": 6})  # noqa: E731
+    parts, targets = parts_of(logits, on(S(0))), parts_of(target, on(S(0)))
     with grid():
-        x = from_ranks(parts_of(logits, on(S(0))), requires_grad=True)
-        loss = function(x, from_ranks(parts_of(target, on(S(0)))))
+        x = from_ranks(parts, requires_grad=True)
+        loss = function(x, from_ranks(targets))
         assert all(map(torch.isnan, local_values(loss)))
         (gradient,) = torch.autograd.grad(loss, x)
         assert not any(g.any() for g in local_values(gradient))
@@ -301,8 +307,9 @@ def test_batch_norm_by_running_statistics_moves_nothing() -> None:
 
 def drawn(seed: int, step: int, key: int, axes: Mapping[str, tuple[str, ...]]) -> list[Tensor]:
     """The masks of four ranks whose local shape is (8, 8)."""
+    ones = [torch.ones(8, 8)] * 4
     with grid(), use_randomness(seed, step):
-        x = from_ranks([torch.ones(8, 8)] * 4)
+        x = from_ranks(ones)
         return [y > 0 for y in local_values(dropout(x, 0.5, True, key=key, axes=axes, sizes={"p": 8, "q": 8}))]
 
 
