@@ -19,7 +19,6 @@ from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner import choices_of, make_plan
-from autopar.program import Program
 from autopar.runtime.module import Executable, ParallelModule, canonical_arguments, parameter_shapes
 from autopar.runtime.parameters import attach
 from autopar.runtime.rewrite import rewrite

@@ -161,15 +161,15 @@ def _bound_rule(call: Call) -> tuple[OpRule, BoundRule, str]:
 
 
 def padded_factors(op: OpRule, bound: BoundRule, padded: Sequence[frozenset[int]]) -> frozenset[str]:
-    """Factors that may be padded: alone on their dims, padded on every input that has them, kept or implemented."""
+    """Factors that may be padded: alone on their dims, padded on every input that has them, kept or left out."""
     terms = (*bound.rule.inputs, *bound.rule.outputs)
     grouped = {name for term in terms for dim in term.dims if len(dim) > 1 for name in dim}
-    implemented = op.implementation.factors or frozenset() if op.implementation else frozenset()
+    left_out = op.implementation.padded if op.implementation else frozenset()
     found = set()
     for factor in bound.splittable:
         dims = [term.dim_of(factor) for term in bound.rule.inputs]
         held = [dim in padded[i] for i, dim in enumerate(dims) if dim is not None]
-        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) or factor in implemented
+        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) or factor in left_out
         if factor not in grouped and held and all(held) and kept:
             found.add(factor)
     return frozenset(found)

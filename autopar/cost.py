@@ -21,15 +21,6 @@ from autopar.rule import BoundRule
 ADAM_STATE_BYTES = 8  # two fp32 moments per element
 ADAM_STATE_TRAFFIC = 16  # bytes per element: both moments are read and written
 
-_INPUT_SAVERS = frozenset(
-    "linear mm bmm addmm baddbmm matmul mul div pow silu gelu relu layer_norm rms_norm native_layer_norm group_norm "
-    "batch_norm conv1d conv2d conv3d conv_transpose2d cross_entropy_loss mse_loss cos sin log scaled_dot_product_attention "
-    "softplus max_pool2d abs where".split()
-)
-_OUTPUT_SAVERS = frozenset(
-    "softmax _softmax log_softmax exp tanh sigmoid rsqrt sqrt relu scaled_dot_product_attention reciprocal".split()
-)
-
 
 def base_name(call: Call) -> str:
     """The operation's name without namespace and overload: "linear"."""
@@ -90,16 +81,6 @@ def op_seconds(
     forward += hardware.op_latency_s
     num_backward = sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
     return forward * (1 + num_backward)
-
-
-def saves_input(call: Call) -> bool:
-    """Whether the backward of the call needs its inputs."""
-    return base_name(call).rstrip("_") in _INPUT_SAVERS
-
-
-def saves_output(call: Call) -> bool:
-    """Whether the backward of the call needs its outputs."""
-    return base_name(call) in _OUTPUT_SAVERS
 
 
 def parameter_bytes(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:

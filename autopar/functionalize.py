@@ -53,7 +53,7 @@ class Memory:
         """A node with the variable's value of now."""
         if variable.parent is not None and variable.version != variable.root.version:
             parent = self.read(variable.parent)
-            variable.node = parent if variable.view is None else self._again(variable.view, variable.parent, parent)
+            variable.node = parent if variable.view is None else self._again(variable.view, parent)
             variable.version = variable.root.version
         return variable.node
 
@@ -69,15 +69,15 @@ class Memory:
         variable.node = new
         variable.version = variable.root.version
 
-    def _again(self, view: fx.Node, parent_variable: Variable, parent: fx.Node) -> fx.Node:
+    def _again(self, view: fx.Node, parent: fx.Node) -> fx.Node:
+        """The view of the parent's value of now."""
         if view.target is operator.getitem:
             pieces = view.args[0]
             assert isinstance(pieces, fx.Node)
-            pieces = self.draft.call(
-                pieces.target, parent, *pieces.args[1:], module=view.meta["module"], **pieces.kwargs
-            )  # type: ignore[arg-type]
+            pieces = self._again(pieces, parent)
             return self.draft.call(operator.getitem, pieces, view.args[1], module=view.meta["module"])
-        return self.draft.call(view.target, parent, *view.args[1:], module=view.meta["module"], **view.kwargs)  # type: ignore[arg-type]
+        target: Any = view.target
+        return self.draft.call(target, parent, *view.args[1:], module=view.meta["module"], **view.kwargs)
 
 
 def functionalize(draft: Draft) -> None:
@@ -131,8 +131,8 @@ _MUTATION = {
     "parameter": "the forward writes into the parameter {name}; autopar trains parameters only through an optimizer. "
     "Register what the forward changes as a buffer, or compute with a copy.",
     "constant": "the forward writes into a tensor ({name}) that is neither parameter nor buffer: an attribute "
-    "(register it with register_buffer, so that autopar knows its name), or the .data of a parameter, which only an optimizer "
-    "may write.",
+    "(register it with register_buffer, so that autopar knows its name), or the .data of a parameter, which only an "
+    "optimizer may write.",
     "input": "the forward writes into its input {name}; clone the input before writing into it.",
 }
 

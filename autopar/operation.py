@@ -50,6 +50,8 @@ class Implementation:
     """Used when one of these factors is split; None: used always."""
     joined: frozenset[str] = frozenset()
     """Factors missing on the right whose partial results the function sums itself: the output is I, not P."""
+    padded: frozenset[str] = frozenset()
+    """Factors missing on the right whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
     random: bool = False
 

@@ -2,7 +2,7 @@
 
 A pin is a mask over a decision's menu. A role or a dim pins one mesh axis, slices pin the input layouts, storage pins
 parameters, a call of `constrain` its output; pins on one decision intersect. In manual mode every call is then left
-only those strategies that are data parallel on most of the axes that nothing was said about.
+only those of the remaining strategies that are data parallel on most axes: on those that nothing was said about.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ class _Pins:
         self.masks: dict[int, Mask] = {}
         self.sources: dict[int, list[tuple[str, Mask]]] = defaultdict(list)
         """Decision → what was asked of it: the text of the annotation, and its mask."""
-        self.axes: dict[int, set[int]] = defaultdict(set)
-        """Call → mesh axes about which something was said."""
         self.known_roles: dict[object, np.ndarray] = {}
 
     def annotate(self, annotation: Annotation, found: Found) -> None:
@@ -90,7 +88,7 @@ class _Pins:
         if not offered:
             raise AnnotationError(f"{annotation}: {offers.why_no_role(self.space, calls, axis, role)}")
         for number in offered:
-            self._add(number, str(annotation), self._roles(number)[:, index] == role, {index})
+            self._add(number, str(annotation), self._roles(number)[:, index] == role)
 
     def _dim(self, annotation: Annotation, found: Found, axis: str, said: Said) -> None:
         assert not isinstance(said, str)
@@ -106,7 +104,7 @@ class _Pins:
             mask = _mask(decision, lambda strategy, d=decision: _gives(strategy, d, index, said))
             if not mask.any():
                 raise AnnotationError(f"{annotation}: {offers.why_no_split(self.space, decision, axis, said)}")
-            self._add(number, str(annotation), mask, {index})
+            self._add(number, str(annotation), mask)
 
     def _slices(self, annotation: Annotation, found: Found) -> None:
         slices = annotation.slices
@@ -121,7 +119,7 @@ class _Pins:
             mask = np.array([each is not None and each[: len(slices)] == slices for each in counts])
             if not mask.any():
                 raise AnnotationError(f"{annotation}: {offers.why_no_slices(self.space, decision, slices)}")
-            self._add(number, str(annotation), mask, set(range(self.space.mesh.ndim)))
+            self._add(number, str(annotation), mask)
 
     def _storage(self, annotation: Annotation, found: Found) -> None:
         """Parameters too small for the axes stay free, unless none of those matched can be split."""
@@ -135,7 +133,7 @@ class _Pins:
             raise AnnotationError(f"{annotation}: {offers.why_no_storage(self.space, found, annotation.storage)}")
         for number, mask in possible.items():
             if number not in self.fixed:
-                self._add(number, str(annotation), mask, set())
+                self._add(number, str(annotation), mask)
 
     def constrain(self, number: int) -> None:
         """The pin that a call of `autopar.constrain` carries; every other call carries none."""
@@ -152,7 +150,7 @@ class _Pins:
         mask = _mask(decision, lambda s: all(_gives(s, decision, axis, dim) for axis, dim in indices.items()))
         if not mask.any():
             raise AnnotationError(f"{text}: {offers.why_no_layout(self.space, decision, dims)}")
-        self._add(number, text, mask, set(indices))
+        self._add(number, text, mask)
 
     def store(self, storage: Mapping[str, Layout]) -> None:
         """Pin parameters to the layouts in which they are stored already."""
@@ -165,17 +163,16 @@ class _Pins:
                 self.masks[number] = mask
 
     def data_parallel(self, calls: Iterable[int]) -> None:
-        """Leave each call the strategies that are data parallel on most of the axes that nothing was said about."""
+        """Leave each call, of the strategies that its pins allow, those that are data parallel on most axes."""
         for number in calls:
-            free = [axis for axis in range(self.space.mesh.ndim) if axis not in self.axes[number]]
             roles = self._roles(number)
             allowed = self.masks.get(number, np.ones(len(roles), dtype=bool))
-            counts = np.where(allowed, (roles[:, free] == "data").sum(axis=1), -1)
+            counts = np.where(allowed, (roles == "data").sum(axis=1), -1)
             mask = counts == counts.max()
             if not mask.all():
                 self.masks[number] = mask
 
-    def _add(self, number: int, text: str, mask: Mask, axes: set[int]) -> None:
+    def _add(self, number: int, text: str, mask: Mask) -> None:
         """Intersect a decision's pin with `mask`; AnnotationError naming both sides where nothing is left."""
         before = self.masks.get(number)
         both = mask if before is None else before & mask
@@ -185,7 +182,6 @@ class _Pins:
             raise AnnotationError(offers.contradiction(self.space, self._decision(number), text, other))
         self.masks[number] = both
         self.sources[number].append((text, mask))
-        self.axes[number] |= axes
 
     def _roles(self, number: int) -> np.ndarray:
         """`offers.roles` of a decision, made once for the equal calls of all layers."""

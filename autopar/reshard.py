@@ -200,7 +200,9 @@ class ReshardTable:
             here = after
         again = regathered(moves, self._tensor)
         moved = tuple(
-            t for move, twice in zip(moves, again, strict=True) for t in transfers(move, self._tensor, self._mesh, twice)
+            t
+            for move, twice in zip(moves, again, strict=True)
+            for t in transfers(move, self._tensor, self._mesh, twice)
         )
         return Path(tuple(moves), again, float(self.seconds[self.index[source], there]), moved)
 
@@ -214,7 +216,10 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     np.fill_diagonal(seconds, 0.0)
     for i, layout in enumerate(layouts):
         for move in _moves(layout, index):
-            cost = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in transfers(move, tensor, mesh, tensor.regather))
+            cost = sum(
+                transfer_seconds(t, mesh, hardware, tensor.bucketed)
+                for t in transfers(move, tensor, mesh, tensor.regather)
+            )
             seconds[i, index[move.after]] = cost + LOCAL_MOVE_SECONDS
     return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
 

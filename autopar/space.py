@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import fx
 
 from autopar.candidates import Menu, call_menu, padded_factors, split_layouts, whole_menu
-from autopar.cost import local_elements, is_view, optimizer_seconds, parameter_bytes, saves_input, saves_output
+from autopar.cost import is_view, local_elements, optimizer_seconds, parameter_bytes
 from autopar.hardware import Hardware
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
 from autopar.operation import Call
-from autopar.program import Program, TensorInfo, info_of, tensor_inputs
+from autopar.program import Program, TensorInfo, tensor_inputs
 from autopar.reshard import Path, ReshardTable, Tensor, reshard_table
 from autopar.rule import ROLE_OF_FACTOR
+from autopar.saved import saved_by
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 
@@ -233,18 +234,15 @@ class _Builder:
         """Bytes of the call's outputs that the backward needs, per strategy, in the layout the call gives them."""
         call = menu.call
         assert call is not None
-        needed = any(info.requires_grad for info in call.outputs) and (
-            saves_output(call) or any(is_call(user) and saves_input(Call.of(user)) for user in _consumers(node))
-        )
+        kept = _kept_outputs(node, call)
         sizes = self.space.mesh.sizes
         return np.array(
             [
                 sum(
                     local_elements(info, layout, sizes) * info.dtype.itemsize
-                    for info, layout in zip(call.outputs, strategy.outputs, strict=True)
+                    for i, (info, layout) in enumerate(zip(call.outputs, strategy.outputs, strict=True))
+                    if i in kept
                 )
-                if needed
-                else 0
                 for strategy in menu.strategies
             ],
             dtype=np.int64,
@@ -274,7 +272,9 @@ class _Builder:
         tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], parameter, regather)
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
-        free = not info.requires_grad and len(only) == 1 and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+        free = (
+            not info.requires_grad and len(only) == 1 and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+        )
         if len(uses) == 1 or free:  # to slice what is equal everywhere costs nothing, however often
             for use in uses:
                 self._connect(source, use, tensor)
@@ -315,11 +315,9 @@ def _backward_needs(parameter: fx.Node) -> bool:
     for user in parameter.users:
         if not is_call(user):
             continue
-        call = Call.of(user)
-        others = [argument for argument in tensor_inputs(user) if argument is not parameter]
-        if is_view(call) and _backward_needs(user):
+        if is_view(Call.of(user)) and _backward_needs(user):
             return True
-        if saves_input(call) and any(info_of(other).requires_grad for other in others):
+        if any(argument is parameter and i in saved_by(user).inputs for i, argument in enumerate(tensor_inputs(user))):
             return True
     return False
 
@@ -333,16 +331,20 @@ def _auxiliary(menu: Menu) -> Menu:
     if sum(info.num_elements for info in menu.call.outputs) > AUXILIARY_ELEMENTS:
         return menu
     number = next(i for i, s in enumerate(menu.strategies) if all(choice == "-" for choice in s.choices))
-    return Menu((menu.strategies[number],), menu.seconds[number : number + 1], menu.call, menu.op, menu.bound, menu.reason)
+    return Menu(
+        (menu.strategies[number],), menu.seconds[number : number + 1], menu.call, menu.op, menu.bound, menu.reason
+    )
 
 
-def _consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """The users of a node, looking through `getitem`."""
-    for user in node.users:
-        if user.op == "call_function" and user.target is operator.getitem:
-            yield from user.users
-        else:
-            yield user
+def _kept_outputs(node: fx.Node, call: Call) -> set[int]:
+    """Outputs of the call that it or a consumer keeps for the backward; a view counts where its memory was made."""
+    if is_view(call):
+        return set()
+    kept = set(saved_by(node).outputs)
+    for value in [node, *(user for user in node.users if not is_call(user) and user.op == "call_function")]:
+        if _backward_needs(value):
+            kept.add(source_of(value)[1])
+    return kept
 
 
 def _input_roles(info: TensorInfo) -> Roles:

@@ -42,7 +42,7 @@ class _Pending:
 
 
 def reduce_gradients(axis: str, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """I → R for many parameters: themselves; one all-reduce per dtype of their gradients. Moves their bytes backward."""
+    """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward."""
     where = axis_of(axis)
     learning = _learning(parameters)
     if where.size == 1 or not learning:
@@ -270,7 +270,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         if alive is None or bucket is None or alive() is None:
             return x
         bucket.uses += 1
-        return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
     @staticmethod
     def _unpack(saved: Tensor | _Handle) -> Tensor:

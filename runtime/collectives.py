@@ -16,7 +16,7 @@
 
 An axis is named; `use_mesh` says which process group that is, so that one graph serves every rank. A dim that does not
 divide is padded with zeros to equal parts; functions that gather take the dim's true size and cut the padding off.
-Each function is an `autograd.Function` over `torch.ops._c10d_functional`, whose backward uses what its forward resolved.
+Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its backward uses what its forward resolved.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -89,11 +89,19 @@ def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def part_of(axes: Sequence[Axis]) -> Any:
-    """Which part this rank holds of a dim that the axes split, outer first; an int, or a SymInt where ranks are simulated."""
+    """Which part this rank holds of a dim that the axes split, outer first; a SymInt where ranks are simulated."""
     part: Any = 0
     for axis in axes:
         part = part * axis.size + axis.rank
     return part
+
+
+def num_parts_of(axes: Sequence[Axis]) -> int:
+    """Into how many parts the axes split a dim."""
+    parts = 1
+    for axis in axes:
+        parts *= axis.size
+    return parts
 
 
 @dataclass(slots=True)

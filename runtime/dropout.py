@@ -1,8 +1,8 @@
 """Dropout that draws the same numbers for the same piece of a tensor, wherever it lies.
 
-Each draw has its own generator, seeded by (seed, step, key of the call, which part of the tensor this rank holds): ranks
-that hold the same part draw the same. The deterministic mode draws the mask of the whole tensor from the default
-generator, exactly as one device would, and takes its part: slower, for tests. Nothing here communicates.
+Each draw has its own generator, seeded by (seed, step, key of the call, which part of the tensor this rank holds), so
+that ranks that hold the same part draw the same. The deterministic mode draws the mask of the whole tensor from the
+default generator, exactly as one device would, and takes its part: slower, for tests. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import local_tensor_mode
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, local_slice, part_of
+from autopar.runtime.collectives import Axes, Axis, axes_of, local_slice, num_parts_of, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,8 @@ def attention_with_dropout(
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    probabilities = torch.softmax(scores, -1)
-    if attn_mask is not None:
-        # A query that may look at no key gets zeros.
-        probabilities = probabilities.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
+    # Safe: a query that may look at no key gets zeros.
+    probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
     leading = [factor for factor in sizes if factor not in ("h", "r", "s")]
     factors = [*leading[: query.ndim - 3], *["h"][: query.ndim - 2], "s", ""]
     probabilities = _dropped(probabilities, dropout_p, key, [axes_of(axes.get(factor, ())) for factor in factors])
@@ -100,7 +98,7 @@ def _dropped(x: Tensor, p: float, key: int, split: Sequence[tuple[Axis, ...]]) -
 
 def _kept_of_whole(x: Tensor, p: float, split: Sequence[tuple[Axis, ...]]) -> Tensor:
     """This rank's part of what one device would keep."""
-    num_parts = [math.prod(axis.size for axis in axes) for axes in split]
+    num_parts = [num_parts_of(axes) for axes in split]
     shape = [size * parts for size, parts in zip(x.shape, num_parts, strict=True)]
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):
@@ -118,7 +116,7 @@ def _kept(x: Tensor, p: float, key: int, split: Sequence[tuple[Axis, ...]]) -> T
         draw = torch.ops.autopar_runtime.kept if torch.compiler.is_compiling() else _draw
         return draw(shape, p, key, part, x.device)
     with mode.disable():
-        parts = torch.stack([_draw(shape, p, key, i, x.device) for i in range(math.prod(axis.size for axis in axes))])
+        parts = torch.stack([_draw(shape, p, key, i, x.device) for i in range(num_parts_of(axes))])
     return mode.rank_map(lambda rank: parts).narrow(0, part, 1).squeeze(0)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, part_of, raw_all_reduce
+from autopar.runtime.collectives import Axes, Axis, axes_of, num_parts_of, part_of, raw_all_reduce
 
 CLASSES = "v"
 """The factor of the classes; every other one is of rows."""
@@ -79,7 +79,7 @@ class _Columns:
         start = part_of(call.classes) * num_columns
         one_V = torch.ones(num_columns, dtype=x_NV.dtype, device=x_NV.device)
         weight_V = one_V if weight_V is None else weight_V.to(x_NV.dtype)
-        if num_columns * math.prod(axis.size for axis in call.classes) == call.num_classes:
+        if num_columns * num_parts_of(call.classes) == call.num_classes:
             return cls(start, None, weight_V)
         padding_V = torch.arange(num_columns, device=x_NV.device) + start >= call.num_classes
         return cls(start, padding_V, weight_V.masked_fill(padding_V, 0))

@@ -5,20 +5,19 @@ Parts have equal sizes, so no count needs to be exchanged: none of these functio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives import Axes, axes_of
+from autopar.runtime.collectives import Axes, axes_of, num_parts_of
 
 aten = torch.ops.aten
 
 
 def mean_over_parts(x: Tensor, axes: Sequence[str]) -> Tensor:
     """The local mean `x` as a partial value of the mean over all ranks of `axes`. Moves nothing."""
-    num_parts = math.prod(axis.size for axis in axes_of(axes))
+    num_parts = num_parts_of(axes_of(axes))
     return x / num_parts if num_parts > 1 else x
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, raw_all_reduce
+from autopar.runtime.collectives import Axes, Axis, axes_of, num_parts_of, raw_all_reduce
 
 BATCH = "n"
 """The factor of the batch."""
@@ -55,7 +54,7 @@ def batch_norm(
 
 def _num_values(x: Tensor, axes: tuple[Axis, ...]) -> int:
     """How many values of one channel there are on all ranks."""
-    return x.numel() // x.shape[1] * math.prod(axis.size for axis in axes)
+    return x.numel() // x.shape[1] * num_parts_of(axes)
 
 
 def _per_channel(x: Tensor, ndim: int) -> Tensor:
@@ -86,6 +85,7 @@ class _BatchNorm(torch.autograd.Function):
         variance = (total_square / num_values - mean * mean).clamp(min=0)
         scale = torch.rsqrt(variance + eps)
         ctx.axes, ctx.num_values = axes, num_values
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, mean, scale)
         normal = _normalized(wide, mean, scale)
         if weight is not None:
@@ -111,8 +111,8 @@ class _BatchNorm(torch.autograd.Function):
             grad_x = ((wide - of_mean - normal * of_scale) * _per_channel(factor, x.ndim)).to(x.dtype)
         return (
             grad_x,
-            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            grad_bias.to(grad.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None,
+            grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
+            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
         )

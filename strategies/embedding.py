@@ -14,7 +14,9 @@ def embedding(call: Call) -> Answer:
     """The row of `weight` for every index; linear in the table."""
     if call["scale_grad_by_freq"] or call["sparse"]:
         return None
-    implementation = Implementation("embedding:vocabulary_parallel_embedding", frozenset({"k"}))
+    implementation = Implementation(
+        "embedding:vocabulary_parallel_embedding", frozenset({"k"}), padded=frozenset({"k"})
+    )
     return OpRule("~k o, ... -> ... o", implementation)
 
 

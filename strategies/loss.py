@@ -36,6 +36,7 @@ def cross_entropy(call: Call) -> Answer:
             "loss:cross_entropy",
             frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"}),
             joined=frozenset({"v"}),
+            padded=frozenset({"v"}),
             traffic=cross_entropy_traffic,
         ),
     )

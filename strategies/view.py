@@ -73,22 +73,22 @@ def _grouped(
 def _without_strays(
     sides: tuple[list[list[str]], ...], source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[str], list[str]]:
-    """The sides as texts, where a factor that the other side lacks (beside a whole dim) is whole."""
-    common = set.intersection(*({name for dim in side for name in dim} for side in sides))
-    texts = [["1" if not d else _group(d) if set(d) <= common else WHOLE for d in side] for side in sides]
-    kept = [{name for text in side for name in text.strip("()").split()} for side in texts]
-    strays = (kept[0] ^ kept[1]) - {"1", WHOLE}
-    if strays:
-        texts = [[WHOLE if strays & set(text.strip("()").split()) else text for text in side] for side in texts]
+    """The sides as texts, where a dim with a factor that the other side lacks (beside a whole dim) is whole."""
+    left, right = (list(side) for side in sides)
+    # A group that becomes whole takes all its factors from its side, which may leave new strays on the other.
+    while strays := ({name for dim in left for name in dim} ^ {name for dim in right for name in dim}) - {WHOLE}:
+        left, right = ([[WHOLE] if strays & set(dim) else dim for dim in side] for side in (left, right))
+    texts = [_group(dim) for dim in left], [_group(dim) for dim in right]
     try:
         Rule.parse(rule([term(texts[0])], [term(texts[1])])).bind([source], [target])
     except RuleError:
         return [WHOLE] * len(source), [WHOLE] * len(target)
-    return texts[0], texts[1]
+    return texts
 
 
 def _group(factors: list[str]) -> str:
-    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+    """A dim's text: of one factor, of several, or of none."""
+    return "1" if not factors else factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
 
 def reshape(shape_argument: int | None) -> Callable[[Call], OpRule]:

@@ -1,10 +1,11 @@
-"""Buckets of parameters: exact gradients however often and in whatever way they are asked for, started early, waited for late."""
+"""Buckets of parameters: exact gradients however they are asked for, started early and waited for late."""
 
 from __future__ import annotations
 
 import gc
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def _expected(world_size: int, **keywords: Any) -> list[Tensor]:
     return list(torch.autograd.grad(loss, weights))
 
 
-def _bucketed(x: Tensor, weights: list[Tensor]) -> Tensor:
+def _bucketed(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Two buckets at the entry, as the rewritten graph has them."""
     return _forward(x, (*reduce_gradients("x", *weights[:2]), *reduce_gradients("x", *weights[2:])))
 

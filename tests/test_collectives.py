@@ -1,4 +1,4 @@
-"""Every move between layouts carries value and gradient as the table of placements says, and moves the bytes it says."""
+"""Every move between layouts carries value and gradient as the table of placements says, and the bytes it says."""
 
 from __future__ import annotations
 

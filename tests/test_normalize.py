@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, reject, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,9 +98,13 @@ def _chain(chosen: list[tuple[int, str, str]]) -> Callable[..., Tensor]:
     return forward
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(steps)
 def test_chains_of_writes_through_views_are_as_eager(chosen: list[tuple[int, str, str]]) -> None:
+    try:
+        Function(_chain(chosen))(_x(4, 6)).square().mean().backward()
+    except RuntimeError:  # a value that autograd needs was overwritten: eager refuses what functional calls can do
+        reject()
     program = assert_as_eager(Function(_chain(chosen)), (_x(4, 6),), tolerance=1e-5)
     operations = [node.target for node in calls(program) if isinstance(node.target, torch._ops.OpOverload)]
     assert not any(operation._schema.is_mutable for operation in operations)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.annotate import annotate
 from autopar.layout import I, Layout, S
@@ -60,6 +60,20 @@ def test_a_role_of_a_parameter_is_that_of_the_calls_that_use_it(space: Space) ->
     assert {name: on_axis(roles, 1) for name, roles in found.items()} == {"layers.0.up:linear": {"column"}}
 
 
+def test_a_role_of_a_parameter_reaches_the_call_behind_a_view_of_it() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 12))
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x_BD, self.weight.t())
+
+    space = space_of(Transposed(), (X_BD,))
+    found = left(space, pins(space, annotate(Transposed(), "weight", tp="column")))
+    assert {name: on_axis(roles, 1) for name, roles in found.items()} == {":linear": {"column"}}
+
+
 def test_columns_and_rows_of_a_module_are_those_of_its_weights(space: Space) -> None:
     found = left(space, pins(space, annotate(Net(), "layers.0", tp="column")))
     assert set(found) == {"layers.0.up:linear", "layers.0.down:linear"}
@@ -85,6 +99,13 @@ def test_a_dim_splits_the_values_that_leave_a_module(space: Space) -> None:
     ((number, mask),) = found.items()
     assert space.decisions[number].node.target is torch.ops.aten.add.Tensor
     assert {space.decisions[number].menu.strategies[i].outputs[0][1] for i in mask.nonzero()[0]} == {S(2)}
+
+
+def test_a_value_that_the_model_returns_leaves_its_module() -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    space = space_of(model, (X_BD,))
+    assert set(left(space, pins(space, annotate(model, "*", tp=0)))) == {"0:linear", "1:linear"}
+    assert set(left(space, pins(space, annotate(nn.Sequential(), "1", tp=0)))) == {"1:linear"}
 
 
 def test_none_keeps_the_values_that_leave_a_module_whole(space: Space) -> None:

@@ -43,7 +43,7 @@ def grid() -> Iterator[None]:
 
 def parts_of(x: Tensor, layout: Layout, filling: float = GARBAGE) -> list[Tensor]:
     """What each rank holds of `x`: padding filled, partial values random."""
-    parts = {(): x.detach()}
+    parts: dict[tuple[int, ...], Tensor] = {(): x.detach()}
     for axis, size in enumerate(SIZES):
         placement = layout[axis]
         split: dict[tuple[int, ...], Tensor] = {}
@@ -283,11 +283,11 @@ def test_batch_norm_over_a_split_batch(axes: tuple[str, ...], affine: bool, shap
     expected = [each.clone() for each in running]
 
     def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return F.batch_norm(x, *expected, weight, bias, True, 0.3, 1e-5)
+        return F.batch_norm(x, expected[0], expected[1], weight, bias, True, 0.3, 1e-5)
 
     def function(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         local = [from_ranks([each.clone() for _ in range(4)]) for each in running]
-        y = batch_norm(x, weight, bias, *local, True, 0.3, 1e-5, axes={"n": axes}, sizes={"n": shape[0]})
+        y = batch_norm(x, weight, bias, local[0], local[1], True, 0.3, 1e-5, axes={"n": axes}, sizes={"n": shape[0]})
         for ours, theirs in zip(local, expected, strict=True):
             torch.testing.assert_close(joined(local_values(ours), on(I), (3,)), theirs)
         return y
