@@ -10,20 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autopar.annotate import annotations_of, pins_of
 from autopar.capture import capture, skeleton
-from autopar.errors import AutoparError, InputError, MeshError
+from autopar.errors import InputError, MeshError
 from autopar.hardware import Hardware, load
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner import choices_of, make_plan
-from autopar.runtime.module import Executable, ParallelModule, canonical_arguments, parameter_shapes
+from autopar.program import Program
+from autopar.runtime.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.inputs import Arguments, canonical_arguments, layout_of, without_placements
+from autopar.runtime.module import Executable, ParallelModule
 from autopar.runtime.parameters import attach
 from autopar.runtime.rewrite import rewrite
 from autopar.sizes import parse_bytes
-from autopar.space import build_space
+from autopar.space import Space, build_space
 
 Mode = Literal["auto", "semi_auto", "manual"]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
@@ -64,30 +69,42 @@ def compile(
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
     """
     _check_mesh(mesh)
-    _check_options(mode, outputs)
+    _check_options(mode, outputs, solver)
     abstract = Mesh.of(mesh)
     profile = _profile(hardware, abstract)
     limit = None if memory is None else parse_bytes(memory)
     traced = skeleton(model)
     annotations = annotations_of(model)
     signature = inspect.signature(model.forward)
+    training = model.training
     storage: dict[str, Layout] = {}
+    originals = [model]
 
-    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Executable:
-        program = capture(traced, args, kwargs, training=training)
-        space = build_space(program, abstract, profile, whole_outputs=outputs == "full")
+    def prepare(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
+        if frozen is not None:
+            for name, parameter in traced.named_parameters():
+                parameter.requires_grad_(name not in frozen)
 
-        def solve() -> Plan:
-            pins = pins_of(annotations, space, mode, storage)
-            return make_plan(space, pins, limit, solver)[0]
+        def captured() -> Space:
+            program = capture(traced, *without_placements(arguments), training=training)
+            return build_space(program, abstract, profile, outputs == "full", _input_layouts(program, arguments, mesh))
 
-        first = not storage
-        agreed = _agree(plan if plan is not None and first else None, solve, mesh)
+        space = on_all_ranks(captured, lambda space: _summary(space.program), mesh)
+
+        def solved() -> str:
+            if plan is not None and originals:
+                return plan.to_json()
+            return make_plan(space, pins_of(annotations, space, mode, storage), limit, solver)[0].to_json()
+
+        agreed = Plan.from_json(from_first_rank(solved, mesh))
         local = rewrite(space, choices_of(agreed, space))
-        if first:
-            storage.update({name: local.layouts[node] for name, node in program.parameters.items()})
-            attach(module, model, storage, mesh, replicated(abstract.ndim))
-        return Executable(program, agreed, local, parameter_shapes(program, local, abstract.sizes))
+        if originals:
+            whole = replicated(abstract.ndim)
+            storage.update({name: whole for name, _ in traced.named_parameters()})
+            storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
+            # The original is let go, so that its memory is free when the caller drops it.
+            attach(module, originals.pop(), storage, mesh, whole)
+        return Executable.of(space.program, agreed, local, mesh)
 
     module = ParallelModule(
         signature,
@@ -95,9 +112,9 @@ def compile(
         prepare,
         whole_outputs=outputs == "full",
         deterministic=deterministic,
-        seed=_shared(torch.initial_seed() if seed is None else seed, mesh),
+        seed=from_first_rank(lambda: torch.initial_seed() if seed is None else seed, mesh),
     )
-    module.train(model.training)
+    module.train(training)
     if example_inputs is not None:
         args, kwargs = _example(example_inputs)
         module.prepare(args, kwargs)
@@ -119,7 +136,7 @@ def plan(
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
     """
-    _check_options(mode, outputs)
+    _check_options(mode, outputs, solver)
     abstract = Mesh.of(mesh)
     args, kwargs = canonical_arguments(inspect.signature(model.forward), *_example(example_inputs))
     program = capture(skeleton(model), args, kwargs, training=model.training)
@@ -132,11 +149,13 @@ def _profile(hardware: str | Hardware | None, mesh: Mesh) -> Hardware:
     return hardware if isinstance(hardware, Hardware) else load(hardware or mesh.hardware)
 
 
-def _check_options(mode: str, outputs: str) -> None:
+def _check_options(mode: str, outputs: str, solver: str) -> None:
     if mode not in ("auto", "semi_auto", "manual"):
         raise InputError(f'mode={mode!r}; modes are "auto", "semi_auto" and "manual".')
     if outputs not in ("dtensor", "full"):
         raise InputError(f'outputs={outputs!r}; outputs are "dtensor" or "full".')
+    if solver not in ("auto", "ilp"):
+        raise InputError(f'solver={solver!r}; solvers are "auto" and "ilp".')
 
 
 def _check_mesh(mesh: object) -> None:
@@ -144,6 +163,11 @@ def _check_mesh(mesh: object) -> None:
         raise MeshError(
             f"compile needs a DeviceMesh over ranks of a process group, found {type(mesh).__name__}; "
             'make one with init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).'
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh, whose ranks are {mesh.mesh.flatten().tolist()}; the process "
+            f"group has {dist.get_world_size()} ranks. Make a mesh of all of them, or compile on the mesh's ranks only."
         )
 
 
@@ -158,38 +182,17 @@ def _example(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _agree(given: Plan | None, solve: Any, mesh: DeviceMesh) -> Plan:
-    """The same plan on every rank: the mesh's first rank makes it, the others receive its text, or its error."""
-    if not _many_processes(mesh):
-        return given or solve()
-    message: list[Any] = [None]
-    error: Exception | None = None
-    if dist.get_rank() == int(mesh.mesh.flatten()[0]):
-        try:
-            message = [(given or solve()).to_json()]
-        except AutoparError as found:
-            error, message = found, [found]
-    _broadcast(message, mesh)
-    if isinstance(message[0], Exception):
-        raise error or message[0]
-    return Plan.from_json(message[0])
+def _input_layouts(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict[str, Layout]:
+    """Placeholder → the layout in which it arrives, for inputs that are DTensors."""
+    leaves = pytree.tree_leaves(arguments)
+    return {
+        placeholder: layout_of(leaf, mesh)
+        for placeholder, leaf in zip(program.inputs, leaves, strict=True)
+        if placeholder is not None and isinstance(leaf, DTensor)
+    }
 
 
-def _shared(value: int, mesh: DeviceMesh) -> int:
-    """The first rank's value, on every rank."""
-    message = [value]
-    if _many_processes(mesh):
-        _broadcast(message, mesh)
-    return message[0]
-
-
-def _many_processes(mesh: DeviceMesh) -> bool:
-    """Whether the mesh spans processes; simulated ranks share one."""
-    return mesh.size() > 1 and dist.get_backend() != "fake"
-
-
-def _broadcast(message: list[Any], mesh: DeviceMesh) -> None:
-    """Send the first rank's message to the whole mesh, one axis after the other, outermost last."""
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
+def _summary(program: Program) -> str:
+    """What must be equal on all ranks, in words."""
+    inputs = zip(program.input_names, program.input_values, strict=True)
+    return f"{', '.join(f'{name}: {value}' for name, value in inputs)} (graph {program.fingerprint})"

@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from autopar.conflict import describe_conflict
+from autopar.conflict import describe_conflict, is_feasible
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_eliminations, optimum
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
 from autopar.multiplier import Point, maximise_bound, point
 from autopar.problem import Problem, Solution, format_bytes
+from autopar.pruning import prune
 from autopar.reduction import reduce_problem
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
@@ -47,6 +49,22 @@ def solve(problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_lim
     deadline = time.monotonic() + time_limit
     if solver == "ilp":
         return _by_ilp(problem, deadline)
+    pruned = prune(problem)
+    if any(not np.isfinite(node.seconds).any() for node in pruned.problem.nodes):
+        raise InfeasibleError(describe_conflict(problem))
+    try:
+        solution = _solve_pruned(pruned.problem, deadline)
+    except InfeasibleError:
+        if is_feasible(problem):
+            raise  # for want of memory
+        raise InfeasibleError(describe_conflict(problem)) from None  # with the pins that were pruned away
+    choices = pruned.extend(solution.choices)
+    seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
+    bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
+    return replace(solution, choices=choices, seconds=seconds, bound=bound)
+
+
+def _solve_pruned(problem: Problem, deadline: float) -> Solution:
     tables = Tables(problem)
     eliminations = narrow_eliminations(problem, tables)
     if eliminations is None:

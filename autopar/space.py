@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.candidates import Menu, call_menu, padded_factors, split_layouts, whole_menu
@@ -151,6 +152,11 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     return node, 0
 
 
+def carries_pin(node: fx.Node) -> bool:
+    """Whether the node is an `autopar.constrain`, which says a layout and computes nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
+
+
 def is_call(node: fx.Node) -> bool:
     """Whether a node is a decision of its own: a call that is no `getitem`."""
     return node.op == "call_function" and node.target is not operator.getitem
@@ -217,7 +223,7 @@ class _Builder:
         menu = call_menu(node, [self.padded[key] for key in keys], self.space.mesh, self.space.hardware)
         if any(name in self.learned for name, _ in keys):
             self.learned.add(node.name)
-        else:
+        elif not carries_pin(node):
             menu = _auxiliary(menu)
         assert menu.call is not None and menu.bound is not None and menu.op is not None
         roles = _factor_roles(menu, [self.space.dim_roles[key] for key in keys])

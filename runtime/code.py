@@ -16,9 +16,10 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
     """The code of a rewritten graph; comments give the layout of each value over the mesh axes `axes`."""
     graph = module.graph
     lines = [
-        f"# layouts over the mesh axes ({', '.join(axes)}): S(d) split, I equal, R equal with a partial gradient, P partial"
+        f"# layouts over the mesh axes ({', '.join(axes)}):",
+        "# S(d) split, I equal, R equal with a partial gradient, P partial",
+        "def forward(",
     ]
-    lines.append("def forward(")
     for node in graph.nodes:
         if node.op == "placeholder":
             lines.append(_commented(f"{INDENT}{node.name},", node))

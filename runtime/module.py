@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,34 +17,62 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError
 from autopar.layout import Layout
 from autopar.plan import Plan
-from autopar.program import Program, TensorInfo
+from autopar.program import Program, info_of
 from autopar.runtime import collectives
 from autopar.runtime.buckets import Regather
 from autopar.runtime.code import readable_code
 from autopar.runtime.dropout import use_randomness
-from autopar.runtime.parameters import local_part, placements_of
+from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of, local_input
+from autopar.runtime.parameters import local_part, placements_of, tie, ties_of
 from autopar.runtime.rewrite import LocalProgram
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Keep torch.compile out of a function and of all that it calls."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParameter:
+    """A parameter as a graph takes it: its name, its placeholder, and the shape and dtype of a rank's part."""
+
+    name: str
+    placeholder: str
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """What runs one kind of input: the captured program, its plan, and the per-rank graph."""
+    """What runs one kind of input: the captured program, its plan, and the per-rank graph with what it takes."""
 
     program: Program
     plan: Plan
     local: LocalProgram
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    """(name, local shape) of the graph's parameters, in the order of its placeholders."""
+    parameters: tuple[GraphParameter, ...]
+    constants: dict[str, torch.Tensor]
+    """Placeholder → the constant, on the device of the mesh."""
+    regathers: bool
+    """Whether some gathered weights are freed after use and gathered again in the backward."""
 
-    @property
-    def regathers(self) -> bool:
-        return any(node.kwargs.get("regather") for node in self.local.module.graph.nodes)
+    @classmethod
+    def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
+        """Put together what runs a rewritten program on a mesh."""
+        nodes = program.placeholders()
+        parameters = []
+        for name, placeholder in program.parameters.items():
+            info = info_of(nodes[placeholder])
+            shape = local.layouts[placeholder].local_shape(info.shape, mesh.shape)
+            parameters.append(GraphParameter(name, placeholder, shape, info.dtype))
+        constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
+        regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
+        return cls(program, plan, local, tuple(parameters), constants, regathers)
 
 
-Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool], Executable]
-"""(args, kwargs, training) → what runs them; called once for every new kind of input."""
+Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
+"""(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
 
 
 class ParallelModule(nn.Module):
@@ -93,62 +121,108 @@ class ParallelModule(nn.Module):
         self._ready()
         return super().named_parameters(*args, **kwargs)
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+        self._ready()
+        return super().named_buffers(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
         self._ready()
         return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+        self._ready()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""
+        self._ready()
+        ties = ties_of(self)
+        super()._apply(fn, recurse)
+        tie(self, ties)
+        return self
+
+    @uncompiled
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """What runs these inputs, planned on their first appearance."""
-        args, kwargs = canonical_arguments(self._forward_signature, args, kwargs)
-        key = _kind_of(args, kwargs, self.training)
+        return self._prepared(canonical_arguments(self._forward_signature, args, kwargs))
+
+    def _prepared(self, arguments: Arguments) -> Executable:
+        frozen = self._frozen() if self._latest is not None else None
+        key = kind_of(arguments, self._mesh.device_type), self.training, frozen
         if key not in self._executables:
-            self._executables[key] = self._prepare(args, kwargs, self.training)
-        self._latest = self._executables[key]
+            found = self._prepare(arguments, self.training, frozen)
+            # The first graph gave the module its parameters, and the key must name those that are frozen.
+            self._executables[*key[:2], self._frozen() if frozen is None else frozen] = found
+            self._latest = found
+        else:
+            self._latest = self._executables[key]
         return self._latest
 
+    def _frozen(self) -> frozenset[str]:
+        """Frozen parameters get no gradient, which a graph is made for."""
+        return frozenset(name for name, p in super().named_parameters() if not p.requires_grad)
+
+    # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
+    # everything else is disabled.
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
-        executable = self.prepare(args, kwargs)
-        leaves = pytree.tree_leaves(canonical_arguments(self._forward_signature, args, kwargs))
+        executable, inputs = self._entered(args, kwargs)
+        with self._surroundings(executable):
+            outputs = executable.local.module(*inputs)
+        return self._left(executable, outputs)
+
+    @uncompiled
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
+        """What runs these inputs, and what its graph takes."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        executable = self._prepared(arguments)
+        program, layouts = executable.program, executable.local.layouts
+        given: dict[str, torch.Tensor] = dict(executable.constants)
+        for parameter in executable.parameters:
+            given[parameter.placeholder] = self._parameter(parameter)
+        for name, placeholder in program.buffers.items():
+            buffer = self.get_buffer(name)
+            # The graph may keep the old value for its backward.
+            given[placeholder] = buffer.clone() if name in program.mutations else buffer
+        for placeholder, leaf in zip(program.inputs, pytree.tree_leaves(arguments), strict=True):
+            if placeholder is not None:
+                given[placeholder] = local_input(leaf, layouts[placeholder])
+        return executable, [given[name] for name in executable.local.placeholders]
+
+    def _parameter(self, wanted: GraphParameter) -> torch.Tensor:
+        """A parameter's local part; InputError where it is no longer what the graph was made for."""
+        parameter = self.get_parameter(wanted.name)
+        if parameter.is_meta:
+            raise InputError(
+                f"{wanted.name} is on the meta device and has no values; call "
+                f'model.to_empty(device="{self._mesh.device_type}") and load a state dict before the first step.'
+            )
+        if parameter.dtype != wanted.dtype:
+            raise InputError(
+                f"{wanted.name} is {parameter.dtype} now and was {wanted.dtype} when the model was compiled; "
+                "convert the model before autopar.compile."
+            )
+        return local_part(parameter, wanted.local_shape)
+
+    @contextlib.contextmanager
+    def _surroundings(self, executable: Executable) -> Iterator[None]:
+        """What a graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(collectives.use_mesh(self._mesh))
             stack.enter_context(use_randomness(self._seed, self._step, self._deterministic))
+            stack.enter_context(torch.autocast(self._mesh.device_type, enabled=False))
             if executable.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather())
-            inputs = self._graph_inputs(executable, leaves)
-            outputs = executable.local.module(*inputs)
-        if self.training:
-            self._step += 1
-        return self._user_outputs(executable, outputs)
+            yield
+        self._step += 1
 
-    @torch.compiler.disable
-    def _graph_inputs(self, executable: Executable, leaves: list[Any]) -> list[torch.Tensor]:
-        program, local = executable.program, executable.local
-        by_placeholder: dict[str, torch.Tensor] = {}
-        for name, shape in executable.parameters:
-            by_placeholder[program.parameters[name]] = local_part(self.get_parameter(name), shape)
-        for name, placeholder in program.buffers.items():
-            by_placeholder[placeholder] = self.get_buffer(name)
-        for placeholder, constant in program.constants.items():
-            by_placeholder[placeholder] = constant.to(self._mesh.device_type)
-        for placeholder, leaf in zip(program.inputs, leaves, strict=True):
-            if placeholder is not None:
-                by_placeholder[placeholder] = self._local_input(leaf, local.layouts[placeholder])
-        return [by_placeholder[name] for name in local.placeholders]
-
-    def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """This rank's part of an input. Slicing a plain tensor needs no communication."""
-        if isinstance(value, DTensor):
-            return value.redistribute(self._mesh, placements_of(layout)).to_local()
-        for axis, placement in zip(self._mesh.mesh_dim_names or (), layout, strict=True):
-            if placement.is_split:
-                value = collectives.split(value, axis, placement.dim)
-        return value
-
-    @torch.compiler.disable
-    def _user_outputs(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
+    @uncompiled
+    def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
+        """What the user gets; mutated buffers are written."""
         program, layouts = executable.program, executable.local.output_layouts
         with torch.no_grad():
             for name, value in zip(program.mutations, outputs[program.num_outputs :], strict=True):
@@ -171,41 +245,3 @@ class ParallelModule(nn.Module):
                 "call it once, or give autopar.compile(..., example_inputs=...)."
             )
         return self._latest
-
-
-def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """The same call with every argument by name, in the order of the signature; as it is where that cannot be."""
-    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
-        return args, dict(kwargs)
-    try:
-        bound = signature.bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise InputError(f"the inputs do not fit the model's forward{signature}: {error}.") from error
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    extra = bound.pop(rest, {}) if rest else {}
-    return (), {**bound, **extra}
-
-
-def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> object:
-    """What a graph depends on: structure, shapes, dtypes and non-tensor values of the inputs, mode, autocast."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    kinds = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
-    return str(spec), kinds, training, autocast
-
-
-def parameter_shapes(
-    program: Program, local: LocalProgram, mesh_sizes: tuple[int, ...]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(name, local shape) of every parameter of a program in the layouts its graph takes."""
-    nodes = program.placeholders()
-    found = []
-    for name, placeholder in program.parameters.items():
-        info = nodes[placeholder].meta["tensor"]
-        assert isinstance(info, TensorInfo)
-        found.append((name, local.layouts[placeholder].local_shape(info.shape, mesh_sizes)))
-    return tuple(found)

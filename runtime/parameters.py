@@ -26,13 +26,15 @@ def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
         )
-    return distribute_tensor(tensor.detach().to(mesh.device_type), mesh, placements)
+    # A copy: what is not split would share memory with the original, which training must not change.
+    return distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
 
 
 def attach(root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, whole: Layout) -> None:
     """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
 
-    Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers stay plain.
+    Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers plain tensors, equal
+    on every rank.
     """
     made: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -43,12 +45,25 @@ def attach(root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], mes
         owner.register_parameter(leaf, made[id(parameter)])
     shared: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        moved = shared.setdefault(
-            id(buffer), buffer.detach().clone() if buffer.is_meta else buffer.detach().to(mesh.device_type, copy=True)
-        )
+        if id(buffer) not in shared:
+            shared[id(buffer)] = distribute(buffer, whole, mesh).to_local()
         owner, leaf = _owner(root, name)
         source = model.get_submodule(name.rpartition(".")[0])
-        owner.register_buffer(leaf, moved, persistent=leaf not in source._non_persistent_buffers_set)
+        owner.register_buffer(leaf, shared[id(buffer)], persistent=leaf not in source._non_persistent_buffers_set)
+
+
+def ties_of(root: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter → its first name."""
+    first: dict[int, str] = {}
+    named = nn.Module.named_parameters(root, remove_duplicate=False)
+    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+
+
+def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
+    """Make parameters one again that `nn.Module.to_empty` and the like have replaced one by one."""
+    for name, first in ties.items():
+        owner, leaf = _owner(root, name)
+        owner.register_parameter(leaf, root.get_parameter(first))
 
 
 def local_part(parameter: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:

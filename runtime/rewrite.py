@@ -23,7 +23,7 @@ from autopar.reshard import Move
 from autopar.runtime.bucketing import Bucket, buckets_of
 from autopar.runtime.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.moves import move_call
-from autopar.space import Space, is_call
+from autopar.space import Space, carries_pin, is_call
 
 Value = tuple[int, int]
 """(decision, output position)"""
@@ -104,10 +104,12 @@ class _Rewriter:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), local)
         op, call, bound = decision.menu.op, decision.menu.call, decision.menu.bound
         assert op is not None and call is not None and bound is not None
-        if is_identity(node):
+        if carries_pin(node):
             self.values[number, 0] = args[0]
             return
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default  # a part of a tensor may lie in memory as the whole does not
         if op.shape_argument is not None:
             shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
             args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
@@ -216,11 +218,6 @@ class _Rewriter:
     @property
     def mesh(self) -> Mesh:
         return self.space.mesh
-
-
-def is_identity(node: fx.Node) -> bool:
-    """Whether the node only carries a pin (`autopar.constrain`) and computes nothing."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
 
 
 def _runtime_function(name: str) -> Callable[..., Any]:

@@ -195,6 +195,15 @@ def test_running_statistics_are_those_of_eager() -> None:
     assert {str(node) for node in norm.args[3:5]} == {program.buffers[f"1.running_{n}"] for n in ("mean", "var")}
 
 
+def test_running_statistics_count_even_where_the_output_does_not() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.norm(x)
+        return x * self.w
+
+    program = assert_as_eager(_forward(forward, w=_weight(4), norm=nn.BatchNorm1d(4)), (_x(8, 4),))
+    assert len(calls(program, aten.batch_norm.default)) == 1
+
+
 def test_requires_grad_follows_the_parameters() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = x * self.w

@@ -101,11 +101,13 @@ def test_a_dim_splits_the_values_that_leave_a_module(space: Space) -> None:
     assert {space.decisions[number].menu.strategies[i].outputs[0][1] for i in mask.nonzero()[0]} == {S(2)}
 
 
-def test_a_value_that_the_model_returns_leaves_its_module() -> None:
-    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
-    space = space_of(model, (X_BD,))
-    assert set(left(space, pins(space, annotate(model, "*", tp=0)))) == {"0:linear", "1:linear"}
-    assert set(left(space, pins(space, annotate(nn.Sequential(), "1", tp=0)))) == {"1:linear"}
+def test_a_value_that_the_model_returns_leaves_the_model() -> None:
+    class Rectified(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.relu(super().forward(input))
+
+    space = space_of(Rectified(8, 12), (X_BD,))
+    assert set(left(space, pins(space, annotate(Rectified(8, 12), "*", tp=0)))) == {":relu"}
 
 
 def test_none_keeps_the_values_that_leave_a_module_whole(space: Space) -> None:
@@ -148,6 +150,12 @@ def test_slices_fix_the_layout_of_every_input(space: Space) -> None:
         ("S(0) R", "R S(0)"),
         ("R S(0)", "S(0) R"),
     }
+
+
+def test_slices_of_one_ask_for_whole_inputs_not_for_partial_ones(space: Space) -> None:
+    ((number, mask),) = pins(space, annotate(Net(), "head", slices=((1, 1, 1), (1, 1)))).items()
+    strategies = space.decisions[number].menu.strategies
+    assert {repr(p) for i in mask.nonzero()[0] for layout in strategies[i].inputs for p in layout} == {"I"}
 
 
 def test_slices_may_leave_out_the_bias(space: Space) -> None:

@@ -1,0 +1,89 @@
+"""What all ranks of a mesh must agree on before they run, so that none waits for another that has failed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import AutoparError, InputError, PlanError
+
+T = TypeVar("T")
+
+
+def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
+    """What `work` gives on the first rank of the mesh, on every rank; where it fails there, its error on every rank."""
+    if not _many_processes(mesh):
+        return work()
+    result: Any = None
+    error: Exception | None = None
+    if dist.get_rank() == _first_rank(mesh):
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+    message = [(result, error and _portable(error))]
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.get_group(axis)
+        dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
+    result, failure = message[0]
+    if failure is not None:
+        raise error or failure
+    return result
+
+
+def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: DeviceMesh) -> T:
+    """What `work` gives on this rank; an error on every rank where it fails on one or `describe` tells them apart."""
+    if not _many_processes(mesh):
+        return work()
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as found:
+        error = found
+    outcomes = _gathered((dist.get_rank(), error and _portable(error), "" if error else describe(result)), mesh)
+    if error is not None:
+        raise error
+    for _, failure, _ in outcomes:
+        if failure is not None:
+            raise failure
+    first_rank, _, first = outcomes[0]
+    for rank, _, other in outcomes:
+        if other != first:
+            raise InputError(
+                f"the ranks were called differently: rank {first_rank} with {first}; rank {rank} with {other}. "
+                "Every rank needs the same model and inputs of the same global shapes: give each the whole batch, or "
+                "DTensors."
+            )
+    return result
+
+
+def _portable(error: Exception) -> AutoparError:
+    """The error as another rank raises it."""
+    rank = dist.get_rank()
+    if isinstance(error, AutoparError):
+        return type(error)(f"on rank {rank}: {error}")
+    return PlanError(f"preparing the model failed on rank {rank}: {type(error).__name__}: {error}")
+
+
+def _gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """The values of all ranks, in the order of the mesh."""
+    values = [value]
+    for axis in reversed(range(mesh.ndim)):
+        lists: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(lists, values, group=mesh.get_group(axis))
+        values = list(itertools.chain.from_iterable(lists))
+    return values
+
+
+def _first_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.flatten()[0])
+
+
+def _many_processes(mesh: DeviceMesh) -> bool:
+    """Whether the mesh spans processes; simulated ranks share one."""
+    return mesh.size() > 1 and dist.get_backend() != "fake"
