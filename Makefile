@@ -36,7 +36,7 @@ slow: $(TEST_READY)
 	$(BIN)/python -m pytest -m slow
 
 bench: $(DEMO_READY)
-	$(BIN)/autopar bench
+	$(BIN)/python benchmarks/solve_speed.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ from autopar.errors import RuleError
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, S
 from autopar.mesh import Mesh
-from autopar.operation import Call, OpRule
+from autopar.operation import Call, OpRule, Traffic
 from autopar.program import TensorInfo
 from autopar.reshard import Transfer, transfer_seconds
 from autopar.rule import WHOLE, BoundRule, Choice, Rule, Term
@@ -212,10 +212,9 @@ def _strategy(choices: Sequence[Choice], call: Call, op: OpRule, bound: BoundRul
 
 
 def _own_transfers(
-    call: Call, traffic: object, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: Mesh
+    call: Call, traffic: Traffic, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: Mesh
 ) -> tuple[Transfer, ...]:
     """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names."""
-    assert callable(traffic)
     local = {
         factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
         for factor, size in sizes.items()

@@ -92,8 +92,10 @@ class Plan:
             )
             values["notes"] = tuple(values["notes"])
             return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"not a plan: {error!r} is missing or unknown; give what Plan.save wrote.") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"not a plan: {error!r}; a field is missing, unknown or malformed: give what Plan.save wrote."
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""

@@ -35,9 +35,10 @@ def make_plan(
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
     """The choices of a plan on a space; PlanError with the difference where it belongs to another graph or mesh."""
-    if dict(plan.mesh.axes) != dict(space.mesh.axes):
+    if (plan.mesh.names, plan.mesh.sizes) != (space.mesh.names, space.mesh.sizes):
         raise PlanError(
-            f"the plan is for the mesh {plan.mesh}, this mesh is {space.mesh}; plan again or load the plan of this mesh."
+            f"the plan is for the mesh {plan.mesh}, this mesh is {space.mesh}; "
+            "plan again, or load the plan that was made for this mesh."
         )
     here = _descriptions(space)
     if here != plan.descriptions:
@@ -45,7 +46,7 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
     found = []
     for decision in space.decisions:
         names = [str(strategy) for strategy in decision.menu.strategies]
-        wanted = plan.choices[decision.name]
+        wanted = plan.choices.get(decision.name, "nothing")
         if wanted not in names:
             raise PlanError(
                 f'{decision.name}: the plan chooses "{wanted}", which is not offered here; offered are '
@@ -85,9 +86,10 @@ def _problem(space: Space, pins: Pins, memory: int | None) -> Problem:
 def _plan(space: Space, solution: Solution, memory: int | None) -> Plan:
     moved: dict[int, list[Transfer]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
+    unused = _without_gradient(space)
     for wire in space.wires:
         path = space.path(wire, solution.choices)
-        moved[wire.target].extend(path.transfers)
+        moved[wire.target].extend(t for t in path.transfers if not (t.backward and wire.target in unused))
         waits[wire.target] += path.seconds
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
@@ -111,6 +113,14 @@ def _plan(space: Space, solution: Solution, memory: int | None) -> Plan:
         memory_limit=memory,
         unruled=space.unruled(),
     )
+
+
+def _without_gradient(space: Space) -> frozenset[int]:
+    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
+    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
+    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
+    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
+    return frozenset(outputs) - losses if losses else frozenset()
 
 
 def _row(space: Space, decision: Decision, choice: int, transfers: Sequence[Transfer], wait: float) -> PlanRow:

@@ -15,9 +15,9 @@ def parse_bytes(size: str | int) -> int:
     >>> parse_bytes("8GB"), parse_bytes("1.5 MiB"), parse_bytes(100)
     (8000000000, 1572864, 100)
     """
-    if isinstance(size, int):
+    if isinstance(size, int) and not isinstance(size, bool):
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", size)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
     if not match or match.group(2).upper() not in UNITS:
         raise InputError(f'{size!r} is no size; write a number and a unit, such as "8GB" or "512MiB".')
     return int(float(match.group(1)) * UNITS[match.group(2).upper()])

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.layout import Layout
+from autopar.layout import I, Layout, Placement
 from autopar.mesh import Mesh
 from autopar.program import TensorInfo, tensor_inputs
-from autopar.reshard import Move
+from autopar.reshard import Move, Tensor
 from autopar.runtime.bucketing import Bucket, buckets_of
 from autopar.runtime.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.moves import move_call
@@ -56,6 +56,8 @@ class _Rewriter:
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
         """Value at the end of a wire that a bucket has moved, by (target, input position)."""
+        self.slices: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+        """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
         self.buckets = buckets_of(space, choices)
@@ -153,7 +155,7 @@ class _Rewriter:
             if again:
                 value = self._gather_alone(value, move, wire.tensor.shape)
             else:
-                value = self._move(value, move, wire.tensor.shape)
+                value = self._move(value, move, wire.tensor)
         return value
 
     def _value(self, decision: int, output: int) -> fx.Node:
@@ -165,10 +167,15 @@ class _Rewriter:
             self.values[decision, 0] = self._input(decision, 0)
         return self.values[decision, output]
 
-    def _move(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
+    def _move(self, value: fx.Node, move: Move, tensor: Tensor) -> fx.Node:
         if self.mesh.sizes[move.axis] == 1:
             return value
-        function, args = move_call(move, shape, self.mesh)
+        function, args = move_call(move, tensor.shape, self.mesh)
+        if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
+            key = (value, move.axis, move.target)
+            if key not in self.slices:
+                self.slices[key] = self._emit(function, (value, *args), {}, move.after)
+            return self.slices[key]
         return self._emit(function, (value, *args), {}, move.after)
 
     def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:

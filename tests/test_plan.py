@@ -174,3 +174,26 @@ def test_a_choice_that_is_not_offered_is_refused_with_what_is() -> None:
         PlanError, match=r'x: the plan chooses "S\(1\)", which is not offered here; offered are I, S\(0\)'
     ):
         choices_of(plan, _space())
+
+
+def test_a_decision_without_a_choice_is_refused() -> None:
+    space = _space()
+    plan = dataclasses.replace(_plan_of(space, "I"), choices={})
+    with pytest.raises(PlanError, match=r'chooses "nothing", which is not offered here'):
+        choices_of(plan, space)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("traffic", [["all_reduce", "dp"]]), ("mesh", {"axes": 4, "hardware": "cpu"})]
+)
+def test_a_malformed_field_is_refused(field: str, value: object) -> None:
+    text = json.dumps({**json.loads(_plan().to_json()), field: value})
+    with pytest.raises(PlanError, match="missing, unknown or malformed"):
+        Plan.from_json(text)
+
+
+def test_the_order_of_the_axes_matters() -> None:
+    space = _space()
+    turned = Mesh(dict(reversed(space.mesh.axes.items())) if space.mesh.ndim > 1 else {"other": space.mesh.sizes[0]})
+    with pytest.raises(PlanError, match="the plan is for the mesh"):
+        choices_of(_plan_of(space, "I", turned), space)

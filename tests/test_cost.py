@@ -1,0 +1,140 @@
+"""Seconds and bytes of one operation on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.candidates import call_menu
+from autopar.capture import capture
+from autopar.cost import base_name, flops, is_contraction, is_view, op_seconds, optimizer_seconds, parameter_bytes
+from autopar.hardware import Hardware, Link
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.operation import Call, OpRule
+from autopar.program import TensorInfo
+from autopar.rule import Rule
+from autopar.strategies import rule_of
+from tests.eager import calls
+
+aten = torch.ops.aten
+WIRES = (Link("wire", None, 0.0, 1.0),)
+MATMUL_BOUND = Hardware("slow flops", {"float32": 10.0, "bfloat16": 40.0}, 1e30, 1, 0.0, WIRES)
+BANDWIDTH_BOUND = Hardware("slow memory", {"float32": 1e30}, 8.0, 1, 0.0, WIRES)
+LATENCY_BOUND = Hardware("slow starts", {"float32": 1e30}, 1e30, 1, 0.5, WIRES)
+
+
+def info(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> TensorInfo:
+    return TensorInfo(shape, dtype, requires_grad)
+
+
+def linear(learns: bool = True, dtype: torch.dtype = torch.float32) -> Call:
+    """x[4, 6] through a weight[10, 6]."""
+    x, weight = info(4, 6, dtype=dtype, requires_grad=False), info(10, 6, dtype=dtype, requires_grad=learns)
+    return Call(aten.linear.default, (x, weight), (info(4, 10, dtype=dtype, requires_grad=learns),), {})
+
+
+def seconds(call: Call, hardware: Hardware, total: float = 0.0, share: float = 1.0, layout: str = "I") -> float:
+    def same(infos: Sequence[TensorInfo]) -> list[Layout]:
+        return [Layout.parse(layout)] * len(infos)
+
+    return op_seconds(call, total, share, (same(call.inputs), same(call.outputs)), (2,), hardware)
+
+
+def test_a_matrix_product_has_two_operations_per_product_of_its_factors() -> None:
+    bound = Rule.parse("b k, o k -> b o").bind([(4, 6), (10, 6)], [(4, 10)])
+    assert is_contraction(bound)
+    assert flops(linear(), OpRule("b k, o k -> b o"), bound) == 2 * 4 * 6 * 10
+
+
+def test_a_pointwise_operation_has_one_operation_per_element_it_makes() -> None:
+    call = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    bound = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    assert not is_contraction(bound)
+    assert flops(call, OpRule("a b -> a b"), bound) == 24
+
+
+def test_a_rule_may_state_its_operations() -> None:
+    bound = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    call = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    assert flops(call, OpRule("a b -> a b", flops=7), bound) == 7
+
+
+def test_a_table_lookup_does_not_multiply_its_table() -> None:
+    (node,) = calls(capture(nn.Embedding(100, 8), (torch.zeros(4, dtype=torch.long),), {}), aten.embedding.default)
+    call = Call.of(node)
+    op = rule_of(call)
+    assert op is not None
+    bound = Rule.parse(op.rule).bind([i.shape for i in call.inputs], [o.shape for o in call.outputs])
+    assert flops(call, op, bound) == 4 * 8
+
+
+def test_a_table_lookup_reads_the_rows_it_needs() -> None:
+    table, ids, rows = info(1000, 8), info(4, dtype=torch.int64, requires_grad=False), info(4, 8)
+    call = Call(aten.embedding.default, (table, ids), (rows,), {})
+    assert seconds(call, BANDWIDTH_BOUND) == 2 * (2 * 4 * 8 * 4) / 8.0
+
+
+def test_an_operation_takes_the_longer_of_its_arithmetic_and_its_memory_traffic() -> None:
+    moved = 4 * (4 * 6 + 10 * 6 + 4 * 10)
+    assert seconds(linear(learns=False), MATMUL_BOUND, total=480.0) == 48.0
+    assert seconds(linear(learns=False), BANDWIDTH_BOUND, total=480.0) == moved / 8.0
+
+
+def test_the_backward_is_as_long_as_the_forward_for_every_input_with_a_gradient() -> None:
+    both = Call(aten.linear.default, (info(4, 6), info(10, 6)), (info(4, 10),), {})
+    assert seconds(linear(learns=True), MATMUL_BOUND, total=480.0) == 2 * 48.0
+    assert seconds(both, MATMUL_BOUND, total=480.0) == 3 * 48.0
+
+
+def test_every_pass_starts_with_a_latency() -> None:
+    assert seconds(linear(learns=True), LATENCY_BOUND) == pytest.approx(2 * 0.5)
+
+
+def test_a_dtype_computes_at_its_own_speed() -> None:
+    assert seconds(linear(learns=False, dtype=torch.bfloat16), MATMUL_BOUND, total=480.0) == 12.0
+
+
+def test_a_split_operation_takes_its_share() -> None:
+    assert seconds(linear(), MATMUL_BOUND, total=480.0, share=0.5) == 48.0
+    whole, split = seconds(linear(), BANDWIDTH_BOUND), seconds(linear(), BANDWIDTH_BOUND, layout="S(0)")
+    assert split == whole / 2
+
+
+def test_a_view_costs_nothing() -> None:
+    call = Call(aten.transpose.int, (info(4, 6),), (info(6, 4),), {})
+    assert is_view(call) and base_name(call) == "transpose"
+    assert seconds(call, LATENCY_BOUND) == 0.0
+
+
+def test_a_strategy_that_splits_a_product_computes_half_of_it() -> None:
+    model = nn.Linear(6, 10, bias=False)
+    (node,) = calls(capture(model, (torch.ones(4, 6),), {}), aten.linear.default)
+    menu = call_menu(node, [frozenset(), frozenset((0, 1))], Mesh({"tp": 2}), MATMUL_BOUND)
+    times = {str(s): float(t) for s, t in zip(menu.strategies, menu.seconds, strict=True)}
+    assert times["-"] == 2 * 48.0
+    assert times["o"] == times["k"] == 48.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "learns", "each"),
+    [(torch.float32, True, 4 + 4 + 8), (torch.bfloat16, True, 2 + 2 + 8), (torch.float32, False, 4)],
+)
+def test_a_parameter_takes_itself_its_gradient_and_two_moments(dtype: torch.dtype, learns: bool, each: int) -> None:
+    weight = info(10, 6, dtype=dtype, requires_grad=learns)
+    assert parameter_bytes(weight, Layout.parse("I"), (2,)) == 60 * each
+    assert parameter_bytes(weight, Layout.parse("S(0)"), (2,)) == 30 * each
+
+
+def test_a_padded_parameter_takes_the_bytes_of_its_largest_part() -> None:
+    assert parameter_bytes(info(5, 6), Layout.parse("S(0)"), (2,)) == 3 * 6 * 16
+
+
+def test_the_optimizer_step_is_bound_by_memory_and_skips_frozen_parameters() -> None:
+    traffic = 60 * (3 * 4 + 16)
+    assert optimizer_seconds(info(10, 6), Layout.parse("I"), (2,), BANDWIDTH_BOUND) == traffic / 8.0
+    assert optimizer_seconds(info(10, 6), Layout.parse("S(1)"), (2,), BANDWIDTH_BOUND) == traffic / 16.0
+    assert optimizer_seconds(info(10, 6, requires_grad=False), Layout.parse("I"), (2,), BANDWIDTH_BOUND) == 0.0

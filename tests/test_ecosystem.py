@@ -1,0 +1,235 @@
+"""What people use around a model, on compiled ones: optimizers, clipping, scalers, checkpoints, torch.compile, autocast.
+
+The workers hold a compiled model against the same model run eagerly on every rank, and assert there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, fx, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.testing import assert_close
+
+import autopar
+from autopar.runtime.module import ParallelModule
+from tests.families import FAMILIES, HIDDEN, MLP
+from tests.parity import SLOW_DEVICES, whole
+from tests.ranks import Ranks, mesh
+
+GRID, LINE = ((2, 2), ("dp", "tp")), ((4,), ("dp",))
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
+    "AdamW, loop": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
+}
+
+
+def vectors(seed: int = 0) -> Tensor:
+    """A batch of vectors, equal on every rank."""
+    return torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return MLP()
+
+
+def compiled_mlp(on: tuple[tuple[int, ...], tuple[str, ...]] = GRID, seed: int = 3) -> ParallelModule:
+    """An MLP that is split by columns and rows over tp and stored in parts over dp, or planned freely on a line."""
+    model = mlp(seed)
+    if on is GRID:
+        autopar.annotate(model, "up", tp="column", storage="dp")
+        autopar.annotate(model, "middle", tp="row")
+    return autopar.compile(model, mesh(*on), (vectors(),), hardware=SLOW_DEVICES)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> list[Tensor]:
+    """Three steps; the norms of the gradients before they were clipped."""
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(vectors(step)).square().mean().backward()
+        if max_norm is not None:
+            norms.append(whole(clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return norms  # type: ignore[return-value]
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module, exactly: bool = False) -> None:
+    theirs = dict(expected.named_parameters())
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-6}
+    for name, parameter in found.named_parameters():
+        assert_close(whole(parameter), whole(theirs[name]), **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _optimizers() -> None:
+    for name, make in OPTIMIZERS.items():
+        ours, theirs = compiled_mlp(), mlp()
+        for max_norm in (None, 1e-2):
+            found = train(ours, make(ours.parameters()), max_norm)
+            expected = train(theirs, make(theirs.parameters()), max_norm)
+            assert_close(found, expected, msg=lambda text, n=name: f"norms, {n}: {text}")
+            assert_same_weights(ours, theirs)
+
+
+def test_optimizers_and_clipping_equal_one_process(ranks: Ranks) -> None:
+    ranks.run(_optimizers, world_size=4, timeout=120)
+
+
+def _overflow(make_scaler: Callable[[], Any]) -> list[bool | float]:
+    """A step whose gradient overflows on the first rank alone: whether this rank stepped, and the scale after."""
+    model = compiled_mlp(((2,), ("dp",)))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler()
+    before = copy.deepcopy(model.state_dict())
+    found = []
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(vectors()).square().mean()).backward()
+        gradient = next(model.parameters()).grad
+        assert isinstance(gradient, DTensor)
+        if overflows and dist.get_rank() == 0:
+            gradient.to_local().view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(p.to_local(), before[name].to_local()) for name, p in model.named_parameters())
+        found += [moved, scaler.get_scale()]
+    return found
+
+
+def _sharded_scaler() -> list[bool | float]:
+    return _overflow(lambda: ShardedGradScaler("cpu", init_scale=8.0))
+
+
+def test_the_sharded_scaler_skips_a_step_on_every_rank(ranks: Ranks) -> None:
+    assert ranks.run(_sharded_scaler) == [[False, 4.0, True, 4.0]] * 2
+
+
+def _save(folder: str) -> dict[str, Tensor]:
+    model = compiled_mlp()
+    optimizer = OPTIMIZERS["AdamW, loop"](model.parameters())
+    train(model, optimizer)
+    round_trip = compiled_mlp(seed=5)
+    round_trip.load_state_dict(model.state_dict())
+    assert_same_weights(round_trip, model, exactly=True)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    train(model, optimizer)
+    return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
+
+
+def _load(folder: str) -> dict[str, Tensor]:
+    """Go on training on another mesh, from the checkpoint."""
+    model = compiled_mlp(LINE, seed=5)
+    optimizer = OPTIMIZERS["AdamW, loop"](model.parameters())
+    train(model, optimizer)  # so that the optimizer has a state to load into
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    plain = mlp(5)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(plain, get_model_state_dict(model, options=options), options=options)
+    assert_same_weights(plain, model, exactly=True)
+    back = compiled_mlp(LINE, seed=7)
+    set_model_state_dict(back, plain.state_dict(), options=options)
+    assert_same_weights(back, plain, exactly=True)
+    from_disk = mlp(9)
+    dcp.load({"model": from_disk.state_dict()}, checkpoint_id=folder)
+    assert_same_weights(from_disk, plain, exactly=True)
+    train(model, optimizer)
+    return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
+
+
+def test_a_checkpoint_goes_on_on_another_mesh_and_in_a_plain_model(ranks: Ranks, tmp_path: Any) -> None:
+    saved = ranks.run(_save, str(tmp_path), world_size=4)
+    for found in ranks.run(_load, str(tmp_path), world_size=4):
+        assert_close(found, saved[0])
+
+
+class Counting:
+    """A backend of torch.compile that runs what it is given and remembers it."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
+    args, kwargs = FAMILIES[family].inputs(0)
+
+    def step(model: nn.Module) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        loss = FAMILIES[family].loss(model(*args, **kwargs))
+        loss.backward()
+        return {"": whole(loss), **{name: whole(p.grad) for name, p in model.named_parameters()}}
+
+    model = autopar.compile(FAMILIES[family].build(), mesh(*GRID), kwargs or args, hardware=SLOW_DEVICES)
+    expected = step(model)
+    counting = Counting()
+    for backend in (counting, *backends):
+        torch._dynamo.reset()
+        on_top: Any = torch.compile(model, backend=backend)
+        for _ in range(2):
+            found = {name.removeprefix("_orig_mod."): value for name, value in step(on_top).items()}
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n or 'loss'}: {t}")
+    assert len(counting.graphs) == 1, "graph breaks:\n" + "\n".join(str(g.graph) for g in counting.graphs)[:4000]
+    torch._dynamo.reset()
+
+
+def test_torch_compile_takes_the_graph_of_the_rank_whole(ranks: Ranks) -> None:
+    ranks.run(_compiled_on_top, "mlp", ("aot_eager",), world_size=4, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "backend"), [("gpt2", "aot_eager"), ("llama", "inductor")])
+def test_torch_compile_gives_the_same_step(ranks: Ranks, family: str, backend: str) -> None:
+    ranks.run(_compiled_on_top, family, (backend,), world_size=4, timeout=400)
+
+
+def _autocast() -> None:
+    model, eager = compiled_mlp(), mlp()
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for name, each in (("ours", model), ("theirs", eager)):
+            each.zero_grad()
+            low = torch.autocast("cpu", torch.bfloat16) if dtype is torch.bfloat16 else contextlib.nullcontext()
+            with low:
+                output = each(vectors())
+                assert output.dtype == dtype
+            loss = output.float().square().mean()
+            loss.backward()
+            losses[name] = whole(loss)
+        close = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {}
+        assert_close(losses["ours"], losses["theirs"], **close)
+        theirs = dict(eager.named_parameters())
+        for name, parameter in model.named_parameters():
+            gradient = theirs[name].grad
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float32 and gradient is not None
+            error = (whole(parameter.grad) - gradient).norm() / gradient.norm()  # type: ignore[operator]
+            assert error < (2e-2 if dtype is torch.bfloat16 else 1e-5), f"{name}: {error}"
+
+
+def test_autocast_around_a_call_is_its_own_kind_of_input(ranks: Ranks) -> None:
+    ranks.run(_autocast, world_size=4)

@@ -1,0 +1,297 @@
+"""Plans: best by brute force, equal on every run, within memory, and moving what the literature says they move."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.annotate import annotate, annotations_of, pins_of
+from autopar.errors import InfeasibleError, PlanError
+from autopar.hardware import Hardware, load
+from autopar.mesh import Mesh
+from autopar.planner import choices_of, evaluate, make_plan
+from autopar.reshard import Transfer
+from autopar.space import Space
+from tests.families import BATCH, FAMILIES, HIDDEN, LAYERS, SEQUENCE
+from tests.planned import IDS_BS, SLOW_DEVICES, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
+
+HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("cpu")], ids=lambda each: each.name)
+
+
+def every_choice(space: Space) -> dict[tuple[int, ...], tuple[float, int]]:
+    """(seconds, bytes) of every combination of strategies, priced without the solver."""
+    decisions = space.decisions
+    nodes = [(decision.menu.seconds, decision.num_bytes) for decision in decisions]
+    wires = []
+    for wire in space.wires:
+        table = space.table(wire)
+        seconds = [
+            [table.seconds[table.index[a], table.index[b]] for b in space.target_layouts(wire)]
+            for a in space.source_layouts(wire)
+        ]
+        wires.append((wire.source, wire.target, seconds))
+    found = {}
+    for choices in itertools.product(*(range(len(decision.menu.strategies)) for decision in decisions)):
+        seconds = sum(float(each[c]) for (each, _), c in zip(nodes, choices, strict=True))
+        seconds += sum(float(pairs[choices[a]][choices[b]]) for a, b, pairs in wires)
+        found[choices] = seconds, sum(int(each[c]) for (_, each), c in zip(nodes, choices, strict=True))
+    return found
+
+
+@HARDWARE
+def test_no_choice_of_strategies_is_better_than_the_plan(hardware: Hardware) -> None:
+    space = space_of(TwoLinears(), (X_BD,), hardware)
+    choices = every_choice(space)
+    best = min(seconds for seconds, _ in choices.values())
+    for solver in ("auto", "ilp"):
+        plan, chosen = make_plan(space, {}, solver=solver)
+        assert plan.seconds == pytest.approx(best, rel=1e-9)
+        assert choices[chosen][0] == pytest.approx(best, rel=1e-9)
+        assert plan.bound <= plan.seconds * (1 + 1e-12) and plan.gap <= 1e-8
+
+
+@HARDWARE
+def test_no_choice_of_strategies_within_the_memory_is_better_than_the_plan(hardware: Hardware) -> None:
+    space = space_of(TwoLinears(), (X_BD,), hardware)
+    choices = every_choice(space)
+    sizes = sorted({num_bytes for _, num_bytes in choices.values()})
+    for memory in sizes[:: max(len(sizes) // 6, 1)]:
+        best = min(seconds for seconds, num_bytes in choices.values() if num_bytes <= memory)
+        plan, chosen = make_plan(space, {}, memory)
+        assert plan.seconds == pytest.approx(best, rel=1e-9), memory
+        assert plan.peak_bytes == choices[chosen][1] <= memory
+
+
+def test_a_layer_with_a_bias_and_a_residual_connection_is_planned_as_well_as_by_brute_force() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            y_BD = x_BD * self.scale
+            return y_BD + self.linear(y_BD)
+
+    space = space_of(Residual(), (X_BD,), load("cpu"))
+    problem = [len(decision.menu.strategies) for decision in space.decisions]
+    assert math.prod(problem) < 300_000
+    best = min(seconds for seconds, _ in every_choice(space).values())
+    assert make_plan(space, {})[0].seconds == pytest.approx(best, rel=1e-9)
+
+
+@HARDWARE
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_both_solvers_find_plans_of_the_same_seconds(hardware: Hardware, post_norm: bool) -> None:
+    space = space_of(Attention(post_norm), (IDS_BS,), hardware)
+    auto, ilp = (make_plan(space, {}, solver=solver)[0] for solver in ("auto", "ilp"))
+    assert auto.seconds == pytest.approx(ilp.seconds, rel=1e-8)
+
+
+@HARDWARE
+def test_the_seconds_of_a_plan_are_those_of_its_nodes_and_wires(hardware: Hardware) -> None:
+    space = space_of(Attention(post_norm=True), (IDS_BS,), hardware, dp=2, tp=2)
+    plan, choices = make_plan(space, {})
+    assert evaluate(space, choices) == pytest.approx(plan.seconds, rel=1e-9)
+    assert sum(row.seconds for row in plan.rows) == pytest.approx(plan.seconds, rel=1e-9)
+    assert plan.peak_bytes == sum(int(d.num_bytes[c]) for d, c in zip(space.decisions, choices, strict=True))
+
+
+def test_the_traffic_of_a_plan_is_that_of_its_rows() -> None:
+    space = space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2)
+    plan, _ = make_plan(space, {})
+    total: Counter[tuple[str, str]] = Counter()
+    for row in plan.rows:
+        for collective, axis, num_bytes in row.transfers:
+            total[collective, axis] += num_bytes
+    assert total and dict(total) == dict(plan.traffic)
+
+
+PLAN_AGAIN = """
+from autopar.planner import make_plan
+from tests.planned import IDS_BS, SLOW_DEVICES, Attention, space_of
+print(make_plan(space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2), {}, memory=MEMORY)[0].to_json())
+"""
+
+
+@pytest.mark.parametrize("memory", [None, 7500])
+def test_the_same_model_gets_the_same_plan_in_this_and_in_any_other_process(memory: int | None) -> None:
+    texts = {
+        make_plan(space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2), {}, memory)[0].to_json()
+        for _ in range(3)
+    }
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-c", PLAN_AGAIN.replace("MEMORY", repr(memory))],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        texts.add(ran.stdout.rstrip("\n"))
+    assert len(texts) == 1
+
+
+def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
+    space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
+    unlimited, _ = make_plan(space, {})
+    least = sum(int(decision.num_bytes.min()) for decision in space.decisions)
+    assert least < unlimited.peak_bytes
+    plans = []
+    for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):
+        limit = int(least + share * (unlimited.peak_bytes - least))
+        plan, choices = make_plan(space, {}, limit)
+        assert plan.peak_bytes <= limit == plan.memory_limit
+        assert evaluate(space, choices) == pytest.approx(plan.seconds, rel=1e-9)
+        plans.append(plan)
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds) and seconds[0] == pytest.approx(unlimited.seconds) and seconds[-1] > seconds[0]
+
+
+def test_too_little_memory_is_an_error_that_states_the_least() -> None:
+    space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
+    least = sum(int(decision.num_bytes.min()) for decision in space.decisions)
+    with pytest.raises(InfeasibleError, match=rf"needs at least .*\({least} bytes\)"):
+        make_plan(space, {}, least - 1)
+
+
+def with_storage(layout: int | None) -> Planned:
+    """Two linear layers whose weights are stored split along a dim, or whole."""
+    model = TwoLinears()
+    annotate(model, "up.weight", tp=layout)
+    annotate(model, "down.weight", tp=layout)
+    return planned(space_of(model, (X_BD,)), model)
+
+
+def test_weights_stored_whole_need_twice_the_memory_of_weights_stored_split() -> None:
+    def of_parameters(found: Planned) -> int:
+        return sum(
+            int(d.num_bytes[c])
+            for d, c in zip(found.space.decisions, found.choices, strict=True)
+            if d.kind == "parameter"
+        )
+
+    whole, split = with_storage(None), with_storage(0)
+    assert of_parameters(whole) == 2 * of_parameters(split) == 2 * (8 * 16) * 16
+    assert whole.plan.peak_bytes > split.plan.peak_bytes
+
+
+def test_megatron_reduces_twice_forward_and_twice_backward_per_layer() -> None:
+    """Shoeybi et al., Megatron-LM (2019), figure 4: f and g around attention and around the MLP."""
+    model = FAMILIES["llama"].build()
+    for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        annotate(model, f"layers.*.{name}", tp="column")
+    for name in ("o_proj", "down_proj"):
+        annotate(model, f"layers.*.{name}", tp="row")
+    _, kwargs = FAMILIES["llama"].inputs(0)
+    found = planned(space_of(model, kwargs, SLOW_LINKS), model)
+    num_bytes = BATCH * SEQUENCE * HIDDEN * 4
+    assert found.counts() == {
+        ("all_reduce", False, num_bytes): 2 * LAYERS,
+        ("all_reduce", True, num_bytes): 2 * LAYERS,
+    }
+    assert found.plan.traffic == {("all_reduce", "tp"): 4 * LAYERS * num_bytes}
+
+
+def data_parallel(storage: str | None) -> Planned:
+    """Two linear layers with biases, data parallel; weights whole, or stored split over the axis (ZeRO-3)."""
+    model = TwoLinears(bias=True)
+    annotate(model, "*", dp="data")
+    if storage is None:
+        for name in ("up", "down"):
+            annotate(model, f"{name}.weight", dp=None)
+            annotate(model, f"{name}.bias", dp=None)
+    else:
+        annotate(model, "*", storage=storage)
+    return planned(space_of(model, (X_BD,), SLOW_LINKS, dp=2), model)
+
+
+def by_parameter(found: Planned) -> dict[str, list[Transfer]]:
+    moved: dict[str, list[Transfer]] = {}
+    for source, _, transfer in found.transfers():
+        if source.startswith("p_"):
+            moved.setdefault(source, []).append(transfer)
+    return moved
+
+
+BYTES = {"p_up_weight": 8 * 16 * 4, "p_up_bias": 16 * 4, "p_down_weight": 8 * 16 * 4, "p_down_bias": 8 * 4}
+
+
+def test_data_parallelism_reduces_the_gradient_of_every_parameter_once() -> None:
+    found = data_parallel(storage=None)
+    assert by_parameter(found) == {
+        name: [Transfer("all_reduce", "dp", num_bytes, backward=True)] for name, num_bytes in BYTES.items()
+    }
+    loss = 4
+    assert found.plan.traffic == {("all_reduce", "dp"): sum(BYTES.values()) + loss}
+
+
+def test_zero_3_gathers_every_weight_twice_and_scatters_its_gradient_once() -> None:
+    """Rajbhandari et al., ZeRO (2020), section 7.2.2: 3 × the parameters' bytes. Biases are not needed backward."""
+    found = data_parallel(storage="dp")
+    for name, transfers in by_parameter(found).items():
+        num_bytes = BYTES[name]
+        forward = Transfer("all_gather", "dp", num_bytes)
+        gathers = [forward, Transfer("all_gather", "dp", num_bytes, backward=True)]
+        expected = gathers if name.endswith("weight") else [forward]
+        assert Counter(transfers) == Counter([*expected, Transfer("reduce_scatter", "dp", num_bytes, backward=True)])
+    assert by_parameter(found).keys() == BYTES.keys()
+
+
+def test_a_plan_is_carried_out_as_it_was_chosen() -> None:
+    space = space_of(TwoLinears(), (X_BD,), SLOW_DEVICES)
+    plan, choices = make_plan(space, {})
+    assert choices_of(plan, space) == choices
+
+
+def test_a_plan_for_another_mesh_is_refused() -> None:
+    plan, _ = make_plan(space_of(TwoLinears(), (X_BD,)), {})
+    with pytest.raises(PlanError, match="the plan is for the mesh tp=2, this mesh is tp=4"):
+        choices_of(plan, space_of(TwoLinears(), (X_BD,), tp=4))
+
+
+def test_a_plan_for_another_batch_is_refused_with_what_differs() -> None:
+    plan, _ = make_plan(space_of(TwoLinears(), (X_BD,)), {})
+    with pytest.raises(PlanError, match=r"x_bd is input float32\[4, 8\] in the plan and input float32\[2, 8\] here"):
+        choices_of(plan, space_of(TwoLinears(), (torch.ones(2, 8),)))
+
+
+def test_a_pin_forbids_every_other_strategy() -> None:
+    model = TwoLinears()
+    space = space_of(model, (X_BD,))
+    free = planned(space, model)
+    number = space.index["linear_default"]
+    decision = space.decisions[number]
+    for strategy in range(len(decision.menu.strategies)):
+        mask = np.arange(len(decision.menu.strategies)) == strategy
+        plan, choices = make_plan(space, {number: mask})
+        assert choices[number] == strategy
+        assert plan.seconds >= free.plan.seconds
+
+
+def test_pins_that_cannot_hold_together_are_an_error() -> None:
+    model = TwoLinears()
+    space = space_of(model, (X_BD,))
+    nothing = np.zeros(len(space.decisions[space.index["linear_default"]].menu.strategies), dtype=bool)
+    with pytest.raises(InfeasibleError):
+        make_plan(space, {space.index["linear_default"]: nothing})
+
+
+def test_a_mesh_of_one_device_moves_nothing() -> None:
+    space = space_of(TwoLinears(), (X_BD,), SLOW_LINKS, tp=1)
+    assert space.mesh == Mesh({"tp": 1})
+    assert not any(make_plan(space, {})[0].traffic.values())
+
+
+def test_no_annotations_give_no_pins() -> None:
+    model = TwoLinears()
+    assert pins_of(annotations_of(model), space_of(model, (X_BD,)), "semi_auto", {}) == {}

@@ -1,0 +1,90 @@
+"""What a call keeps for its backward is what autograd says it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.program import Program
+from autopar.saved import Saved, saved_by
+from tests.eager import calls
+
+aten = torch.ops.aten
+
+
+class Calls(nn.Module):
+    """A function of the input after a linear layer, so that a gradient flows through it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.function(self.first(x_BD))
+
+
+def program_of(function: Callable[[Tensor], Tensor]) -> Program:
+    return capture(Calls(function), (torch.ones(2, 4),), {})
+
+
+def kept(function: Callable[[Tensor], Tensor], target: object) -> Saved:
+    (node,) = calls(program_of(function), target)
+    return saved_by(node)
+
+
+def test_linear_keeps_its_input_and_its_weight_but_not_its_bias() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    second = calls(capture(Two(), (torch.ones(2, 4),), {}), aten.linear.default)[-1]
+    assert saved_by(second) == Saved(frozenset({0, 1}), frozenset())
+
+
+def test_a_linear_layer_whose_input_needs_no_gradient_keeps_the_input_alone() -> None:
+    (first,) = calls(program_of(lambda x: x), aten.linear.default)
+    assert saved_by(first) == Saved(frozenset({0}), frozenset())
+
+
+def test_a_linear_layer_with_a_frozen_weight_keeps_the_weight_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight.requires_grad_(False)
+    second = calls(capture(model, (torch.ones(2, 4),), {}), aten.linear.default)[-1]
+    assert saved_by(second) == Saved(frozenset({1}), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "inputs", "outputs"),
+    [
+        (torch.relu, aten.relu.default, (), (0,)),
+        (torch.exp, aten.exp.default, (), (0,)),
+        (torch.sin, aten.sin.default, (0,), ()),
+        (lambda x: x + x.sin(), aten.add.Tensor, (), ()),
+        (lambda x: x * x.sin(), aten.mul.Tensor, (0, 1), ()),
+        (lambda x: x.transpose(0, 1), aten.transpose.int, (), ()),
+        (lambda x: x.softmax(-1), aten.softmax.int, (), (0,)),
+    ],
+)
+def test_a_pointwise_call_keeps_what_its_derivative_needs(
+    function: Callable[[Tensor], Tensor], target: object, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    assert kept(function, target) == Saved(frozenset(inputs), frozenset(outputs))
+
+
+def test_a_call_without_gradients_keeps_nothing() -> None:
+    (node,) = calls(capture(nn.ReLU(), (torch.ones(2, 4),), {}), aten.relu.default)
+    assert saved_by(node) == Saved(frozenset(), frozenset())
+
+
+def test_the_answer_is_the_same_under_no_grad() -> None:
+    with torch.no_grad():
+        assert kept(torch.tanh, aten.tanh.default) == Saved(frozenset(), frozenset({0}))
