@@ -19,6 +19,7 @@ from autopar.errors import InputError, MeshError
 from autopar.hardware import Hardware, load
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
+from autopar.normalize import rehome
 from autopar.plan import Plan
 from autopar.planner import choices_of, make_plan
 from autopar.program import Program
@@ -87,6 +88,7 @@ def compile(
 
         def captured() -> Space:
             program = capture(traced, *without_placements(arguments), training=training)
+            rehome(program.graph, torch.device(mesh.device_type))
             return build_space(program, abstract, profile, outputs == "full", _input_layouts(program, arguments, mesh))
 
         space = on_all_ranks(captured, lambda space: _summary(space.program), mesh)
@@ -103,7 +105,8 @@ def compile(
             storage.update({name: whole for name, _ in traced.named_parameters()})
             storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
             # The original is let go, so that its memory is free when the caller drops it.
-            attach(module, originals.pop(), storage, mesh, whole)
+            with torch.inference_mode(False):
+                attach(module, originals.pop(), storage, mesh, whole)
         return Executable.of(space.program, agreed, local, mesh)
 
     module = ParallelModule(

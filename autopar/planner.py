@@ -126,9 +126,8 @@ def _without_gradient(space: Space) -> frozenset[int]:
 def _row(space: Space, decision: Decision, choice: int, transfers: Sequence[Transfer], wait: float) -> PlanRow:
     strategy = decision.menu.strategies[choice]
     node = decision.node
-    module = str(node.meta.get("module", ""))
-    if decision.kind == "parameter":
-        module = next(name for name, placeholder in space.program.parameters.items() if placeholder == node.name)
+    names = {placeholder: name for name, placeholder in space.program.parameters.items()}
+    module = names.get(node.name) or str(node.meta.get("module", ""))
     return PlanRow(
         name=decision.name,
         kind=decision.kind,

@@ -262,11 +262,11 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         bucket = _Bucket(replace(recipe, shards=tuple(map(self._pack, recipe.shards))))
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()
-            self._buckets[storage.data_ptr()] = (weakref.ref(storage), bucket, number)
+            self._buckets[storage._cdata] = (weakref.ref(storage), bucket, number)
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
         storage = x.untyped_storage()
-        alive, bucket, number = self._buckets.get(storage.data_ptr(), (None, None, 0))
+        alive, bucket, number = self._buckets.get(storage._cdata, (None, None, 0))
         if alive is None or bucket is None or alive() is None:
             return x
         bucket.uses += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from autopar.runtime.buckets import Regather
 from autopar.runtime.code import readable_code
 from autopar.runtime.dropout import use_randomness
 from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of, local_input
-from autopar.runtime.parameters import local_part, placements_of, tie, ties_of
+from autopar.runtime.parameters import as_stored, local_part, placements_of, tie, ties_of
 from autopar.runtime.rewrite import LocalProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,10 +131,13 @@ class ParallelModule(nn.Module):
         self._ready()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in `torch.nn.Module`; parameters may also be whole tensors, equal on every rank."""
         self._ready()
-        return super().load_state_dict(*args, **kwargs)
+        ties = ties_of(self)
+        result = super().load_state_dict(as_stored(self, state_dict), *args, **kwargs)
+        tie(self, ties)
+        return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""

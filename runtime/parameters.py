@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,22 @@ def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
     for name, first in ties.items():
         owner, leaf = _owner(root, name)
         owner.register_parameter(leaf, root.get_parameter(first))
+
+
+def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which every whole tensor of a parameter's shape is split as `root` stores that parameter."""
+    stored = dict(nn.Module.named_parameters(root, remove_duplicate=False))
+
+    def split(name: str, value: Any) -> Any:
+        parameter = stored.get(name)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if not plain or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+            return value
+        mesh = parameter.device_mesh
+        value = value.detach().to(mesh.device_type)
+        return distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
+
+    return {name: split(name, value) for name, value in state.items()}
 
 
 def local_part(parameter: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:

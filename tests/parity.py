@@ -142,10 +142,11 @@ _programs: dict[tuple[Any, ...], Program] = {}
 def captured_once(graph: tuple[Any, ...]) -> Any:
     """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh."""
 
-    def find(*args: Any, **kwargs: Any) -> Program:
-        if graph not in _programs:
-            _programs[graph] = capture(*args, **kwargs)
-        return _programs[graph]
+    def find(*args: Any, training: bool) -> Program:
+        key = (*graph, training)
+        if key not in _programs:
+            _programs[key] = capture(*args, training=training)
+        return _programs[key]
 
     return mock.patch("autopar.api.capture", find)
 

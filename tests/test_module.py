@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -17,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.collectives import record_traffic
 from autopar.runtime.module import ParallelModule
 from tests.families import HIDDEN, MLP
 from tests.parity import SLOW_DEVICES, Case, build, check, whole
@@ -157,13 +159,15 @@ def _evaluation() -> None:
     buffers = dict(eager.named_buffers())
     for name, buffer in compiled.named_buffers():
         assert_close(buffer, buffers[name])
-    compiled.eval(), eager.eval()
+    for model in (compiled, eager):
+        model.eval()
     with torch.no_grad():
         output = compiled(vectors(4, 7))
         assert not output.requires_grad
         assert_close(whole(output), eager(vectors(4, 7)))
     assert_close(dict(compiled.named_buffers())["norm.running_mean"], eager.norm.running_mean)
-    compiled.train(), eager.train()
+    for model in (compiled, eager):
+        model.train()
     torch.manual_seed(9)
     found = _step(compiled, vectors(4))
     torch.manual_seed(9)
@@ -175,7 +179,20 @@ def test_evaluation_uses_running_statistics_and_no_dropout_on_the_same_storage(r
     ranks.run(_evaluation)
 
 
+def _inference_first() -> None:
+    eager = MLP()
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), **OPTIONS)
+    with torch.inference_mode():
+        assert_close(whole(compiled(vectors(4))), eager(vectors(4)))
+    assert_same_step(compiled, eager, vectors(4))
+
+
+def test_a_model_first_called_for_inference_trains_afterwards(ranks: Ranks) -> None:
+    ranks.run(_inference_first)
+
+
 def _thinned() -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
     x = torch.ones(2, 4999)  # 4999 does not divide, so that only one axis can split the tensor, and along the batch
     compiled = autopar.compile(Thinned(0.3), mesh((2, 2), ("dp", "tp")), (x,), outputs="full", **OPTIONS)
     return [compiled(x), compiled(x), compiled.eval()(x)]
@@ -263,22 +280,20 @@ def _inputs_and_outputs() -> None:
     make = lambda **options: autopar.compile(copy.deepcopy(eager), on, mode="manual", **OPTIONS, **options)  # noqa: E731
     compiled = make(example_inputs=(vectors(4),))
     expected = _step(eager, vectors(4))
-    traffic = []
+    with CommDebugMode() as plain:
+        compiled(vectors(4))
     for x in (
-        vectors(4),
         distribute_tensor(vectors(4), on, [Shard(0), Replicate()]),
         distribute_tensor(vectors(4), on, [Shard(0), Shard(0)]),
         distribute_tensor(vectors(4), on["dp"], [Shard(0)]),
     ):
-        with record_traffic() as record:
-            _assert_same(_step(compiled, x), expected)
-        assert record.by_collective() == {key: count for key, count in compiled.plan.traffic.items() if count}
-        traffic.append(record.by_collective())
-    assert all(each == traffic[0] for each in traffic), "an input that arrives split was moved"
+        _assert_same(_step(compiled, x), expected)
+        with CommDebugMode() as moved:
+            compiled(x)
+        assert moved.get_comm_counts() == plain.get_comm_counts(), "an input that arrives split was moved"
+    _assert_same(_step(compiled, vectors(4)), expected)
     _assert_same(_step(compiled, DTensor.from_local(vectors(4) / 4, on, [Partial(), Partial()])), expected)
-    _assert_same(
-        _step(compiled, distribute_tensor(vectors(3), on, [Shard(0), Replicate()])), _step(eager, vectors(3))
-    )
+    _assert_same(_step(compiled, distribute_tensor(vectors(3), on, [Shard(0), Replicate()])), _step(eager, vectors(3)))
     _input_gradients(compiled, eager)
     full = make(outputs="full")(vectors(4))
     assert not isinstance(full, DTensor)
@@ -310,9 +325,13 @@ def _meta() -> None:
     with pytest.raises(autopar.InputError, match=r"embedding.weight is on the meta device .* model.to_empty"):
         compiled(ids)
     compiled.to_empty(device="cpu")
-    assert len(list(compiled.parameters())) == 1, "the weights are no longer tied"
-    set_model_state_dict(compiled, eager.state_dict(), options=StateDictOptions(full_state_dict=True))
-    assert_same_step(compiled, eager, ids)
+    for load in (
+        lambda: set_model_state_dict(compiled, eager.state_dict(), options=StateDictOptions(full_state_dict=True)),
+        lambda: compiled.load_state_dict(eager.state_dict(), assign=True),
+    ):
+        load()
+        assert len(list(compiled.parameters())) == 1, "the weights are no longer tied"
+        assert_same_step(compiled, eager, ids)
 
 
 def test_a_model_on_the_meta_device_is_compiled_and_filled_later(ranks: Ranks) -> None:
@@ -336,15 +355,26 @@ def test_printed_code_has_sections_layouts_and_collectives(ranks: Ranks) -> None
 
 
 def _original() -> None:
+    torch.manual_seed(dist.get_rank())
     model = MLP()
+    model.register_buffer("offset", torch.rand(3))
     before = copy.deepcopy(model.state_dict())
     compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), **OPTIONS)
+    torch.manual_seed(0)
+    first = MLP()
+    first.register_buffer("offset", torch.rand(3))
+    for name, value in compiled.state_dict().items():
+        assert_close(whole(value), first.state_dict()[name], rtol=0, atol=0)
     with torch.no_grad():
-        for parameter in compiled.parameters():
-            parameter.add_(1)
+        for tensor in (*compiled.parameters(), *compiled.buffers()):
+            tensor.add_(1)
     for name, value in model.state_dict().items():
         assert_close(value, before[name], rtol=0, atol=0)
+    held = weakref.ref(model)
+    del model, before
+    gc.collect()
+    assert held() is None, "the compiled model keeps the original alive"
 
 
-def test_training_the_compiled_model_leaves_the_original_alone(ranks: Ranks) -> None:
+def test_the_first_rank_gives_the_weights_and_the_original_is_left_alone(ranks: Ranks) -> None:
     ranks.run(_original)

@@ -31,8 +31,8 @@ PROJECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bert": (("*.query", "*.key", "*.value", "*.intermediate.dense"), ("*.layer.*.output.dense",)),
     "t5": (("*.q", "*.k", "*.v", "*.wi"), ("*.o", "*.wo")),
     "bart": (("*.q_proj", "*.k_proj", "*.v_proj", "*.fc1"), ("*.out_proj", "*.fc2")),
-    "vit": (("*.query", "*.key", "*.value", "*.intermediate.dense"), ("*.output.dense",)),
-    "transformer_encoder": (("*.linear1",), ("*.linear2",)),
+    "vit": (("*.q_proj", "*.k_proj", "*.v_proj", "*.fc1"), ("*.o_proj", "*.fc2")),
+    "transformer_encoder": (("*.in_proj_weight", "*.linear1"), ("*.out_proj", "*.linear2")),
     "mlp": (("up",), ("down",)),
     "lora": (
         tuple(f"*.{name}_proj.base_layer" for name in ("q", "k", "v", "gate", "up")),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.annotate import annotate, annotations_of, pins_of
+from autopar.annotate import annotate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware import Hardware, load
 from autopar.mesh import Mesh
@@ -56,7 +56,7 @@ def test_no_choice_of_strategies_is_better_than_the_plan(hardware: Hardware) -> 
         plan, chosen = make_plan(space, {}, solver=solver)
         assert plan.seconds == pytest.approx(best, rel=1e-9)
         assert choices[chosen][0] == pytest.approx(best, rel=1e-9)
-        assert plan.bound <= plan.seconds * (1 + 1e-12) and plan.gap <= 1e-8
+        assert plan.bound <= best * (1 + 1e-12) and plan.gap <= 1e-5
 
 
 @HARDWARE
@@ -117,28 +117,27 @@ def test_the_traffic_of_a_plan_is_that_of_its_rows() -> None:
 
 
 PLAN_AGAIN = """
-from autopar.planner import make_plan
-from tests.planned import IDS_BS, SLOW_DEVICES, Attention, space_of
-print(make_plan(space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2), {}, memory=MEMORY)[0].to_json())
+from tests.test_planner import plans_as_text
+print(plans_as_text())
 """
 
 
-@pytest.mark.parametrize("memory", [None, 7500])
-def test_the_same_model_gets_the_same_plan_in_this_and_in_any_other_process(memory: int | None) -> None:
-    texts = {
-        make_plan(space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2), {}, memory)[0].to_json()
-        for _ in range(3)
-    }
-    for seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", PLAN_AGAIN.replace("MEMORY", repr(memory))],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        texts.add(ran.stdout.rstrip("\n"))
-    assert len(texts) == 1
+def plans_as_text() -> str:
+    """Two plans of one model, without and with a memory limit."""
+    space = space_of(Attention(post_norm=True), (IDS_BS,), SLOW_DEVICES, dp=2, tp=2)
+    return "\n".join(make_plan(space, {}, memory)[0].to_json() for memory in (None, 7500))
+
+
+def test_the_same_model_gets_the_same_plan_in_this_and_in_any_other_process() -> None:
+    other_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    ran = subprocess.run(
+        [sys.executable, "-c", PLAN_AGAIN],
+        env={**os.environ, "PYTHONHASHSEED": other_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {plans_as_text(), plans_as_text(), plans_as_text()} == {ran.stdout.rstrip("\n")}
 
 
 def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
@@ -236,15 +235,20 @@ def test_data_parallelism_reduces_the_gradient_of_every_parameter_once() -> None
 
 
 def test_zero_3_gathers_every_weight_twice_and_scatters_its_gradient_once() -> None:
-    """Rajbhandari et al., ZeRO (2020), section 7.2.2: 3 × the parameters' bytes. Biases are not needed backward."""
-    found = data_parallel(storage="dp")
-    for name, transfers in by_parameter(found).items():
-        num_bytes = BYTES[name]
-        forward = Transfer("all_gather", "dp", num_bytes)
-        gathers = [forward, Transfer("all_gather", "dp", num_bytes, backward=True)]
-        expected = gathers if name.endswith("weight") else [forward]
-        assert Counter(transfers) == Counter([*expected, Transfer("reduce_scatter", "dp", num_bytes, backward=True)])
-    assert by_parameter(found).keys() == BYTES.keys()
+    """Rajbhandari et al., ZeRO (2020), section 7.2.2: three times the parameters' bytes.
+
+    Biases, and the weight of a layer whose input has no gradient, are not needed in the backward.
+    """
+    found = by_parameter(data_parallel(storage="dp"))
+    assert found.keys() == BYTES.keys()
+    for name, num_bytes in BYTES.items():
+        expected = [
+            Transfer("all_gather", "dp", num_bytes),
+            Transfer("reduce_scatter", "dp", num_bytes, backward=True),
+        ]
+        if name == "p_down_weight":
+            expected.append(Transfer("all_gather", "dp", num_bytes, backward=True))
+        assert Counter(found[name]) == Counter(expected), name
 
 
 def test_a_plan_is_carried_out_as_it_was_chosen() -> None:
@@ -290,8 +294,3 @@ def test_a_mesh_of_one_device_moves_nothing() -> None:
     space = space_of(TwoLinears(), (X_BD,), SLOW_LINKS, tp=1)
     assert space.mesh == Mesh({"tp": 1})
     assert not any(make_plan(space, {})[0].traffic.values())
-
-
-def test_no_annotations_give_no_pins() -> None:
-    model = TwoLinears()
-    assert pins_of(annotations_of(model), space_of(model, (X_BD,)), "semi_auto", {}) == {}
