@@ -105,8 +105,7 @@ def compile(
             storage.update({name: whole for name, _ in traced.named_parameters()})
             storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
             # The original is let go, so that its memory is free when the caller drops it.
-            with torch.inference_mode(False):
-                attach(module, originals.pop(), storage, mesh, whole)
+            attach(module, originals.pop(), storage, mesh, whole)
         return Executable.of(space.program, agreed, local, mesh)
 
     module = ParallelModule(

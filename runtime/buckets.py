@@ -156,7 +156,8 @@ def gather_parameters(
         pending, behind = _enter([shards[i] for i in learning])
         entered = _replaced(shards, learning, behind)
     gathered = _prefer(_GatherParameters.apply(where, dims, sizes, tuple(learning), pending, *entered), pending)
-    if regather and Regather.current is not None:
+    # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
+    if regather and not torch.compiler.is_compiling() and Regather.current is not None:
         Regather.current.watch(_Recipe(where, dims, sizes, tuple(s.detach() for s in shards)), gathered)
     return gathered
 

@@ -156,7 +156,9 @@ class ParallelModule(nn.Module):
         frozen = self._frozen() if self._latest is not None else None
         key = kind_of(arguments, self._mesh.device_type), self.training, frozen
         if key not in self._executables:
-            found = self._prepare(arguments, self.training, frozen)
+            # A first call for inference is prepared for training all the same.
+            with torch.inference_mode(False), torch.enable_grad():
+                found = self._prepare(arguments, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
             self._executables[*key[:2], self._frozen() if frozen is None else frozen] = found
             self._latest = found

@@ -19,10 +19,10 @@ from autopar.planner import make_plan
 from autopar.reshard import Transfer
 from autopar.space import Space, build_space
 
-SLOW_LINKS = Hardware("fast devices, slow links", {"float32": 1e12}, 1e12, 10**12, 0.0, (Link("wire", None, 1e-3, 1e6),))
+SLOW_LINKS = Hardware(
+    "fast devices, slow links", {"float32": 1e12}, 1e12, 10**12, 0.0, (Link("wire", None, 1e-3, 1e6),)
+)
 """Nothing but communication costs time, so that a plan has as little of it as its pins allow."""
-SLOW_DEVICES = Hardware("slow devices, fast links", {"float32": 1e8}, 1e8, 10**9, 0.0, (Link("wire", None, 0.0, 1e12),))
-"""Everything pays that divides the work."""
 
 
 class TwoLinears(nn.Module):

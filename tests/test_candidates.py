@@ -13,14 +13,17 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.program import TensorInfo, tensor_inputs
 from tests.eager import calls
-from tests.planned import SLOW_DEVICES, SLOW_LINKS, TwoLinears
+from tests.parity import SLOW_DEVICES
+from tests.planned import SLOW_LINKS, TwoLinears
 
 aten = torch.ops.aten
 ONE, TWO = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
 NOTHING: frozenset[int] = frozenset()
 
 
-def menu_of(model: nn.Module, inputs: tuple[Tensor, ...], target: object, mesh: Mesh = ONE, padded: bool = False) -> Menu:
+def menu_of(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: object, mesh: Mesh = ONE, padded: bool = False
+) -> Menu:
     """The menu of the first call of an operation; `padded` lets every dim of parameters be padded."""
     program = capture(model, inputs, {})
     node = calls(program, target)[0]
@@ -34,9 +37,7 @@ def menu_of(model: nn.Module, inputs: tuple[Tensor, ...], target: object, mesh: 
 
 def described(menu: Menu) -> dict[str, str]:
     """Strategy → "input, input -> output" layouts."""
-    return {
-        str(s): f"{', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}" for s in menu.strategies
-    }
+    return {str(s): f"{', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}" for s in menu.strategies}
 
 
 class Later(nn.Module):

@@ -190,7 +190,13 @@ def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
         loss.backward()
         return {"": whole(loss), **{name: whole(p.grad) for name, p in model.named_parameters()}}
 
-    model = autopar.compile(FAMILIES[family].build(), mesh(*GRID), kwargs or args, hardware=SLOW_DEVICES)
+    source = FAMILIES[family].build()
+    if family == "mlp":
+        autopar.annotate(source, "linear", dp="data")
+        autopar.annotate(source, "*.weight", storage="dp")
+    on = mesh((2,), ("dp",)) if dist.get_world_size() == 2 else mesh(*GRID)
+    model = autopar.compile(source, on, kwargs or args, hardware=SLOW_DEVICES)
+    assert family != "mlp" or model.prepare(args, kwargs).regathers
     expected = step(model)
     counting = Counting()
     for backend in (counting, *backends):
@@ -206,7 +212,7 @@ def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
 
 
 def test_torch_compile_takes_the_graph_of_the_rank_whole(ranks: Ranks) -> None:
-    ranks.run(_compiled_on_top, "mlp", ("aot_eager",), world_size=4, timeout=120)
+    ranks.run(_compiled_on_top, "mlp", ("aot_eager",), timeout=120)
 
 
 @pytest.mark.slow

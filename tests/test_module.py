@@ -180,11 +180,12 @@ def test_evaluation_uses_running_statistics_and_no_dropout_on_the_same_storage(r
 
 
 def _inference_first() -> None:
-    eager = MLP()
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), **OPTIONS)
-    with torch.inference_mode():
-        assert_close(whole(compiled(vectors(4))), eager(vectors(4)))
-    assert_same_step(compiled, eager, vectors(4))
+    for without_gradients in (torch.inference_mode, torch.no_grad):
+        eager = MLP()
+        compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), **OPTIONS)
+        with without_gradients():
+            assert_close(whole(compiled(vectors(4))), eager(vectors(4)))
+        assert_same_step(compiled, eager, vectors(4))
 
 
 def test_a_model_first_called_for_inference_trains_afterwards(ranks: Ranks) -> None:

@@ -22,7 +22,8 @@ from autopar.planner import choices_of, evaluate, make_plan
 from autopar.reshard import Transfer
 from autopar.space import Space
 from tests.families import BATCH, FAMILIES, HIDDEN, LAYERS, SEQUENCE
-from tests.planned import IDS_BS, SLOW_DEVICES, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
+from tests.parity import SLOW_DEVICES
+from tests.planned import IDS_BS, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
 
 HARDWARE = pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("cpu")], ids=lambda each: each.name)
 
