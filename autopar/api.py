@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.annotate import annotations_of, pins_of
+from autopar.build import build_space
 from autopar.capture import capture, skeleton
 from autopar.errors import InputError, MeshError
 from autopar.hardware import Hardware, load
@@ -29,7 +30,7 @@ from autopar.runtime.module import Executable, ParallelModule
 from autopar.runtime.parameters import attach
 from autopar.runtime.rewrite import rewrite
 from autopar.sizes import parse_bytes
-from autopar.space import Space, build_space
+from autopar.space import Space
 
 Mode = Literal["auto", "semi_auto", "manual"]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]

@@ -30,7 +30,7 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import LanguageModel, language_model, require_transformers
-from autopar.runtime.collectives import record_traffic
+from autopar.runtime.axes import record_traffic
 from autopar.sizes import format_bytes, format_seconds
 from autopar.text import batches, library_text
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._local_tensor import local_tensor_mode
 
-from autopar.runtime.collectives import Axis, axis_of, count, padded
+from autopar.runtime.axes import Axis, axis_of, count
+from autopar.runtime.collectives import padded
 
 _c10d = torch.ops._c10d_functional
 FIRST, LAST = 2**64 - 1, 0  # sequence numbers: what the engine prefers, and what it leaves for the end

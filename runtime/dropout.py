@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import local_tensor_mode
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, local_slice, num_parts_of, part_of
+from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives import local_slice
 
 
 @dataclass(frozen=True, slots=True)

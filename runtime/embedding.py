@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.runtime.collectives import Axes, axes_of, part_of
+from autopar.runtime.axes import Axes, axes_of, part_of
 
 ROWS = "k"
 """The factor of the table's rows."""

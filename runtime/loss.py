@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, num_parts_of, part_of, raw_all_reduce
+from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives import raw_all_reduce
 
 CLASSES = "v"
 """The factor of the classes; every other one is of rows."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives import Axes, axes_of, num_parts_of
+from autopar.runtime.axes import Axes, axes_of, num_parts_of
 
 aten = torch.ops.aten
 

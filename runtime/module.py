@@ -18,7 +18,7 @@ from autopar.errors import InputError
 from autopar.layout import Layout
 from autopar.plan import Plan
 from autopar.program import Program, info_of
-from autopar.runtime import collectives
+from autopar.runtime.axes import use_mesh
 from autopar.runtime.buckets import Regather
 from autopar.runtime.code import readable_code
 from autopar.runtime.dropout import use_randomness
@@ -217,7 +217,7 @@ class ParallelModule(nn.Module):
     def _surroundings(self, executable: Executable) -> Iterator[None]:
         """What a graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(collectives.use_mesh(self._mesh))
+            stack.enter_context(use_mesh(self._mesh))
             stack.enter_context(use_randomness(self._seed, self._step, self._deterministic))
             stack.enter_context(torch.autocast(self._mesh.device_type, enabled=False))
             if executable.regathers and torch.is_grad_enabled():

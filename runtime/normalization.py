@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from autopar.runtime.collectives import Axes, Axis, axes_of, num_parts_of, raw_all_reduce
+from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of
+from autopar.runtime.collectives import raw_all_reduce
 
 BATCH = "n"
 """The factor of the batch."""

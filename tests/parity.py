@@ -154,7 +154,7 @@ def captured_once(graph: tuple[Any, ...]) -> Any:
 def parallel(case: Case) -> Training:
     """Train the case on the ranks of this process group (runs on every rank)."""
     import autopar
-    from autopar.runtime.collectives import record_traffic
+    from autopar.runtime.axes import record_traffic
 
     model = build(case)
     for pattern, keywords in case.annotations:

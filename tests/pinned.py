@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.annotate import annotations_of, pins_of
+from autopar.build import build_space
 from autopar.capture import capture
 from autopar.errors import AnnotationError
 from autopar.hardware import load
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.pins import Mode
-from autopar.space import Space, build_space
+from autopar.space import Space
 
 
 class Block(nn.Module):

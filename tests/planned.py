@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.annotate import annotations_of, pins_of
+from autopar.build import build_space
 from autopar.capture import capture
 from autopar.hardware import Hardware, Link
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.reshard import Transfer
-from autopar.space import Space, build_space
+from autopar.space import Space
 
 SLOW_LINKS = Hardware(
     "fast devices, slow links", {"float32": 1e12}, 1e12, 10**12, 0.0, (Link("wire", None, 1e-3, 1e6),)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime import buckets
+from autopar.runtime.axes import record_traffic, use_mesh
 from autopar.runtime.buckets import Regather, gather_parameters, reduce_gradients
-from autopar.runtime.collectives import record_traffic, use_mesh
 from tests.ranks import Ranks, mesh
 from tests.simulate import from_ranks, local_values, simulate
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.errors import MeshError
 from autopar.layout import I, P, Placement, R, S
 from autopar.runtime import collectives
-from autopar.runtime.collectives import record_traffic, use_mesh
+from autopar.runtime.axes import record_traffic, use_mesh
 from tests.ranks import Ranks, mesh
 from tests.simulate import from_ranks, local_values, simulate
 

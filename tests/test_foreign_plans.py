@@ -12,12 +12,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autopar.annotate import annotate_plan, annotations_of, pins_of
+from autopar.build import build_space
 from autopar.capture import capture
 from autopar.errors import AnnotationError
 from autopar.foreign_plans import ForeignPlan, translate
 from autopar.hardware import load
 from autopar.mesh import Mesh
-from autopar.space import build_space
 from tests.families import FAMILIES
 
 

@@ -29,7 +29,7 @@ FLOORS = (
     ("capture",),
     ("candidates", "problem"),
     ("space", "eliminate", "ilp", "reduction", "pruning"),
-    ("runtime", "marginals", "multiplier", "conflict"),
+    ("build", "runtime", "marginals", "multiplier", "conflict"),
     ("solve",),
     ("planner",),
     ("report",),

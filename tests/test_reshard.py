@@ -15,7 +15,7 @@ from autopar.hardware import load
 from autopar.layout import I, Layout, P, Placement, R, S
 from autopar.mesh import Mesh
 from autopar.reshard import Tensor, reshard_table, transfers
-from autopar.runtime import collectives
+from autopar.runtime.axes import use_mesh
 from autopar.runtime.moves import move_call
 from tests.simulate import from_ranks, local_values, simulate
 
@@ -91,7 +91,7 @@ def check_paths(source: Layout, targets: tuple[Layout, ...]) -> None:
             whole, grad = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
             given_value = from_ranks(scatter(whole, source, False), requires_grad=True)
             moved: torch.Tensor = given_value
-            with collectives.use_mesh(mesh):
+            with use_mesh(mesh):
                 for move in paths.path(source, target).moves:
                     function, args = move_call(move, SHAPE, MESH)
                     moved = function(moved, *args)

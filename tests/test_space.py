@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.annotate import annotate
+from autopar.build import AUXILIARY_ELEMENTS, build_space
 from autopar.capture import capture
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.reshard import Transfer
-from autopar.space import AUXILIARY_ELEMENTS, Space, build_space
+from autopar.space import Space
 from tests.families import FAMILIES
 from tests.planned import IDS_BS, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
 

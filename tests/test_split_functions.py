@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from autopar.layout import I, Layout, P, R, S
 from autopar.runtime import mean as means
-from autopar.runtime.collectives import record_traffic, use_mesh
+from autopar.runtime.axes import record_traffic, use_mesh
 from autopar.runtime.dropout import attention_with_dropout, dropout, use_randomness
 from autopar.runtime.embedding import vocabulary_parallel_embedding
 from autopar.runtime.loss import cross_entropy

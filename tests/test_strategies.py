@@ -18,7 +18,7 @@ from autopar.layout import S
 from autopar.operation import Call
 from autopar.program import TensorInfo
 from autopar.rule import Choice, Rule
-from autopar.runtime.collectives import record_traffic
+from autopar.runtime.axes import record_traffic
 from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of, view
 from autopar.strategies.notation import broadcast
 from autopar.strategies.view import reshaped

@@ -19,7 +19,7 @@ from autopar.candidates import padded_factors
 from autopar.layout import I
 from autopar.operation import OpRule
 from autopar.rule import BoundRule, Choice
-from autopar.runtime.collectives import use_mesh
+from autopar.runtime.axes import use_mesh
 from autopar.runtime.dropout import use_randomness
 from autopar.strategies import rule_of
 from tests.parts import Parts, local_shape, split
