@@ -179,6 +179,36 @@ def check(ranks: Ranks, case: Case, rtol: float = 1e-4, atol: float = 1e-5, floo
     return found
 
 
+def check_rounding(ranks: Ranks, case: Case) -> list[Training]:
+    """Train a case of low precision on real ranks: no further from float32 than twice what one process is.
+
+    One process rounds as well, and by how much depends on the model: it is the measure of what rounding explains.
+    """
+    precise = train_alone(case.family, torch.float32, case.frozen, case.dropout, case.steps, case.micro_steps)
+    alone = distance(train_alone(*case.graph, case.steps, case.micro_steps), precise)
+    found = ranks.run(parallel, case, world_size=int(torch.tensor(case.mesh).prod()), timeout=180)
+    for training in found:
+        for kind, far in distance(training, precise).items():
+            assert far <= 2 * alone[kind], f"{kind}: {far:.3g} from float32, one process {alone[kind]:.3g}"
+    return found
+
+
+def distance(found: Training, precise: Training) -> dict[str, float]:
+    """How far losses, gradients and parameters are from a precise run: root mean square over the root mean square."""
+
+    def apart(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> float:
+        pairs = [(ours[name], value) for name, value in theirs.items() if value is not None]
+        errors = sum(float((a.float() - b).square().sum()) for a, b in pairs if a is not None)
+        return (errors / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5
+
+    losses = ({str(i): torch.tensor(loss) for i, loss in enumerate(each.losses)} for each in (found, precise))
+    return {
+        "losses": apart(*losses),  # type: ignore[arg-type]
+        "gradients": apart(found.gradients, precise.gradients),
+        "parameters": apart(found.parameters, precise.parameters),  # type: ignore[arg-type]
+    }
+
+
 def compare(found: Training, expected: Training, rtol: float, atol: float, floor: float) -> None:
     """Raise AssertionError naming what differs.
 
