@@ -99,12 +99,15 @@ def slow(*families: str) -> list[Any]:
     return [pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
-@pytest.mark.parametrize("family", ["mlp", *slow("bert", "llama", "vit", "unet")])
+@pytest.mark.parametrize("family", ["mlp", *slow("bert", "llama", "vit", "unet", "resnet")])
 def test_a_plan_on_three_axes_trains_as_one_process_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(on_simulated_ranks(family, (), monkeypatch), on_one_process(family))
 
 
-@pytest.mark.parametrize("family", ["transformer_encoder", *slow("gpt2", "llama", "t5", "bert")])
+@pytest.mark.parametrize(
+    "family",
+    ["transformer_encoder", *slow("gpt2", "llama", "qwen3", "mistral", "roberta", "t5", "lora")],
+)
 def test_data_sequence_and_tensor_parallelism_train_as_one_process_does(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
