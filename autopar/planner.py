@@ -93,11 +93,12 @@ def _plan(space: Space, solution: Solution, memory: int | None) -> Plan:
         waits[wire.target] += path.seconds
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
+    parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
     for number, (decision, choice) in enumerate(zip(space.decisions, solution.choices, strict=True)):
         transfers = (*moved[number], *decision.menu.strategies[choice].transfers)
         for transfer in transfers:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
-        rows.append(_row(space, decision, choice, transfers, waits[number]))
+        rows.append(_row(space, parameters, decision, choice, transfers, waits[number]))
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, solution.choices, strict=True)]
     return Plan(
         mesh=space.mesh,
@@ -123,11 +124,17 @@ def _without_gradient(space: Space) -> frozenset[int]:
     return frozenset(outputs) - losses if losses else frozenset()
 
 
-def _row(space: Space, decision: Decision, choice: int, transfers: Sequence[Transfer], wait: float) -> PlanRow:
+def _row(
+    space: Space,
+    parameters: Mapping[str, str],
+    decision: Decision,
+    choice: int,
+    transfers: Sequence[Transfer],
+    wait: float,
+) -> PlanRow:
     strategy = decision.menu.strategies[choice]
     node = decision.node
-    names = {placeholder: name for name, placeholder in space.program.parameters.items()}
-    module = names.get(node.name) or str(node.meta.get("module", ""))
+    module = parameters.get(node.name) or str(node.meta.get("module", ""))
     return PlanRow(
         name=decision.name,
         kind=decision.kind,
