@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.draft import Draft, aten
+from autopar.draft import Draft, aten, call_key
 from autopar.errors import CaptureError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,12 +30,17 @@ class Casts:
     draft: Draft
     dtype: torch.dtype
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    asked: dict[object, torch.dtype | None] = field(default_factory=dict)
+    """The answers of autocast, by `call_key`."""
 
     def applied(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str) -> Arguments:
         """The arguments with which the call gives, without autocast, what it gives under it."""
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return args, kwargs
-        wanted = self._wanted(target, args, kwargs)
+        key = call_key(target, args, kwargs)
+        wanted = self.asked[key] if key in self.asked else self._wanted(target, args, kwargs)
+        if key is not None:
+            self.asked[key] = wanted
         if wanted is None:
             return args, kwargs
 

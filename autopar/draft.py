@@ -8,7 +8,7 @@ node.meta["source"]  of a placeholder: what it stands for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,10 @@ class Draft:
     mode: FakeTensorMode
     mutations: tuple[str, ...] = ()
     """Buffers whose new values follow the user's outputs."""
+    writes_left: int = 0
+    """In-place calls still to come: a value that one of them may change, or a view of it, belongs to its node alone."""
+    seen: dict[object, Any] = field(default_factory=dict)
+    """What calls gave, by `call_key`: equal layers are evaluated once."""
 
     def call(self, target: Callable[..., Any], *args: Any, module: str = "", **kwargs: Any) -> fx.Node:
         """Insert a call at the graph's insertion point, with its fake value."""
@@ -51,9 +55,17 @@ class Draft:
 
     def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own."""
+        writes = is_write(target)
+        key = None if writes or self.writes_left else call_key(target, args, kwargs)
+        if key is not None and key in self.seen:
+            return self.seen[key]
+        self.writes_left -= writes
         args, kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
         with self.mode, torch.enable_grad():
-            return target(*args, **kwargs)
+            value = target(*args, **kwargs)
+        if key is not None and _description(value) is not None:
+            self.seen[key] = value
+        return value
 
     def replace(self, node: fx.Node, new: fx.Node) -> None:
         """Let every user of `node` read `new`, and drop `node`."""
@@ -66,6 +78,43 @@ class Draft:
 
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Arguments that mean the same wherever they are equal and of one type."""
+
+
+def call_key(target: Callable[..., Any], args: Any, kwargs: Any) -> object:
+    """What the shapes, strides, dtypes and requires_grad of a call's outputs follow from, hashable.
+
+    None where they follow from more: a size that is not a plain number, or an object.
+    """
+    described = _description(args), _description(kwargs)
+    return None if None in described else (target, described)
+
+
+def _description(value: Any) -> object:
+    """A hashable description of an argument or an output; None where there is none."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, Tensor):
+        if value._has_symbolic_sizes_strides or value.layout != torch.strided:
+            return None
+        memory = value.shape, value.stride(), value.storage_offset(), value.is_conj(), value.is_neg()
+        return *memory, value.dtype, value.device, value.requires_grad
+    if isinstance(value, list | tuple):
+        parts = tuple(map(_description, value))
+        return None if None in parts else parts
+    if isinstance(value, dict):
+        parts = _description(tuple(value.values()))
+        return None if parts is None else (tuple(value), parts)
+    # 1, 1.0 and True are equal, yet give other dtypes.
+    return (type(value), value) if isinstance(value, PLAIN) else None
+
+
+def is_write(target: object) -> bool:
+    """Whether a call of `target` writes into its arguments, as its schema says."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def set_call(node: fx.Node, target: Callable[..., Any], *args: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from autopar.draft import Draft, arguments, aten, shape_of, value_of
+from autopar.draft import Draft, arguments, aten, is_write, shape_of, value_of
 from autopar.errors import CaptureError
 
 Inverse = Callable[[Draft, fx.Node, fx.Node, Mapping[str, Any]], fx.Node]
@@ -82,6 +82,8 @@ class Memory:
 
 def functionalize(draft: Draft) -> None:
     """Replace every in-place operation; the new values of written buffers become further outputs of the graph."""
+    if not any(is_write(node.target) for node in draft.calls()):
+        return
     memory = Memory(draft)
     for node in list(draft.graph.nodes):
         if node.op == "placeholder":
@@ -91,7 +93,7 @@ def functionalize(draft: Draft) -> None:
         elif node.op == "output":
             _functionalize_output(memory, node)
     for node in reversed(draft.calls()):
-        if _writes(node) and not node.users:
+        if is_write(node.target) and not node.users:
             draft.graph.erase_node(node)
 
 
@@ -99,7 +101,7 @@ def _functionalize_call(memory: Memory, node: fx.Node) -> None:
     draft = memory.draft
     sources = list(node.all_input_nodes)
     with draft.graph.inserting_before(node):
-        if _writes(node):
+        if is_write(node.target):
             target = node.args[0]
             assert isinstance(target, fx.Node)
             written = memory.of(target)
@@ -135,10 +137,6 @@ _MUTATION = {
     "optimizer may write.",
     "input": "the forward writes into its input {name}; clone the input before writing into it.",
 }
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _origin(node: fx.Node, sources: list[fx.Node]) -> fx.Node | None:

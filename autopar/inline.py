@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from autopar.casts import Casts
-from autopar.draft import Draft, Source, aten, module_path
+from autopar.draft import Draft, Source, aten, is_write, module_path
 from autopar.errors import CaptureError
 
 DROPPED = (
@@ -117,7 +117,8 @@ def inline(
         values: fake value of every tensor placeholder.
         autocast: dtype of the autocast region around the whole graph, if any.
     """
-    draft = Draft(fx.Graph(), mode)
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    draft = Draft(fx.Graph(), mode, writes_left=sum(is_write(node.target) for graph in graphs for node in graph.nodes))
     made: dict[tuple[str, str, int], fx.Node] = {}
     inputs: list[Any] = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -155,7 +156,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _check_writes_without_gradient(target: Callable[..., Any], args: tuple[Any, ...], path: str) -> None:
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, torch._ops.OpOverload) or not is_write(target):
         return
     for argument, value in zip(target._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write

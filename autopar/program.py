@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,11 +93,20 @@ class Program:
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a call, one entry per use, in the order of its args and then its kwargs."""
     found: list[fx.Node] = []
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    for leaf in leaves:
-        if isinstance(leaf, fx.Node) and leaf.meta.get("tensor") is not None:
-            found.append(leaf)
+    _collect(node.args, found)
+    _collect(tuple(node.kwargs.values()), found)
     return found
+
+
+def _collect(arguments: Sequence[object], found: list[fx.Node]) -> None:
+    for argument in arguments:
+        if isinstance(argument, fx.Node):
+            if argument.meta.get("tensor") is not None:
+                found.append(argument)
+        elif isinstance(argument, list | tuple):
+            _collect(argument, found)
+        elif isinstance(argument, dict):
+            _collect(tuple(argument.values()), found)
 
 
 def info_of(node: fx.Node) -> TensorInfo:
