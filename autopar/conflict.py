@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.eliminate import Tables, evaluate, narrow_eliminations, optimum
+from autopar.eliminate import Tables, evaluate, narrow_elimination, optimum
 from autopar.ilp import solve_ilp
 from autopar.problem import Node, Problem
 
@@ -27,19 +27,19 @@ def conflicting_nodes(problem: Problem) -> tuple[int, ...]:
     if empty is not None:
         return (empty,)
     restricted = [i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all()]
-    found = _explain(lambda kept: not is_feasible(_freed(problem, kept)), (), True, restricted)
+    found = minimal_conflict(lambda kept: not is_feasible(freed(problem, kept)), (), True, restricted)
     return tuple(sorted(found))
 
 
 def conflicting_edges(problem: Problem) -> tuple[int, ...]:
     """A minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow."""
-    free = _freed(problem, ())
+    free = freed(problem, ())
     restricted = [i for i, edge in enumerate(problem.edges) if not np.isfinite(edge.seconds).all()]
 
     def conflicts(kept: Sequence[int]) -> bool:
         return not is_feasible(Problem(free.nodes, tuple(free.edges[edge] for edge in kept)))
 
-    return tuple(sorted(_explain(conflicts, (), False, restricted)))
+    return tuple(sorted(minimal_conflict(conflicts, (), False, restricted)))
 
 
 def describe_conflict(problem: Problem) -> str:
@@ -48,7 +48,7 @@ def describe_conflict(problem: Problem) -> str:
     names = [repr(problem.nodes[node].name) for node in nodes]
     if not nodes:
         edges = [problem.edges[edge] for edge in conflicting_edges(problem)]
-        pairs = [f"{problem.nodes[e.source].name!r} → {problem.nodes[e.target].name!r}" for e in edges]
+        pairs = [" → ".join(repr(problem.nodes[end].name) for end in edge.ends) for edge in edges]
         return f"the forbidden pairs on {', '.join(pairs)} leave no choice of strategies; allow a pair on one of them."
     if not np.isfinite(problem.nodes[nodes[0]].seconds).any():
         count = problem.nodes[nodes[0]].num_strategies
@@ -58,7 +58,7 @@ def describe_conflict(problem: Problem) -> str:
             f"every strategy allowed for node {names[0]} leads into a forbidden pair further on. "
             "Loosen what is pinned on it."
         )
-    direct = [edge for edge in problem.edges if {edge.source, edge.target} == set(nodes)]
+    direct = [edge for edge in problem.edges if set(edge.ends) == set(nodes)]
     where = (
         f"the edge between {names[0]} and {names[1]} forbids every pair of strategies allowed for them"
         if len(nodes) == 2 and direct
@@ -70,13 +70,13 @@ def describe_conflict(problem: Problem) -> str:
 def is_feasible(problem: Problem) -> bool:
     """Whether anything avoids all that is forbidden, whatever bytes it takes."""
     tables = Tables(problem)
-    eliminations = narrow_eliminations(problem, tables)
-    if eliminations is None:
+    elimination = narrow_elimination(problem, tables)
+    if elimination is None:
         return solve_ilp(problem, ORACLE_SECONDS, by_bytes=True).status != "infeasible"
-    return optimum(eliminations[0], evaluate(eliminations[0], tables.bytes_only())) < np.inf
+    return optimum(elimination, evaluate(elimination, tables.bytes_only())) < np.inf
 
 
-def _freed(problem: Problem, kept: Sequence[int]) -> Problem:
+def freed(problem: Problem, kept: Sequence[int]) -> Problem:
     """The problem with every strategy allowed on all nodes but `kept`."""
     held = set(kept)
     nodes = tuple(
@@ -86,7 +86,7 @@ def _freed(problem: Problem, kept: Sequence[int]) -> Problem:
     return Problem(nodes, problem.edges)
 
 
-def _explain(
+def minimal_conflict(
     conflicts: Callable[[Sequence[int]], bool], background: tuple[int, ...], grown: bool, suspects: Sequence[int]
 ) -> tuple[int, ...]:
     """The suspects of a minimal conflict that contains `background`, which is new since last asked if `grown`."""
@@ -96,5 +96,5 @@ def _explain(
         return (suspects[0],)
     half = len(suspects) // 2
     first, second = tuple(suspects[:half]), tuple(suspects[half:])
-    from_second = _explain(conflicts, background + first, True, second)
-    return from_second + _explain(conflicts, background + from_second, bool(from_second), first)
+    from_second = minimal_conflict(conflicts, background + first, True, second)
+    return from_second + minimal_conflict(conflicts, background + from_second, bool(from_second), first)

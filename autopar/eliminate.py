@@ -23,9 +23,10 @@ import numpy as np
 
 from autopar.problem import Floats, Integers, Problem
 
-MAX_TABLE = 50_000_000  # entries a bucket may span: 400 MB would it be built at once
+MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
 MAX_WORK = 5_000_000_000  # entries of all steps together: about half a minute on one core
 BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
+CROWDED = 10  # neighbours of a node whose fill is not counted
 SMALL = 1 << 14  # entries of a bag that is built whole
 
 
@@ -80,7 +81,7 @@ class Tables:
         numbers: dict[object, int] = {}
         content = _ContentKeys()
         self._menus: list[tuple[Floats, Integers]] = []
-        self._matrices: list[Floats] = []
+        self._matrices: list[tuple[Floats, Integers | None]] = []
         self.of_node: list[int] = []
         self.of_edge: list[int] = []
         for node in problem.nodes:
@@ -91,43 +92,57 @@ class Tables:
             self.of_node.append(numbers[key])
         for edge in problem.edges:
             # An edge from a node to itself is chosen on its diagonal.
-            loop = edge.source == edge.target
-            edge_key = (content.key(edge.seconds), loop)
+            by_bytes = None if edge.num_bytes is None else content.key(edge.num_bytes)
+            edge_key = (content.key(edge.seconds), by_bytes, edge.is_loop)
             if edge_key not in numbers:
                 numbers[edge_key] = len(self._menus) + len(self._matrices)
-                self._matrices.append(np.diagonal(edge.seconds) if loop else edge.seconds)
+                arrays = edge.seconds, edge.num_bytes
+                self._matrices.append(tuple(map(_diagonal, arrays)) if edge.is_loop else arrays)  # type: ignore[arg-type]
             self.of_edge.append(numbers[edge_key])
 
     def __len__(self) -> int:
         return len(self._menus) + len(self._matrices)
 
+    def pairs(self) -> list[tuple[Floats, Integers | None]]:
+        """Seconds and bytes of every table; None: no bytes."""
+        return [*self._menus, *self._matrices]
+
     def weighted(self, multiplier: float) -> list[Floats]:
         """The tables of `seconds + multiplier * bytes`."""
-        return [seconds + multiplier * num_bytes for seconds, num_bytes in self._menus] + self._matrices
+        return [
+            seconds if num_bytes is None or multiplier == 0 else seconds + multiplier * num_bytes
+            for seconds, num_bytes in (*self._menus, *self._matrices)
+        ]
 
     def bytes_only(self) -> list[Floats]:
         """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
-        menus = [np.where(np.isfinite(seconds), num_bytes, np.inf) for seconds, num_bytes in self._menus]
-        return menus + [np.where(np.isfinite(matrix), 0.0, np.inf) for matrix in self._matrices]
+        return [
+            np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf)
+            for seconds, num_bytes in (*self._menus, *self._matrices)
+        ]
 
 
-def compile_elimination(problem: Problem, tables: Tables, balanced: bool) -> Elimination:
+def _diagonal(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else np.diagonal(array)
+
+
+def compile_elimination(problem: Problem, tables: Tables, balanced: bool, weighted: bool = False) -> Elimination:
     """Choose an order and find the steps its buckets share; computes no table.
 
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps.
     """
     sizes = [node.num_strategies for node in problem.nodes]
-    ends = [frozenset((edge.source, edge.target)) for edge in problem.edges]
-    order = _order(sizes, ends, balanced)
+    ends = [frozenset(edge.ends) for edge in problem.edges]
+    order = _order(sizes, ends, balanced, weighted)
     position = {node: place for place, node in enumerate(order)}
     factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
     edges: list[list[int]] = [[] for _ in order]
     for node, table in enumerate(tables.of_node):
         factors[position[node]].append((table, (node,)))
     for number, (edge, table) in enumerate(zip(problem.edges, tables.of_edge, strict=True)):
-        place = min(position[edge.source], position[edge.target])
+        place = min(position[end] for end in edge.ends)
         edges[place].append(number)
-        factors[place].append((table, (edge.source,) if edge.source == edge.target else (edge.source, edge.target)))
+        factors[place].append((table, edge.ends[:1] if edge.is_loop else edge.ends))
     steps: dict[Step, int] = {}
     buckets: list[Bucket] = []
     for place, node in enumerate(order):
@@ -144,14 +159,11 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool) -> Eli
     return Elimination(tuple(steps), tuple(buckets), len(tables))
 
 
-def narrow_eliminations(problem: Problem, tables: Tables) -> tuple[Elimination, Elimination] | None:
-    """The cheapest orders for evaluating and for calibrating, which shares nothing; None if the graph is too wide."""
+def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
+    """The cheaper of two orders; None if the graph is too wide for either."""
     orders = [compile_elimination(problem, tables, balanced) for balanced in (False, True)]
-    to_evaluate = min(orders, key=lambda each: each.work)
-    to_calibrate = min(orders, key=lambda each: each.unshared_work)
-    if max(to_evaluate.largest, to_calibrate.largest) > MAX_TABLE or to_evaluate.work > MAX_WORK:
-        return None
-    return to_evaluate, to_calibrate
+    best = min(orders, key=lambda each: each.work)
+    return None if best.largest > MAX_TABLE or best.work > MAX_WORK else best
 
 
 def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
@@ -234,21 +246,23 @@ def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
     return parts
 
 
-def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool) -> list[int]:
+def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool, weighted: bool = False) -> list[int]:
     """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position."""
     around: list[set[int]] = [set() for _ in sizes]
-    for pair in ends:
-        if len(pair) == 2:
-            one, other = pair
-            around[one].add(other)
-            around[other].add(one)
+    for group in ends:
+        for one in group:
+            around[one] |= group - {one}
     depth = [0] * len(sizes)
 
     def priority(node: int) -> tuple[int, ...]:
         fill = 0
-        if len(around[node]) > 2:
+        if len(around[node]) > CROWDED:
+            fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
+        elif len(around[node]) > 2:
             fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
         table = sizes[node] * math.prod(sizes[other] for other in around[node])
+        if weighted:
+            return (table, fill, depth[node], node)
         return (fill, depth[node], table, node) if balanced else (fill, table, depth[node], node)
 
     current = {node: priority(node) for node in range(len(sizes))}

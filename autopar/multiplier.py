@@ -8,6 +8,7 @@ that fills the budget best is the incumbent.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -81,10 +82,12 @@ def mixture(problem: Problem, large: Point, small: Point) -> Point:
         saved[region] += float(menu.seconds[before] - menu.seconds[after])
         added[region] += int(menu.num_bytes[after] - menu.num_bytes[before])
     for edge in problem.edges:
-        region = region_of.get(edge.source, region_of.get(edge.target, -1))
+        region = next((region_of[end] for end in edge.ends if end in region_of), -1)
         if region >= 0:
-            before = edge.seconds[small.choices[edge.source], small.choices[edge.target]]
-            saved[region] += float(before - edge.seconds[large.choices[edge.source], large.choices[edge.target]])
+            before, after = (tuple(each.choices[end] for end in edge.ends) for each in (small, large))
+            saved[region] += float(edge.seconds[before] - edge.seconds[after])
+            if edge.num_bytes is not None:
+                added[region] += int(edge.num_bytes[after] - edge.num_bytes[before])
     taken: set[int] = set()
     num_bytes = small.num_bytes
     for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / added[r] if added[r] > 0 else -math.inf, r)):
@@ -106,9 +109,10 @@ def _regions(problem: Problem, large: Point, small: Point) -> dict[int, int]:
     pairs = enumerate(zip(large.choices, small.choices, strict=True))
     around: dict[int, list[int]] = {node: [] for node, (one, other) in pairs if one != other}
     for edge in problem.edges:
-        if edge.source in around and edge.target in around:
-            around[edge.source].append(edge.target)
-            around[edge.target].append(edge.source)
+        changed = [end for end in edge.ends if end in around]
+        for one, other in itertools.combinations(changed, 2):
+            around[one].append(other)
+            around[other].append(one)
     region_of: dict[int, int] = {}
     num_regions = 0
     for start in around:

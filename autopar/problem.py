@@ -1,7 +1,7 @@
 """The problem the planner solves, free of anything about tensors: menus of strategies, edges, a memory row.
 
     min  Σ_v seconds_v[x_v] + Σ_(u,v) seconds_uv[x_u, x_v]     over one choice x_v per node
-    subject to  Σ_v bytes_v[x_v] ≤ budget
+    subject to  Σ_v bytes_v[x_v] + Σ_(u,v) bytes_uv[x_u, x_v] ≤ budget
 
 A forbidden strategy or pair costs np.inf; a pin is a node in which all but some strategies are forbidden.
 Arrays are kept as they are given (nodes and edges may share them) and must not be changed afterwards.
@@ -54,18 +54,41 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """What two nodes (by position) cost together: seconds[k_source, k_target]. Parallel edges add up."""
+    """What two or three nodes (by position) cost together: an array with a dim per end. Parallel edges add up.
 
-    source: int
-    target: int
+    Both ends of an edge of two may be the same node, which then pays the diagonal.
+    """
+
+    ends: tuple[int, ...]
     seconds: Floats
+    num_bytes: Integers | None = None
+    """Bytes of every combination; None: none."""
 
     def __post_init__(self) -> None:
-        where = f"edge {self.source} → {self.target}"
+        where = self.where
+        if len(self.ends) not in (2, 3) or (len(self.ends) == 3 and len(set(self.ends)) < 3):
+            raise PlanError(f"{where} has {len(self.ends)} ends; give two, or three different ones.")
         seconds = _costs(self.seconds, where)
-        if seconds.ndim != 2:
-            raise PlanError(f"{where} has seconds of shape {seconds.shape}; give one row per strategy of its source.")
+        if seconds.ndim != len(self.ends):
+            raise PlanError(f"{where} has seconds of shape {seconds.shape}; give a dim per end, {len(self.ends)}.")
         object.__setattr__(self, "seconds", seconds)
+        if self.num_bytes is None:
+            return
+        if self.num_bytes.shape != seconds.shape or not np.issubdtype(self.num_bytes.dtype, np.integer):
+            raise PlanError(
+                f"{where} has num_bytes of shape {self.num_bytes.shape} and type {self.num_bytes.dtype}; "
+                f"give whole numbers in the shape of its seconds, {seconds.shape}."
+            )
+        if self.num_bytes.size and self.num_bytes.min() < 0:
+            raise PlanError(f"{where} has {self.num_bytes.min()} bytes somewhere; the least is 0.")
+
+    @property
+    def where(self) -> str:
+        return f"edge {' → '.join(map(str, self.ends))}"
+
+    @property
+    def is_loop(self) -> bool:
+        return self.ends[0] == self.ends[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,22 +103,26 @@ class Problem:
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"the memory limit is {self.budget} bytes; give at least 0, or None for no limit.")
         for edge in self.edges:
-            where = f"edge {edge.source} → {edge.target}"
-            if not (0 <= edge.source < len(self.nodes) and 0 <= edge.target < len(self.nodes)):
-                raise PlanError(f"{where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
-            needed = (self.nodes[edge.source].num_strategies, self.nodes[edge.target].num_strategies)
+            if not all(0 <= end < len(self.nodes) for end in edge.ends):
+                raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
+            needed = tuple(self.nodes[end].num_strategies for end in edge.ends)
             if edge.seconds.shape != needed:
-                ends = f"{self.nodes[edge.source].name!r} and {self.nodes[edge.target].name!r}"
-                raise PlanError(f"{where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
+                ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
+                raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
 
     def seconds_of(self, choices: Sequence[int]) -> float:
         """The objective at one choice per node; inf where something forbidden is chosen."""
         nodes = sum(float(node.seconds[choice]) for node, choice in zip(self.nodes, choices, strict=True))
-        return nodes + sum(float(edge.seconds[choices[edge.source], choices[edge.target]]) for edge in self.edges)
+        return nodes + sum(float(edge.seconds[tuple(choices[end] for end in edge.ends)]) for edge in self.edges)
 
     def bytes_of(self, choices: Sequence[int]) -> int:
         """Bytes of the chosen strategies together."""
-        return sum(int(node.num_bytes[choice]) for node, choice in zip(self.nodes, choices, strict=True))
+        nodes = sum(int(node.num_bytes[choice]) for node, choice in zip(self.nodes, choices, strict=True))
+        return nodes + sum(
+            int(edge.num_bytes[tuple(choices[end] for end in edge.ends)])
+            for edge in self.edges
+            if edge.num_bytes is not None
+        )
 
     def fits(self, num_bytes: int) -> bool:
         """Whether so many bytes are within the memory limit."""
@@ -112,6 +139,8 @@ class Solution:
     bound: float
     solver: str
     """What produced it, for reports: "elimination", "multiplier", "multiplier + ilp", "ilp" …"""
+    multiplier: float = 0.0
+    """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
 
     def __post_init__(self) -> None:
         assert self.bound <= self.seconds, f"bound {self.bound} lies above the solution's {self.seconds} s"
@@ -120,20 +149,6 @@ class Solution:
     def gap(self) -> float:
         """How far the solution may be from the optimum, as a share of its seconds."""
         return 0.0 if self.seconds == self.bound else (self.seconds - self.bound) / abs(self.seconds or self.bound)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Bytes for people.
-
-    >>> format_bytes(3 << 29)
-    '1.50 GiB'
-    """
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
 
 
 def _costs(seconds: Any, where: str) -> Floats:

@@ -32,21 +32,31 @@ def prune(problem: Problem) -> Pruned:
     assert all(len(each) for each in kept), "a node without an allowed strategy"
     seconds = [node.seconds[each] for node, each in zip(problem.nodes, kept, strict=True)]
     edges: list[Edge] = []
-    matrices: dict[object, Floats] = {}  # equal edges stay one array
+    matrices: dict[object, tuple[Floats, Integers | None]] = {}  # equal edges stay one array
+    num_bytes = [node.num_bytes[each] for node, each in zip(problem.nodes, kept, strict=True)]
     for edge in problem.edges:
-        rows, columns = kept[edge.source], kept[edge.target]
-        key = (id(edge.seconds), rows.tobytes(), columns.tobytes())
+        rows = tuple(kept[end] for end in edge.ends)
+        key = (id(edge.seconds), id(edge.num_bytes), *(each.tobytes() for each in rows))
         if key not in matrices:
-            matrices[key] = edge.seconds[np.ix_(rows, columns)]
-        matrix = matrices[key]
-        if edge.source != edge.target and len(rows) == 1:
-            seconds[edge.target] = seconds[edge.target] + matrix[0]
-        elif edge.source != edge.target and len(columns) == 1:
-            seconds[edge.source] = seconds[edge.source] + matrix[:, 0]
-        else:
-            edges.append(Edge(edge.source, edge.target, matrix))
+            index = np.ix_(*rows)
+            matrices[key] = edge.seconds[index], None if edge.num_bytes is None else edge.num_bytes[index]
+        open_ends = tuple(end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1)
+        if edge.is_loop or len(open_ends) == len(edge.ends):
+            edges.append(Edge(edge.ends, *matrices[key]))
+            continue
+        shape = tuple(len(each) for each in rows if len(each) > 1)
+        folded = (key, "folded")
+        if folded not in matrices:
+            matrices[folded] = tuple(None if each is None else each.reshape(shape) for each in matrices[key])  # type: ignore[assignment]
+        cost, held = matrices[folded]
+        if len(open_ends) > 1:
+            edges.append(Edge(open_ends, cost, held))
+            continue
+        node = open_ends[0] if open_ends else edge.ends[0]
+        seconds[node] = seconds[node] + cost
+        if held is not None:
+            num_bytes[node] = num_bytes[node] + held
     nodes = tuple(
-        Node(node.name, cost, node.num_bytes[each])
-        for node, cost, each in zip(problem.nodes, seconds, kept, strict=True)
+        Node(node.name, cost, held) for node, cost, held in zip(problem.nodes, seconds, num_bytes, strict=True)
     )
     return Pruned(Problem(nodes, tuple(edges), problem.budget), kept)

@@ -1,8 +1,8 @@
 """Exact reductions: a smaller problem with the same optimum, and the way back.
 
-A node whose allowed strategies all take the same bytes can be minimised out without the memory row noticing. With one
-neighbour it leaves costs on that neighbour, with two an edge between them; with a single allowed strategy it leaves
-costs on any number of neighbours.
+A node whose allowed strategies all take the same bytes, on its edges too, can be minimised out without the memory row
+noticing. With one neighbour it leaves costs on that neighbour, with two an edge between them; with a single allowed
+strategy it leaves costs on any number of neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem import Edge, Floats, Node, Problem
+from autopar.problem import Edge, Floats, Integers, Node, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,52 +74,84 @@ def reduce_problem(problem: Problem) -> Reduction:
 
 
 class _State:
-    """A problem being reduced: costs per node, and one merged edge per pair of neighbours."""
+    """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.seconds = [node.seconds for node in problem.nodes]
-        self.around: dict[int, dict[int, Floats]] = {node: {} for node in range(len(problem.nodes))}
+        self.num_bytes = [node.num_bytes for node in problem.nodes]
+        self.around: dict[int, dict[int, _Tables]] = {node: {} for node in range(len(problem.nodes))}
+        self.wide: dict[int, list[tuple[tuple[int, ...], _Tables]]] = {node: [] for node in range(len(problem.nodes))}
         self.removed: list[_Removed] = []
         self.constant = 0.0
-        self.num_bytes = 0
+        self.constant_bytes = 0
         for edge in problem.edges:
-            if edge.source == edge.target:
-                self.seconds[edge.source] = self.seconds[edge.source] + np.diagonal(edge.seconds)
+            held = np.zeros((1,) * edge.seconds.ndim, dtype=np.int64) if edge.num_bytes is None else edge.num_bytes
+            if edge.is_loop:
+                self._charge(edge.ends[0], np.diagonal(edge.seconds), held.diagonal() if held.size > 1 else held[0])
+            elif len(edge.ends) == 2:
+                self._connect(*edge.ends, (edge.seconds, held))
             else:
-                self._connect(edge.source, edge.target, edge.seconds)
+                entry = edge.ends, (edge.seconds, held)
+                for end in edge.ends:
+                    self.wide[end].append(entry)
 
     def removable(self, node: int) -> bool:
-        allowed = np.isfinite(self.seconds[node])
-        num_bytes = self.problem.nodes[node].num_bytes[allowed]
-        same_bytes = self.problem.budget is None or (len(num_bytes) > 0 and num_bytes.min() == num_bytes.max())
-        return same_bytes and (len(self.around[node]) <= 2 or len(num_bytes) == 1)
+        """Whether the node has one strategy left, or few neighbours and bytes that do not depend on it."""
+        allowed = np.flatnonzero(np.isfinite(self.seconds[node]))
+        if len(allowed) == 1:
+            return True
+        if self.wide[node] or len(self.around[node]) > 2:
+            return False
+        return self.problem.budget is None or (
+            len(allowed) > 0
+            and _constant(self.num_bytes[node][allowed])
+            and all(_constant(_rows(held, allowed)) for _, held in self.around[node].values())
+        )
 
     def remove(self, node: int) -> tuple[int, ...]:
         """Minimise a node out and return the neighbours it had."""
+        seconds = self.seconds[node]
+        allowed = np.flatnonzero(np.isfinite(seconds))
+        touched = self._narrow(node, int(allowed[0])) if self.wide[node] else ()
         edges = tuple(sorted(self.around.pop(node).items(), key=lambda entry: entry[0]))
         for neighbour, _ in edges:
             del self.around[neighbour][node]
-        seconds = self.seconds[node]
-        allowed = np.flatnonzero(np.isfinite(seconds))
-        if self.problem.budget is not None:
-            self.num_bytes += int(self.problem.nodes[node].num_bytes[allowed[0]])
-        self.removed.append(_Removed(node, seconds, edges))
+        if len(allowed) and self.problem.budget is not None:
+            self.constant_bytes += int(self.num_bytes[node][allowed[0]])
+            for neighbour, (_, held) in edges:
+                self._charge(neighbour, 0.0, _rows(held, allowed)[0])
+        self.removed.append(_Removed(node, seconds, tuple((neighbour, tables[0]) for neighbour, tables in edges)))
         if len(allowed) == 1:
             self.constant += float(seconds[allowed[0]])
-            for neighbour, matrix in edges:
-                self.seconds[neighbour] = self.seconds[neighbour] + matrix[allowed[0]]
+            for neighbour, (matrix, _) in edges:
+                self._charge(neighbour, matrix[allowed[0]], 0)
         elif not edges:
             self.constant += float(seconds.min())
         elif len(edges) == 1:
-            ((neighbour, matrix),) = edges
-            self.seconds[neighbour] = self.seconds[neighbour] + (seconds[:, None] + matrix).min(axis=0)
+            ((neighbour, (matrix, _)),) = edges
+            self._charge(neighbour, (seconds[:, None] + matrix).min(axis=0), 0)
         else:
-            (one, left), (other, right) = edges
+            (one, (left, _)), (other, (right, _)) = edges
             left = left + seconds[:, None]
             rows = [(left[:, i, None] + right).min(axis=0) for i in range(left.shape[1])]
-            self._connect(one, other, np.stack(rows))
-        return tuple(neighbour for neighbour, _ in edges)
+            self._connect(one, other, (np.stack(rows), np.zeros((1, 1), dtype=np.int64)))
+        return (*touched, *(neighbour for neighbour, _ in edges))
+
+    def _narrow(self, node: int, choice: int) -> tuple[int, ...]:
+        """Turn the edges of three ends at a decided node into edges between the other two."""
+        touched: list[int] = []
+        for entry in self.wide[node]:
+            ends, tables = entry
+            place = ends.index(node)
+            seconds, held = (np.take(each, choice if each.shape[place] > 1 else 0, axis=place) for each in tables)
+            one, other = (end for end in ends if end != node)
+            for end in (one, other):
+                self.wide[end] = [each for each in self.wide[end] if each is not entry]
+            self._connect(one, other, (seconds, held))
+            touched += [one, other]
+        self.wide[node] = []
+        return tuple(touched)
 
     def result(self) -> Reduction:
         kept = tuple(self.around)
@@ -128,24 +160,47 @@ class _State:
         # A node with nothing left keeps one forbidden strategy, so that the smaller problem is infeasible too.
         strategies = tuple(each if len(each) else np.zeros(1, dtype=np.intp) for each in strategies)
         nodes = tuple(
-            Node(self.problem.nodes[node].name, self.seconds[node][rows], self.problem.nodes[node].num_bytes[rows])
+            Node(self.problem.nodes[node].name, self.seconds[node][rows], self.num_bytes[node][rows])
             for node, rows in zip(kept, strategies, strict=True)
         )
-        edges = tuple(
-            Edge(index[one], index[other], matrix[np.ix_(strategies[index[one]], strategies[index[other]])])
-            for one in kept
-            for other, matrix in self.around[one].items()
-            if one < other
-        )
-        budget = None if self.problem.budget is None else self.problem.budget - self.num_bytes
-        return Reduction(_limited(nodes, edges, budget), self.constant, kept, strategies, tuple(self.removed))
 
-    def _connect(self, one: int, other: int, matrix: Floats) -> None:
-        """Add an edge's matrix[k_one, k_other] to what lies between the two; seen from both sides."""
+        def edge(ends: tuple[int, ...], tables: _Tables) -> Edge:
+            places = tuple(index[end] for end in ends)
+            rows = np.ix_(*(strategies[place] for place in places))
+            held = np.broadcast_to(tables[1], tables[0].shape)[rows]
+            return Edge(places, tables[0][rows], held if held.any() else None)
+
+        edges = [
+            edge((one, other), tables) for one in kept for other, tables in self.around[one].items() if one < other
+        ]
+        edges += [edge(ends, tables) for one in kept for ends, tables in self.wide[one] if ends[0] == one]
+        budget = None if self.problem.budget is None else self.problem.budget - self.constant_bytes
+        return Reduction(_limited(nodes, tuple(edges), budget), self.constant, kept, strategies, tuple(self.removed))
+
+    def _charge(self, node: int, seconds: Floats | float, num_bytes: Integers | int) -> None:
+        self.seconds[node] = self.seconds[node] + seconds
+        self.num_bytes[node] = self.num_bytes[node] + num_bytes
+
+    def _connect(self, one: int, other: int, tables: _Tables) -> None:
+        """Add an edge's tables[k_one, k_other] to what lies between the two; seen from both sides."""
         if other in self.around[one]:
-            matrix = self.around[one][other] + matrix
-        self.around[one][other] = matrix
-        self.around[other][one] = matrix.T
+            before = self.around[one][other]
+            tables = before[0] + tables[0], before[1] + tables[1]
+        self.around[one][other] = tables
+        self.around[other][one] = tables[0].T, tables[1].T
+
+
+_Tables = tuple[Floats, Integers]
+"""Seconds and bytes of an edge, a dim per end; the bytes may have dims of one where they are the same all along."""
+
+
+def _rows(held: Integers, allowed: np.ndarray) -> Integers:
+    return held[allowed] if len(held) > 1 else held
+
+
+def _constant(held: Integers) -> bool:
+    """Whether the bytes are the same whatever the first dim."""
+    return bool((held == held[:1]).all())
 
 
 def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | None) -> Problem:

@@ -1,12 +1,13 @@
-"""Solve a problem exactly and fast: elimination, a price for memory, and an ILP on the little that is left.
+"""Solve a problem exactly and fast: elimination, a price for memory, and all trades in the little that is left.
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`multiplier`).
-3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and the ILP
-   solve the rest (`reduction`, `ilp`). A solution below bound + ε is optimal; else ε grows up to the incumbent.
+3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and Pareto
+   elimination solve the rest (`reduction`, `pareto`). A solution below bound + ε is optimal; else ε grows up to the
+   incumbent.
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
-reference. A graph too wide for elimination goes to the ILP after the exact reductions.
+reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`wide`), and give the ILP a start.
 """
 
 from __future__ import annotations
@@ -20,22 +21,36 @@ from typing import Literal
 import numpy as np
 
 from autopar.conflict import describe_conflict, is_feasible
-from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_eliminations, optimum
+from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
-from autopar.multiplier import Point, maximise_bound, point
-from autopar.problem import Problem, Solution, format_bytes
+from autopar.multiplier import Point, Relaxation, maximise_bound, point
+from autopar.pareto import TooManyLabelsError, best_below
+from autopar.problem import Problem, Solution
 from autopar.pruning import prune
 from autopar.reduction import reduce_problem
+from autopar.shortage import MemoryLimitError
+from autopar.wide import good_solution
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
+MANY_TRADES = "the trades of time for memory are too many to prove the plan best"
+TIME_PASSED = "the time limit passed before the plan was proven best"
+SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
+ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
+GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 GROWTH = 4.0  # of ε from round to round
+FINER = 0.05  # of ε: how far the answer of a round may be from its best; then of that, until it is none
 
 
-def solve(problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_limit: float = 120.0) -> Solution:
+def solve(
+    problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_limit: float = 120.0, gap: float = 0.0
+) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
+
+    Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
+    be within `gap` (a share of its seconds) of the best; else it is always the best.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     eliminations that have begun are finished first.
@@ -53,10 +68,10 @@ def solve(problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_lim
     if any(not np.isfinite(node.seconds).any() for node in pruned.problem.nodes):
         raise InfeasibleError(describe_conflict(problem))
     try:
-        solution = _solve_pruned(pruned.problem, deadline)
+        solution = _solve_pruned(pruned.problem, deadline, gap)
     except InfeasibleError:
         if is_feasible(problem):
-            raise  # for want of memory
+            raise MemoryLimitError(problem) from None
         raise InfeasibleError(describe_conflict(problem)) from None  # with the pins that were pruned away
     choices = pruned.extend(solution.choices)
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
@@ -64,20 +79,20 @@ def solve(problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_lim
     return replace(solution, choices=choices, seconds=seconds, bound=bound)
 
 
-def _solve_pruned(problem: Problem, deadline: float) -> Solution:
+def _solve_pruned(problem: Problem, deadline: float, gap: float) -> Solution:
     tables = Tables(problem)
-    eliminations = narrow_eliminations(problem, tables)
-    if eliminations is None:
-        return _by_reduced_ilp(problem, deadline)
-    return _by_elimination(problem, tables, eliminations, deadline)
+    elimination = narrow_elimination(problem, tables)
+    if elimination is None:
+        return _by_reduced_ilp(problem, deadline, gap)
+    return _by_elimination(problem, tables, elimination, deadline, gap)
 
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
     """The least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
     tables = Tables(problem)
-    eliminations = narrow_eliminations(problem, tables)
-    if eliminations is not None:
-        least = optimum(eliminations[0], evaluate(eliminations[0], tables.bytes_only()))
+    elimination = narrow_elimination(problem, tables)
+    if elimination is not None:
+        least = optimum(elimination, evaluate(elimination, tables.bytes_only()))
         status = "optimal" if math.isfinite(least) else "infeasible"
     else:
         result = solve_ilp(problem, time_limit, by_bytes=True)
@@ -90,10 +105,9 @@ def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
 
 
 def _by_elimination(
-    problem: Problem, tables: Tables, eliminations: tuple[Elimination, Elimination], deadline: float
+    problem: Problem, tables: Tables, elimination: Elimination, deadline: float, gap: float
 ) -> Solution:
     """The graph is narrow: everything but a small residual is dynamic programming."""
-    elimination, calibration = eliminations
     evaluated = evaluate(elimination, tables.weighted(0.0))
     if optimum(elimination, evaluated) == np.inf:
         raise InfeasibleError(describe_conflict(problem))
@@ -102,48 +116,97 @@ def _by_elimination(
         return Solution(large.choices, large.seconds, large.num_bytes, large.seconds, "elimination")
     small = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
     if not problem.fits(small.num_bytes):
-        raise InfeasibleError(_too_little_memory(problem, small.num_bytes))
+        raise MemoryLimitError(problem)
     relaxed = maximise_bound(problem, elimination, tables, large, small, deadline)
-    if _is_closed(relaxed.incumbent.seconds, relaxed.bound):
-        return _solution(relaxed.incumbent, relaxed.bound, "multiplier")
-    evaluated = evaluate(calibration, tables.weighted(relaxed.multiplier))
-    found = excesses(problem, calibration, evaluated)
+    if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
+        return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    return _close_the_gap(problem, tables, elimination, relaxed, deadline, gap)
+
+
+def _close_the_gap(
+    problem: Problem, tables: Tables, elimination: Elimination, relaxed: Relaxation, deadline: float, gap: float
+) -> Solution:
+    """From the bound of a price to the optimum: fixing by min-marginals, and all trades of seconds for bytes."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
+    widest = incumbent.seconds - bound + TOLERANCE * abs(incumbent.seconds)
+    found = excesses(problem, elimination, evaluate(elimination, tables.weighted(relaxed.multiplier)), widest)
     epsilon = FIRST_EPSILON * abs(bound)
-    while not _is_closed(incumbent.seconds, bound):
+    rounding = epsilon * FINER
+    while not _is_closed(incumbent.seconds, bound, gap):
         limit = min(relaxed.bound + epsilon, incumbent.seconds)
+        finest = TOLERANCE / 2 * abs(limit)
+        tolerance = max(rounding, finest)
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
-        margin = TOLERANCE * abs(limit) + limit - relaxed.bound
-        result = _solve_residual(keep_below(problem, found, margin), deadline, incumbent)
-        if result.choices is not None:
-            incumbent = min(incumbent, point(problem, result.choices), key=lambda each: each.seconds)
-        # What the residual leaves out costs more than `limit`, what it holds at least the ILP's bound.
-        bound = max(bound, min(result.bound, limit, incumbent.seconds))
-        if result.status == "timeout":
-            _warn(incumbent.seconds, bound)
+        residual = reduce_problem(keep_below(problem, found, TOLERANCE * abs(limit) + limit - relaxed.bound))
+        least = np.inf
+        if residual.constant < np.inf:
+            below = incumbent.seconds - residual.constant
+            try:
+                choices = best_below(residual.problem, relaxed.multiplier, below, tolerance, deadline)
+            except TooManyLabelsError:
+                late = time.monotonic() >= deadline
+                _warn(incumbent.seconds, bound, TIME_PASSED if late else MANY_TRADES)
+                break
+            if choices is not None:
+                incumbent = min(incumbent, point(problem, residual.extend(choices)), key=lambda each: each.seconds)
+            least = incumbent.seconds - tolerance
+        # What the residual leaves out costs more than `limit`, what it holds no less than its answer but for rounding.
+        bound = max(bound, min(least, limit))
+        if incumbent.seconds > limit:
+            epsilon *= GROWTH
+            rounding = epsilon * FINER
+        elif tolerance == finest:
             break
-        if incumbent.seconds <= limit:
-            # Optimal; what the bound lacks is the rounding of costs to the ILP's units.
-            break
-        epsilon *= GROWTH
-    return _solution(incumbent, bound, "multiplier + ilp")
+        else:
+            rounding *= FINER
+    return _solution(incumbent, bound, "multiplier + pareto", relaxed.multiplier)
 
 
-def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None) -> IlpResult:
+def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:
     """The ILP on what exact reductions leave of a problem."""
     reduction = reduce_problem(problem)
     if reduction.constant == np.inf:
         return IlpResult(None, np.inf, "infeasible")
     hint = reduction.restrict(incumbent.choices) if incumbent else None
-    tolerance = TOLERANCE / 2 * abs(incumbent.seconds) if incumbent else 0.0
+    tolerance = max(TOLERANCE / 2, gap) * abs(incumbent.seconds) if incumbent else 0.0
     result = solve_ilp(reduction.problem, deadline - time.monotonic(), hint, tolerance=tolerance)
     choices = reduction.extend(result.choices) if result.choices is not None else None
     return IlpResult(choices, reduction.constant + result.bound, result.status)
 
 
-def _by_reduced_ilp(problem: Problem, deadline: float) -> Solution:
-    """The graph is too wide for elimination."""
-    return _from_ilp(problem, _solve_residual(problem, deadline), "reduction + ilp")
+def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
+    """The graph is too wide for elimination: a good solution from neighbourhoods, and the ILP from there."""
+    left = deadline - time.monotonic()
+    start = good_solution(problem, _narrow_solution, time.monotonic() + SEARCHING * left)
+    result = _solve_residual(problem, deadline, start, gap)
+    if start is None:
+        return _from_ilp(problem, result, "reduction + ilp")
+    if result.status == "infeasible":  # below the solution that is there, up to the tolerance
+        return _solution(start, start.seconds, "neighbourhoods + ilp")
+    found = start if result.choices is None else min(start, point(problem, result.choices), key=lambda p: p.seconds)
+    bound = max(result.bound, _sum_of_least(problem))
+    if not _is_closed(found.seconds, bound, max(gap, ILP_ROUNDING)):
+        _warn(found.seconds, bound)
+    return _solution(found, bound, "neighbourhoods + ilp")
+
+
+def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
+    """The best solution of a part of a wide problem, good enough to go on from."""
+    pruned = prune(problem)
+    tables = Tables(pruned.problem)
+    elimination = narrow_elimination(pruned.problem, tables)
+    if elimination is None:
+        return None
+    try:
+        solution = _by_elimination(pruned.problem, tables, elimination, deadline, gap=GOOD_START)
+    except InfeasibleError:
+        return None
+    return point(problem, pruned.extend(solution.choices))
+
+
+def _sum_of_least(problem: Problem) -> float:
+    """A bound that needs no search: every node and edge at its least."""
+    return sum(float(part.seconds.min()) for part in (*problem.nodes, *problem.edges))
 
 
 def _by_ilp(problem: Problem, deadline: float) -> Solution:
@@ -152,7 +215,8 @@ def _by_ilp(problem: Problem, deadline: float) -> Solution:
 
 def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
     if result.status == "infeasible":
-        raise InfeasibleError(_too_little_memory(problem, smallest_bytes(problem)))
+        smallest_bytes(problem)  # raises where the pins alone contradict each other
+        raise MemoryLimitError(problem)
     if result.choices is None:
         raise PlanError(
             "the time limit passed before any choice of strategies was found; raise it, or forbid strategies."
@@ -163,27 +227,19 @@ def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
     return solution
 
 
-def _solution(found: Point, bound: float, solver: str) -> Solution:
-    return Solution(found.choices, found.seconds, found.num_bytes, min(bound, found.seconds), solver)
+def _solution(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
+    return Solution(found.choices, found.seconds, found.num_bytes, min(bound, found.seconds), solver, multiplier)
 
 
-def _is_closed(seconds: float, bound: float) -> bool:
-    return seconds - bound <= TOLERANCE * abs(seconds)
+def _is_closed(seconds: float, bound: float, gap: float = 0.0) -> bool:
+    return seconds - bound <= max(TOLERANCE, gap) * abs(seconds)
 
 
-def _too_little_memory(problem: Problem, least: int) -> str:
-    assert problem.budget is not None and least > problem.budget
-    return (
-        f"the memory limit is {format_bytes(problem.budget)} ({problem.budget} bytes) per device, but every choice "
-        f"needs at least {format_bytes(least)} ({least} bytes). Raise the limit, use more devices, or loosen the pins."
-    )
-
-
-def _warn(seconds: float, bound: float) -> None:
+def _warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:
     share = (seconds - bound) / abs(seconds) if seconds else 0.0
     warnings.warn(
-        f"the time limit passed before the plan was proven best: it takes {seconds:.6g} s, and no plan takes less than "
-        f"{bound:.6g} s ({share:.3%} less). Raise the time limit for a better one.",
+        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({share:.3%} less). "
+        "Raise the time limit, or give up a little more with gap=….",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -53,10 +53,10 @@ def layered_problem(num_layers: int, num_strategies: int, distinct: bool = False
         for name, has_parameter, inputs in LAYER:
             position[name] = len(nodes)
             nodes.append(Node(f"layers.{layer}.{name}", *tables[name]))
-            edges += [Edge(position[i], position[name], tables[i, name]) for i in inputs]
+            edges += [Edge((position[i], position[name]), tables[i, name]) for i in inputs]
             if has_parameter:
                 nodes.append(Node(f"layers.{layer}.{name}.weight", *tables[name, "weight"]))
-                edges.append(Edge(len(nodes) - 1, position[name], tables["weight", name]))
+                edges.append(Edge((len(nodes) - 1, position[name]), tables["weight", name]))
         stream = position["add2"]
     return Problem(tuple(nodes), tuple(edges))
 

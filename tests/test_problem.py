@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
-from autopar.problem import Edge, Node, Problem, Solution, format_bytes
+from autopar.problem import Edge, Node, Problem, Solution
 
 
 def _node(name: str = "a", seconds: object = (1.0, 2.0), num_bytes: object = (3, 4)) -> Node:
@@ -14,7 +14,7 @@ def _node(name: str = "a", seconds: object = (1.0, 2.0), num_bytes: object = (3,
 
 
 def _edge(source: int, target: int, seconds: object = ((0.0, 1.0), (1.0, 0.0))) -> Edge:
-    return Edge(source, target, np.array(seconds))
+    return Edge((source, target), np.array(seconds))
 
 
 def test_a_choice_costs_its_nodes_and_its_edges() -> None:
@@ -30,7 +30,7 @@ def test_a_forbidden_pair_costs_infinity() -> None:
 
 def test_arrays_are_shared_and_not_copied() -> None:
     seconds, num_bytes, pairs = np.ones(2), np.ones(2, dtype=np.int64), np.ones((2, 2))
-    node, edge = Node("a", seconds, num_bytes), Edge(0, 0, pairs)
+    node, edge = Node("a", seconds, num_bytes), Edge((0, 0), pairs)
     assert node.seconds is seconds and node.num_bytes is num_bytes and edge.seconds is pairs
 
 
@@ -62,9 +62,13 @@ def test_a_node_that_makes_no_sense_is_refused_by_name(node, message: str) -> No
     [
         (lambda: Problem((_node(),), (_edge(0, 1),)), "edge 0 → 1 leaves the problem; its nodes are 0 to 0"),
         (lambda: Problem((_node(),), (_edge(0, 0, ((1.0,),)),)), "'a' and 'a' need (2, 2)"),
-        (lambda: Problem((_node(),), (_edge(0, 0, (1.0, 2.0)),)), "give one row per strategy of its source"),
+        (lambda: Problem((_node(),), (_edge(0, 0, (1.0, 2.0)),)), "has seconds of shape (2,); give a dim per end, 2"),
         (lambda: Problem((_node(),), (_edge(0, 0, ((np.nan, 0.0), (0.0, 0.0))),)), "edge 0 → 0 has seconds of NaN"),
         (lambda: Problem((_node(),), (), -1), "the memory limit is -1 bytes"),
+        (lambda: Edge((0,), np.zeros(2)), "edge 0 has 1 ends; give two, or three different ones"),
+        (lambda: Edge((0, 1, 0), np.zeros((2, 2, 2))), "has 3 ends; give two, or three different ones"),
+        (lambda: Edge((0, 1), np.zeros((2, 2)), np.zeros((2, 1), dtype=np.int64)), "num_bytes of shape (2, 1)"),
+        (lambda: Edge((0, 1), np.zeros((2, 2)), np.full((2, 2), -1)), "has -1 bytes somewhere; the least is 0"),
     ],
 )
 def test_a_problem_that_makes_no_sense_is_refused(problem, message: str) -> None:
@@ -81,7 +85,3 @@ def test_the_gap_is_a_share_of_the_seconds() -> None:
 def test_a_bound_above_the_solution_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="lies above"):
         Solution((0,), 1.0, 0, 1.5, "ilp")
-
-
-def test_bytes_are_printed_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 80 << 30)] == ["0 bytes", "1023 bytes", "1.00 KiB", "80.00 GiB"]

@@ -1,0 +1,36 @@
+"""The proof of a solution, checked without any search: one elimination at the price λ of memory that came with it.
+
+L(λ) = min_x [seconds(x) + λ bytes(x)] − λ budget  ≤  seconds(x) of every x within the budget        (λ ≥ 0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.eliminate import Tables, evaluate, narrow_elimination, optimum
+from autopar.errors import PlanError
+from autopar.problem import Problem
+from autopar.pruning import prune
+
+
+def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple[float, float]:
+    """Seconds of the choices and the lower bound L(multiplier), in seconds; -inf where the graph is too wide for one.
+
+    Raises PlanError where the choices are forbidden or over the budget, or the multiplier is negative.
+    """
+    if not 0 <= multiplier < math.inf:
+        raise PlanError(f"the price of memory is {multiplier} seconds per byte; give a finite number of at least 0.")
+    seconds, num_bytes = problem.seconds_of(choices), problem.bytes_of(choices)
+    if seconds == math.inf:
+        raise PlanError("the choices contain a forbidden strategy or pair; solve the problem again.")
+    if not problem.fits(num_bytes):
+        raise PlanError(f"the choices take {num_bytes} bytes, the limit is {problem.budget}; solve the problem again.")
+    price = 0.0 if problem.budget is None else multiplier
+    pruned = prune(problem).problem
+    tables = Tables(pruned)
+    elimination = narrow_elimination(pruned, tables)
+    if elimination is None:
+        return seconds, -math.inf
+    least = optimum(elimination, evaluate(elimination, tables.weighted(price)))
+    return seconds, least - price * (problem.budget or 0)
