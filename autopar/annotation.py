@@ -6,6 +6,7 @@ tp=None             the output, or the stored parameter, is equal everywhere
 tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distributed.tensor)
 slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
 storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
+regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Annotation:
     """Mesh axis → what is said about it."""
     slices: Slices | None = None
     storage: tuple[str, ...] = ()
+    regather: bool | None = None
     within: str = ""
     """Dotted path of the module that was annotated, below which the pattern matches; "" for the whole model."""
 
@@ -45,9 +47,10 @@ class Annotation:
             raise AnnotationError(
                 f'annotate({self.pattern!r}): needed a pattern, as in "layers.*.mlp.down_proj", or "*" for everything.'
             )
-        if not self.axes and self.slices is None and not self.storage:
+        if not self.axes and self.slices is None and not self.storage and self.regather is None:
             raise AnnotationError(
-                f'{self}: nothing is said; name a mesh axis, as in tp="column", or slices=((2, 1), …), or storage="dp".'
+                f'{self}: nothing is said; name a mesh axis, as in tp="column", or slices=((2, 1), …), storage="dp", '
+                "or regather=True."
             )
         for axis, said in self.axes:
             self._check_said(axis, said)
@@ -55,6 +58,8 @@ class Annotation:
             self._check_slices()
         if not all(isinstance(axis, str) and axis for axis in self.storage):
             raise AnnotationError(f'{self}: storage names mesh axes: "dp", or ("dp", "tp") for several.')
+        if self.regather not in (None, True, False):
+            raise AnnotationError(f"{self}: regather is {self.regather!r}, needed True or False.")
 
     def __str__(self) -> str:
         words = [f'"{self.pattern}"']
@@ -63,6 +68,8 @@ class Annotation:
             words.append(f"slices={self.slices}")
         if self.storage:
             words.append(f'storage="{self.storage[0]}"' if len(self.storage) == 1 else f"storage={self.storage}")
+        if self.regather is not None:
+            words.append(f"regather={self.regather}")
         where = f' on module "{self.within}"' if self.within else ""
         return f"annotate({', '.join(words)}){where}"
 

@@ -6,24 +6,25 @@ hub. Consumers that are the same operation (query, key and value) share a second
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
-from autopar.candidates import Menu, call_menu, padded_factors, split_layouts, whole_menu
-from autopar.cost import is_view, local_elements, optimizer_seconds, parameter_bytes
+from autopar.candidates import Menu, call_menu, gathered_or_kept, padded_factors, split_layouts, whole_menu
+from autopar.cost import optimizer_seconds
 from autopar.hardware import Hardware
-from autopar.layout import Layout, replicated
+from autopar.layout import Layout, P, replicated
 from autopar.mesh import Mesh
-from autopar.operation import Call
+from autopar.optimizers import ADAMW, Optimizer
 from autopar.program import Program, TensorInfo, tensor_inputs
 from autopar.reshard import Tensor
 from autopar.rule import ROLE_OF_FACTOR
-from autopar.saved import saved_by
-from autopar.space import Decision, Roles, Space, Wire, carries_pin, is_call, source_of
+from autopar.saved import backward_needs
+from autopar.space import Decision, Roles, Space, Wire, carries_pin, is_call, is_cast, source_of
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 
@@ -43,31 +44,26 @@ def build_space(
     hardware: Hardware,
     whole_outputs: bool = False,
     input_layouts: Mapping[str, Layout] | None = None,
+    optimizer: Optimizer = ADAMW,
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing.
     """
-    return _Builder(program, mesh, hardware, whole_outputs, input_layouts or {}).build()
+    space = Space(program, mesh, hardware, optimizer)
+    return _Builder(space, whole_outputs, input_layouts or {}).build()
 
 
 class _Builder:
     """The state of one pass over the graph: what is known of each tensor so far."""
 
-    def __init__(
-        self,
-        program: Program,
-        mesh: Mesh,
-        hardware: Hardware,
-        whole_outputs: bool,
-        input_layouts: Mapping[str, Layout],
-    ) -> None:
-        self.program = program
+    def __init__(self, space: Space, whole_outputs: bool, input_layouts: Mapping[str, Layout]) -> None:
+        self.space = space
+        self.program = space.program
         self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
-        self.parameters = frozenset(program.parameters.values())
-        self.space = Space(program, mesh, hardware)
+        self.parameters = frozenset(space.program.parameters.values())
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
@@ -97,15 +93,13 @@ class _Builder:
         roles = _input_roles(info) if is_input else (None,) * len(info.shape)
         self.space.dim_roles[node.name, 0] = roles
         if parameter:
-            layouts = split_layouts(info, mesh, padded=True)
-            num_bytes = np.array([parameter_bytes(info, each, mesh.sizes) for each in layouts])
-            seconds = np.array([optimizer_seconds(info, each, mesh.sizes, hardware) for each in layouts])
-            menu, kind = whole_menu(layouts, seconds), "parameter"
+            menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
+            if _is_regathered(node):
+                menu = gathered_or_kept(menu)
         else:
-            layouts = (self.input_layouts.get(node.name, replicated(mesh.ndim)),)
-            num_bytes = np.zeros(len(layouts), dtype=np.int64)
-            menu, kind = whole_menu(layouts), "input" if is_input else "buffer"
-        self.space.add(Decision(node.name, kind, menu, num_bytes, node, _roles_by_placement(roles)))
+            layout = self.input_layouts.get(node.name, replicated(mesh.ndim))
+            menu, kind = whole_menu((layout,)), "input" if is_input else "buffer"
+        self.space.add(Decision(node.name, kind, menu, node, _roles_by_placement(roles)))
 
     def _call(self, node: fx.Node) -> None:
         sources = [source_of(argument) for argument in tensor_inputs(node)]
@@ -115,6 +109,10 @@ class _Builder:
             self.learned.add(node.name)
         elif not carries_pin(node):
             menu = _auxiliary(menu)
+        if is_cast(node) and keys[0][0] in self.parameters:
+            self.space.weight_casts[node.name] = keys[0][0]
+            if _is_regathered(node):
+                menu = gathered_or_kept(menu)
         assert menu.call is not None and menu.bound is not None and menu.op is not None
         roles = _factor_roles(menu, [self.space.dim_roles[key] for key in keys])
         paddable = padded_factors(menu.op, menu.bound, [self.padded[key] for key in keys])
@@ -122,27 +120,9 @@ class _Builder:
             self.infos[node.name, position] = info
             self.padded[node.name, position] = frozenset(d for d, names in enumerate(term.dims) if names[0] in paddable)
             self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
-        decision = self.space.add(Decision(node.name, "call", menu, self._saved_bytes(node, menu), node, roles))
+        decision = self.space.add(Decision(node.name, "call", menu, node, roles))
         for position, key in enumerate(keys):
             self.uses[key].append(_Use(decision, position, (node.target, position)))
-
-    def _saved_bytes(self, node: fx.Node, menu: Menu) -> np.ndarray:
-        """Bytes of the call's outputs that the backward needs, per strategy, in the layout the call gives them."""
-        call = menu.call
-        assert call is not None
-        kept = _kept_outputs(node, call)
-        sizes = self.space.mesh.sizes
-        return np.array(
-            [
-                sum(
-                    local_elements(info, layout, sizes) * info.dtype.itemsize
-                    for i, (info, layout) in enumerate(zip(call.outputs, strategy.outputs, strict=True))
-                    if i in kept
-                )
-                for strategy in menu.strategies
-            ],
-            dtype=np.int64,
-        )
 
     def _outputs(self) -> None:
         """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere."""
@@ -155,17 +135,18 @@ class _Builder:
             free = number < self.program.num_outputs and info.shape and not self.whole_outputs
             layouts = split_layouts(info, mesh) if free else (replicated(mesh.ndim),)
             roles = _roles_by_placement(self.space.dim_roles[source.name, position])
-            bytes_ = np.zeros(len(layouts), dtype=np.int64)
-            decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), bytes_, value, roles))
+            decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
         """Connect a tensor with its consumers, through hubs where there are several."""
         name, position = key
         info = self.infos[key]
-        parameter = self.space.decisions[self.space.index[name]].kind == "parameter"
-        regather = parameter and len(uses) == 1 and _backward_needs(self.space.decisions[self.space.index[name]].node)
-        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], parameter, regather)
+        number = self.space.index[name]
+        weight = self.space.is_weight(number)
+        regather = weight and _is_regathered(self.space.decisions[number].node)
+        assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
+        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather)
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
         free = (
@@ -192,13 +173,10 @@ class _Builder:
     def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: Tensor) -> int:
         """A decision on the layout that a tensor takes before it goes on to several consumers."""
         decisions = self.space.decisions
-        wanted = [s.outputs[source[1]] for s in decisions[source[0]].menu.strategies]
-        for use in uses:
-            wanted.extend(s.inputs[use.position] for s in decisions[use.decision].menu.strategies)
-        layouts = tuple(dict.fromkeys(layout for layout in wanted if tensor.allows(layout, self.space.mesh.sizes)))
         origin = decisions[source[0]]
-        bytes_ = np.zeros(len(layouts), dtype=np.int64)
-        hub = self.space.add(Decision(name, "hub", whole_menu(layouts), bytes_, origin.node, {}))
+        consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
+        layouts = _hub_layouts(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
+        hub = self.space.add(Decision(name, "hub", whole_menu(layouts), origin.node, {}))
         self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
         return hub
 
@@ -206,16 +184,35 @@ class _Builder:
         self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
 
 
-def _backward_needs(parameter: fx.Node) -> bool:
-    """Whether some call keeps the parameter, or a view of it, for its backward."""
-    for user in parameter.users:
-        if not is_call(user):
-            continue
-        if is_view(Call.of(user)) and _backward_needs(user):
-            return True
-        if any(argument is parameter and i in saved_by(user).inputs for i, argument in enumerate(tensor_inputs(user))):
-            return True
-    return False
+@functools.lru_cache(maxsize=4096)
+def _hub_layouts(
+    tensor: Tensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
+) -> tuple[Layout, ...]:
+    """The layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
+
+    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: hubs
+    of packed weights and biases stay small.
+    """
+    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
+    if tensor.bucketed:
+        wanted = [layout for layout in wanted if P not in layout]
+    else:
+        wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
+    return tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer: Optimizer) -> Menu:
+    layouts = split_layouts(info, mesh, padded=True)
+    seconds = [optimizer_seconds(info, each, mesh.sizes, hardware, optimizer) for each in layouts]
+    return replace(whole_menu(layouts), seconds=np.array(seconds))
+
+
+def _is_regathered(weight: fx.Node) -> bool:
+    """Whether a weight, stored in parts, may be gathered again for the backward: its one consumer needs it there."""
+    uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
+    returned = any(user.op == "output" for user in weight.users)
+    return uses == 1 and not returned and backward_needs(weight)
 
 
 def _auxiliary(menu: Menu) -> Menu:
@@ -227,20 +224,12 @@ def _auxiliary(menu: Menu) -> Menu:
     if sum(info.num_elements for info in menu.call.outputs) > AUXILIARY_ELEMENTS:
         return menu
     number = next(i for i, s in enumerate(menu.strategies) if all(choice == "-" for choice in s.choices))
-    return Menu(
-        (menu.strategies[number],), menu.seconds[number : number + 1], menu.call, menu.op, menu.bound, menu.reason
+    return replace(
+        menu,
+        strategies=(menu.strategies[number],),
+        seconds=menu.seconds[number : number + 1],
+        forward_seconds=menu.forward_seconds[number : number + 1],
     )
-
-
-def _kept_outputs(node: fx.Node, call: Call) -> set[int]:
-    """Outputs of the call that it or a consumer keeps for the backward; a view counts where its memory was made."""
-    if is_view(call):
-        return set()
-    kept = set(saved_by(node).outputs)
-    for value in [node, *(user for user in node.users if not is_call(user) and user.op == "call_function")]:
-        if _backward_needs(value):
-            kept.add(source_of(value)[1])
-    return kept
 
 
 def _input_roles(info: TensorInfo) -> Roles:

@@ -10,12 +10,12 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
-from autopar.cost import flops, op_seconds
+from autopar.cost import flops, forward_seconds, num_backward
 from autopar.errors import RuleError
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, S
@@ -36,9 +36,11 @@ class Strategy:
     outputs: tuple[Layout, ...]
     implemented: bool = False
     transfers: tuple[Transfer, ...] = ()
+    kept: bool = False
+    """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
     def __str__(self) -> str:
-        return " ".join(self.choices)
+        return " ".join((*self.choices, "kept")) if self.kept else " ".join(self.choices)
 
     def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         """Split factors → the names of the mesh axes that split them, outer first."""
@@ -55,6 +57,8 @@ class Menu:
 
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
+    forward_seconds: np.ndarray
+    """Of the forward's compute alone."""
     call: Call | None = None
     op: OpRule | None = None
     bound: BoundRule | None = None
@@ -69,10 +73,21 @@ def call_menu(node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardw
     return _menu(key, mesh, hardware)
 
 
-def whole_menu(layouts: tuple[Layout, ...], seconds: np.ndarray | None = None) -> Menu:
-    """A menu without a call, one strategy per layout of its only tensor (inputs, parameters, hubs, outputs)."""
+@functools.lru_cache(maxsize=4096)
+def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
+    """A menu without a call, one strategy per layout of its only tensor (inputs, hubs, outputs); free of charge."""
     strategies = tuple(Strategy((str(layout),), (layout,), (layout,)) for layout in layouts)
-    return Menu(strategies, np.zeros(len(layouts)) if seconds is None else seconds)
+    return Menu(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
+
+
+@functools.lru_cache(maxsize=4096)
+def gathered_or_kept(menu: Menu) -> Menu:
+    """The menu of a weight with every strategy that splits it twice: gathered again in the backward, or kept for it."""
+    split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
+    order = [*range(len(menu.strategies)), *split]
+    strategies = (*menu.strategies, *(replace(menu.strategies[i], kept=True) for i in split))
+    times, forwards = menu.seconds[order], menu.forward_seconds[order]
+    return replace(menu, strategies=strategies, seconds=times, forward_seconds=forwards)
 
 
 def split_layouts(
@@ -127,19 +142,20 @@ def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
     joined = implementation.joined if implementation else frozenset()
     paddable = padded_factors(op, bound, key.padded)
     total = flops(call, op, bound)
-    found: dict[tuple[object, ...], tuple[Strategy, float]] = {}
+    passes = 1 + num_backward(call)
+    found: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     for choices in itertools.product(bound.choices(joined), repeat=mesh.ndim):
         if not _divides(choices, bound, paddable, mesh):
             continue
         strategy = _strategy(choices, call, op, bound, mesh)
         share = 1 / math.prod(mesh.sizes[a] for a, choice in enumerate(choices) if choice.factor)
-        seconds = op_seconds(call, total, share, (strategy.inputs, strategy.outputs), mesh.sizes, hardware)
-        seconds += sum(transfer_seconds(each, mesh, hardware) for each in strategy.transfers)
+        forward = forward_seconds(call, total, share, (strategy.inputs, strategy.outputs), mesh.sizes, hardware)
+        seconds = forward * passes + sum(transfer_seconds(each, mesh, hardware) for each in strategy.transfers)
         same = (strategy.inputs, strategy.outputs, strategy.implemented)
         if same not in found:
-            found[same] = (strategy, seconds)
-    strategies, times = zip(*found.values(), strict=True)
-    return Menu(tuple(strategies), np.array(times), call, op, bound, reason)
+            found[same] = (strategy, seconds, forward)
+    strategies, times, forwards = zip(*found.values(), strict=True)
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, reason)
 
 
 def _bound_rule(call: Call) -> tuple[OpRule, BoundRule, str]:

@@ -14,25 +14,16 @@ import torch
 
 from autopar.hardware import Hardware
 from autopar.layout import Layout
-from autopar.operation import Call, OpRule
+from autopar.operation import Call, OpRule, is_view
+from autopar.optimizers import Optimizer
 from autopar.program import TensorInfo
 from autopar.rule import BoundRule
-
-ADAM_STATE_BYTES = 8  # two fp32 moments per element
-ADAM_STATE_TRAFFIC = 16  # bytes per element: both moments are read and written
 
 
 def base_name(call: Call) -> str:
     """The operation's name without namespace and overload: "linear"."""
     target = call.target
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
-
-
-def is_view(call: Call) -> bool:
-    """Whether the call returns an alias of its input and moves no data."""
-    if not isinstance(call.target, torch._ops.OpOverload):
-        return False
-    return any(result.alias_info is not None for result in call.target._schema.returns)
 
 
 def is_contraction(bound: BoundRule) -> bool:
@@ -55,7 +46,7 @@ def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> in
     return math.prod(layout.local_shape(info.shape, sizes))
 
 
-def op_seconds(
+def forward_seconds(
     call: Call,
     total_flops: float,
     share: float,
@@ -63,7 +54,7 @@ def op_seconds(
     sizes: Sequence[int],
     hardware: Hardware,
 ) -> float:
-    """Seconds, forward and backward, of a call that computes `share` of its FLOPs on each device."""
+    """Seconds of the forward of a call that computes `share` of its FLOPs on each device."""
     if is_view(call):
         return 0.0
     inputs = sum(
@@ -78,21 +69,19 @@ def op_seconds(
         inputs = outputs  # a lookup reads the rows it needs, not the table
     dtype = call.outputs[0].dtype if call.outputs else torch.float32
     forward = max(total_flops * share / hardware.flops_of(dtype), (inputs + outputs) / hardware.memory_bytes_per_s)
-    forward += hardware.op_latency_s
-    num_backward = sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
-    return forward * (1 + num_backward)
+    return forward + hardware.op_latency_s
 
 
-def parameter_bytes(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
-    """Bytes of a parameter, its gradient and its Adam state on one device, in its storage layout."""
-    elements = local_elements(info, layout, sizes)
-    each = info.dtype.itemsize * (2 if info.requires_grad else 1) + (ADAM_STATE_BYTES if info.requires_grad else 0)
-    return elements * each
+def num_backward(call: Call) -> int:
+    """How often the backward computes as much as the forward: once per input that needs a gradient."""
+    return sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
 
 
-def optimizer_seconds(info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware) -> float:
-    """Seconds of the Adam step of a parameter in its storage layout: bound by memory bandwidth."""
-    if not info.requires_grad:
+def optimizer_seconds(
+    info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware, optimizer: Optimizer
+) -> float:
+    """Seconds of the optimizer's step of a parameter in its storage layout: bound by memory bandwidth."""
+    each = optimizer.step_bytes(info)
+    if not each:
         return 0.0
-    moved = local_elements(info, layout, sizes) * (3 * info.dtype.itemsize + ADAM_STATE_TRAFFIC)
-    return moved / hardware.memory_bytes_per_s + hardware.op_latency_s
+    return local_elements(info, layout, sizes) * each / hardware.memory_bytes_per_s + hardware.op_latency_s

@@ -113,6 +113,11 @@ class Layout(tuple[Placement, ...]):
         return Layout((*self[:axis], placement, *self[axis + 1 :]))
 
     @property
+    def is_split(self) -> bool:
+        """Whether any axis splits a dim."""
+        return any(placement.kind == "S" for placement in self)
+
+    @property
     def without_gradient(self) -> Layout:
         """The layout of a tensor that needs no gradient, for which I and R are the same: R becomes I."""
         return Layout(I if placement is R else placement for placement in self)

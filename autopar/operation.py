@@ -97,6 +97,15 @@ class Call:
         )
 
 
+def is_view(call: Call) -> bool:
+    """Whether the call returns an alias of its input and moves no data; a cast to another dtype does."""
+    if not isinstance(call.target, torch._ops.OpOverload) or not call.inputs:
+        return False
+    if any(output.dtype != call.inputs[0].dtype for output in call.outputs):
+        return False
+    return any(result.alias_info is not None for result in call.target._schema.returns)
+
+
 def _single(node: fx.Node) -> TensorInfo:
     found = node.meta["tensor"]
     assert isinstance(found, TensorInfo), f"{node} is used as a tensor but has {found}"

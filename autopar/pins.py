@@ -79,6 +79,8 @@ class _Pins:
             self._slices(annotation, found)
         if annotation.storage:
             self._storage(annotation, found)
+        if annotation.regather is not None:
+            self._regather(annotation, found)
 
     def _role(self, annotation: Annotation, found: Found, axis: str, role: str) -> None:
         index = self.space.mesh.index(axis)
@@ -133,6 +135,14 @@ class _Pins:
             raise AnnotationError(f"{annotation}: {offers.why_no_storage(self.space, found, annotation.storage)}")
         for number, mask in possible.items():
             if number not in self.fixed:
+                self._add(number, str(annotation), mask)
+
+    def _regather(self, annotation: Annotation, found: Found) -> None:
+        """Parameters whose weight the backward does not need, or that several calls share, have no such choice."""
+        for number in found.parameters:
+            strategies = self._decision(number).menu.strategies
+            if any(strategy.kept for strategy in strategies) and number not in self.fixed:
+                mask = np.array([not s.outputs[0].is_split or s.kept != annotation.regather for s in strategies])
                 self._add(number, str(annotation), mask)
 
     def constrain(self, number: int) -> None:

@@ -7,30 +7,95 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from autopar.cost import base_name
-from autopar.errors import PlanError
-from autopar.plan import Plan, PlanRow
-from autopar.problem import Edge, Node, Problem, Solution
-from autopar.reshard import Transfer
-from autopar.solve import solve
+from autopar.collective_cost import Transfer, transfer_seconds
+from autopar.cost import base_name, num_backward
+from autopar.errors import InfeasibleError, PlanError
+from autopar.formulas import outputs_without_gradient
+from autopar.memory import MemoryModel
+from autopar.plan import Moved, Plan, PlanRow
+from autopar.problem import Problem
+from autopar.segments import MODES
+from autopar.shortage import MemoryLimitError
 from autopar.space import Decision, Space
+from autopar.statement import Pins, Statement
+from autopar.within import Answer, best_within
 
-Pins = Mapping[int, np.ndarray]
-"""Decision → which of its strategies are allowed."""
+GOOD_ENOUGH = 1e-3  # of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to plan: `memory` in bytes per device, `recompute` "auto" or one mode for every segment."""
+
+    memory: int | None = None
+    recompute: str = "auto"
+    solver: str = "auto"
+    time_limit: float = 120.0
+    gap: float = GOOD_ENOUGH
+    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("auto", *MODES):
+            raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
+        if not 0 <= self.gap < 1:
+            raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanContext:
+    """What a plan was made from, and how: enough to ask again with something changed."""
+
+    space: Space
+    memory_model: MemoryModel
+    pins: Pins
+    choices: tuple[int, ...]
+    problem: Problem
+    """The problem on which the bound is proven."""
+    settings: Settings
+    annotations: tuple[Any, ...] = ()
+    mode: str = "auto"
 
 
 def make_plan(
-    space: Space, pins: Pins, memory: int | None = None, solver: str = "auto", time_limit: float = 120.0
+    space: Space,
+    pins: Pins,
+    memory: int | None = None,
+    solver: str = "auto",
+    time_limit: float = 120.0,
+    recompute: str = "auto",
+    gap: float = GOOD_ENOUGH,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
+    `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment.
+
     Raises InfeasibleError where there is none.
     """
-    solution = solve(_problem(space, pins, memory), solver=solver, time_limit=time_limit)  # type: ignore[arg-type]
-    return _plan(space, solution, memory), solution.choices
+    statement, settings = Statement(space, MemoryModel(space)), Settings(memory, recompute, solver, time_limit, gap)
+    answer = answer_of(statement, pins, settings)
+    context = PlanContext(space, statement.memory, pins, answer.choices, answer.problem, settings)
+    return written_down(context, answer), answer.choices
+
+
+def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
+    """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
+    settings = settings or context.settings
+    answer = answer_of(Statement(context.space, context.memory_model), pins, settings)
+    changed = replace(context, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings)
+    return written_down(changed, answer)
+
+
+def answer_of(statement: Statement, pins: Pins, settings: Settings) -> Answer:
+    """The best choices under pins; InfeasibleError where there are none. A statement may be asked again and again."""
+    segments, asked = statement.memory.segments, settings.recompute
+    modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
+    try:
+        return best_within(statement, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap)
+    except MemoryLimitError as error:
+        raise InfeasibleError(str(error)) from error  # its text is worked out when it is asked for: here, once
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -62,88 +127,93 @@ def evaluate(space: Space, choices: Sequence[int]) -> float:
     return seconds + sum(space.path(wire, choices).seconds for wire in space.wires)
 
 
-def _problem(space: Space, pins: Pins, memory: int | None) -> Problem:
-    nodes = []
-    for number, decision in enumerate(space.decisions):
-        seconds = decision.menu.seconds
-        if number in pins:
-            seconds = np.where(pins[number], seconds, np.inf)
-        nodes.append(Node(decision.name, seconds, decision.num_bytes))
-    matrices: dict[object, np.ndarray] = {}
-    edges = []
-    for wire in space.wires:
-        ends = space.decisions[wire.source].menu, space.decisions[wire.target].menu
-        key = (id(ends[0]), wire.source_output, id(ends[1]), wire.target_input, wire.tensor)
-        if key not in matrices:
-            table = space.table(wire)
-            rows = [table.index[layout] for layout in space.source_layouts(wire)]
-            columns = [table.index[layout] for layout in space.target_layouts(wire)]
-            matrices[key] = table.seconds[np.ix_(rows, columns)]
-        edges.append(Edge(wire.source, wire.target, matrices[key]))
-    return Problem(tuple(nodes), tuple(edges), memory)
-
-
-def _plan(space: Space, solution: Solution, memory: int | None) -> Plan:
-    moved: dict[int, list[Transfer]] = defaultdict(list)
+def written_down(context: PlanContext, answer: Answer) -> Plan:
+    """The plan that an answer comes to: rows, traffic and memory follow from the choices alone."""
+    space, choices = context.space, answer.choices
+    moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
-    unused = _without_gradient(space)
+    held: dict[int, int] = defaultdict(int)
+    unused = outputs_without_gradient(space)
     for wire in space.wires:
-        path = space.path(wire, solution.choices)
-        moved[wire.target].extend(t for t in path.transfers if not (t.backward and wire.target in unused))
+        path = space.path(wire, choices)
+        moved[wire.target].extend(
+            (t, transfer_seconds(t, space.mesh, space.hardware, wire.tensor.bucketed))
+            for t in path.transfers
+            if not (t.backward and wire.target in unused)
+        )
         waits[wire.target] += path.seconds
+        kept = context.memory_model.wire(wire)
+        if kept is not None:
+            mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0
+            held[wire.target] += int(kept[mode][choices[wire.source], choices[wire.target]])
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
-    for number, (decision, choice) in enumerate(zip(space.decisions, solution.choices, strict=True)):
-        transfers = (*moved[number], *decision.menu.strategies[choice].transfers)
-        for transfer in transfers:
+    for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
+        own = decision.menu.strategies[choice].transfers
+        transfers = (*moved[number], *((t, transfer_seconds(t, space.mesh, space.hardware)) for t in own))
+        for transfer, _ in transfers:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
-        rows.append(_row(space, parameters, decision, choice, transfers, waits[number]))
-    names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, solution.choices, strict=True)]
+        module = parameters.get(decision.node.name) or str(decision.node.meta.get("module", ""))
+        rows.append(_row(context, answer, number, module, transfers, waits[number], held[number]))
+    names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,
         fingerprint=space.program.fingerprint,
         choices={d.name: name for d, name in zip(space.decisions, names, strict=True)},
         descriptions=_descriptions(space),
         rows=tuple(rows),
-        seconds=solution.seconds,
-        bound=solution.bound,
-        peak_bytes=int(sum(int(d.num_bytes[c]) for d, c in zip(space.decisions, solution.choices, strict=True))),
+        seconds=answer.seconds,
+        bound=answer.bound,
+        peak_bytes=answer.peak_bytes,
         traffic=dict(traffic),
-        solver=solution.solver,
-        memory_limit=memory,
+        solver=answer.solver,
+        memory_limit=context.settings.memory,
         unruled=space.unruled(),
+        memory=answer.memory,
+        recompute=answer.modes,
+        multiplier=answer.multiplier,
+        context=context,
     )
 
 
-def _without_gradient(space: Space) -> frozenset[int]:
-    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
-    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
-    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
-    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
-    return frozenset(outputs) - losses if losses else frozenset()
+def _mode(model: MemoryModel, answer: Answer, number: int) -> int:
+    """The number of the mode in which a decision's segment is computed again."""
+    return MODES.index(answer.modes.get(model.segment[number], MODES[0]))
 
 
 def _row(
-    space: Space,
-    parameters: Mapping[str, str],
-    decision: Decision,
-    choice: int,
-    transfers: Sequence[Transfer],
+    context: PlanContext,
+    answer: Answer,
+    number: int,
+    module: str,
+    transfers: Sequence[tuple[Transfer, float]],
     wait: float,
+    held: int,
 ) -> PlanRow:
-    strategy = decision.menu.strategies[choice]
-    node = decision.node
-    module = parameters.get(node.name) or str(node.meta.get("module", ""))
+    space, model = context.space, context.memory_model
+    decision, choice = space.decisions[number], answer.choices[number]
+    strategy, call = decision.menu.strategies[choice], decision.menu.call
+    forward = float(decision.menu.forward_seconds[choice])
+    mode = _mode(model, answer, number)
+    again, own, gradients = model.recompute_seconds(number), model.own(number), model.gradients(number)
+    recomputed = float(again[mode][choice]) if again else 0.0
+    stored = sum(int(array[choice]) for array in model.stored(number).values())
     return PlanRow(
         name=decision.name,
         kind=decision.kind,
         module=module,
-        operation=base_name(decision.menu.call) if decision.menu.call else decision.kind,
+        operation=base_name(call) if call else decision.kind,
         roles=tuple(decision.role(choice, axis) for axis in range(space.mesh.ndim)),
         layout=str(strategy.outputs[0]) if strategy.outputs else "",
-        seconds=float(decision.menu.seconds[choice]) + wait,
-        transfers=tuple((t.collective, t.axis, t.num_bytes) for t in transfers),
+        seconds=float(decision.menu.seconds[choice]) + wait + recomputed,
+        transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
+        forward_seconds=forward,
+        backward_seconds=forward * num_backward(call) if call else 0.0,
+        recompute_seconds=recomputed,
+        saved_bytes=held + (int(own[mode if len(own) > 1 else 0][choice]) if own else 0),
+        stored_bytes=stored + (int(gradients[choice]) if gradients is not None else 0),
+        segment=model.segment[number] if decision.kind == "call" else "",
     )
 
 

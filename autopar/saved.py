@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.program import TensorInfo, tensor_inputs
+from autopar.operation import Call, is_view
+from autopar.program import Program, TensorInfo, tensor_inputs
+
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +26,68 @@ class Saved:
 
     inputs: frozenset[int]
     outputs: frozenset[int]
+    other_bytes: int = 0
+    """Bytes of the whole call's tensors that are neither: the probabilities of a loss, the statistics of a norm."""
+    aliases: frozenset[int] = frozenset()
+    """Outputs that are views of an input."""
+    strides: tuple[Strides, ...] = ()
+    """Of each output."""
 
 
 def saved_by(node: fx.Node) -> Saved:
-    """What the call keeps. A view of an input counts as the input; the answer is cached by value."""
+    """What the call keeps, were its inputs contiguous. A view of an input counts as the input; cached by value."""
     infos = tuple(argument.meta["tensor"] for argument in tensor_inputs(node))
     if not any(info.requires_grad for info in infos):
         return Saved(frozenset(), frozenset())
+    return saved_with(node, infos)
+
+
+def saved_with(node: fx.Node, infos: tuple[TensorInfo, ...]) -> Saved:
+    """What the call would keep of other inputs, contiguous ones; RuntimeError where it does not take them."""
+    return _saved(_question(node, infos, (None,) * len(infos)))
+
+
+def saved_in(program: Program) -> dict[fx.Node, Saved]:
+    """What each call of a program keeps, its inputs lying in memory as the calls before have left them."""
+    found: dict[fx.Node, Saved] = {}
+    strides: dict[fx.Node, Strides | None] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            parent, position = node.args
+            assert isinstance(parent, fx.Node) and isinstance(position, int)
+            output = sum(info is not None for info in parent.meta["tensor"][:position])
+            strides[node] = found[parent].strides[output]
+            continue
+        inputs = tensor_inputs(node)
+        infos = tuple(each.meta["tensor"] for each in inputs)
+        found[node] = _saved(_question(node, infos, tuple(strides.get(each) for each in inputs)))
+        if len(found[node].strides) == 1:
+            strides[node] = found[node].strides[0]
+    return found
+
+
+def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strides | None, ...]) -> _Question:
     placeholders = iter(range(len(infos)))
 
     def position(argument: fx.Node) -> Any:
         return _Position(next(placeholders)) if argument.meta.get("tensor") is not None else None
 
     arguments = map_arg((node.args, dict(node.kwargs)), position)
-    return _saved(_Question(node.target, infos, arguments, repr(arguments)))  # type: ignore[arg-type]
+    return _Question(node.target, infos, strides, arguments, repr(arguments))  # type: ignore[arg-type]
+
+
+def backward_needs(value: fx.Node) -> bool:
+    """Whether some call keeps a node's value, or a view of it, for its backward."""
+    for user in value.users:
+        if user.op != "call_function" or user.target is operator.getitem:
+            continue
+        if is_view(Call.of(user)) and backward_needs(user):
+            return True
+        if any(argument is value and i in saved_by(user).inputs for i, argument in enumerate(tensor_inputs(user))):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +103,36 @@ class _Question:
 
     target: Callable[..., Any]
     infos: tuple[TensorInfo, ...]
+    strides: tuple[Strides | None, ...]
+    """Of each tensor; None where it is contiguous."""
     arguments: Any
     text: str
 
+    @property
+    def _value(self) -> tuple[object, ...]:
+        return (self.target, self.infos, self.strides, self.text)
+
     def __hash__(self) -> int:
-        return hash((self.target, self.infos, self.text))
+        return hash(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and (self.target, self.infos, self.text) == (
-            other.target,
-            other.infos,
-            other.text,
-        )
+        return isinstance(other, _Question) and self._value == other._value
 
 
 @functools.lru_cache(maxsize=8192)
 def _saved(question: _Question) -> Saved:
-    kept: set[int] = set()
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept.add(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage  # held, so that no other gets its address
         return tensor
 
     # enable_grad: planning may run under no_grad, the question is about training.
     with FakeTensorMode(), torch.enable_grad():
         tensors = [
-            torch.empty(info.shape, dtype=info.dtype, requires_grad=info.requires_grad) for info in question.infos
+            _empty(info, strides).requires_grad_(info.requires_grad)
+            for info, strides in zip(question.infos, question.strides, strict=True)
         ]
         args, kwargs = pytree.tree_map(
             lambda leaf: tensors[leaf.number] if isinstance(leaf, _Position) else leaf, question.arguments
@@ -84,8 +140,19 @@ def _saved(question: _Question) -> Saved:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             results = question.target(*args, **kwargs)
         outputs = [results] if isinstance(results, torch.Tensor) else [x for x in results if x is not None]
-        return Saved(_among(tensors, kept), _among(outputs, kept))
+        entered = {tensor.untyped_storage()._cdata for tensor in tensors}
+        aliases = frozenset(i for i, x in enumerate(outputs) if x.untyped_storage()._cdata in entered)
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)}
+        other = sum(storage.nbytes() for address, storage in kept.items() if address not in known)
+        strides = tuple(tuple(map(int, x.stride())) for x in outputs)
+        return Saved(_among(tensors, kept), _among(outputs, kept), other, aliases, strides)
 
 
-def _among(tensors: list[torch.Tensor], kept: set[int]) -> frozenset[int]:
+def _empty(info: TensorInfo, strides: Strides | None) -> torch.Tensor:
+    if strides is None:
+        return torch.empty(info.shape, dtype=info.dtype)
+    return torch.empty_strided(info.shape, strides, dtype=info.dtype)
+
+
+def _among(tensors: list[torch.Tensor], kept: Mapping[int, object]) -> frozenset[int]:
     return frozenset(i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata in kept)

@@ -6,9 +6,10 @@ with several consumers. `build` makes the space of a program.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from autopar.candidates import Menu
 from autopar.hardware import Hardware
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.optimizers import ADAMW, Optimizer
 from autopar.program import Program
 from autopar.reshard import Path, ReshardTable, Tensor, reshard_table
 
@@ -33,7 +35,6 @@ class Decision:
     kind: str
     """"call", "parameter", "buffer", "input", "output" or "hub"."""
     menu: Menu
-    num_bytes: np.ndarray
     node: fx.Node
     roles: Mapping[str, str]
     """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
@@ -69,11 +70,14 @@ class Space:
     program: Program
     mesh: Mesh
     hardware: Hardware
+    optimizer: Optimizer = ADAMW
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
     """(decision, input position) → the wire that ends there."""
+    weight_casts: dict[str, str] = field(default_factory=dict)
+    """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
     dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
     """(node name, output position) → roles of its dims."""
 
@@ -87,11 +91,32 @@ class Space:
         self.wires.append(wire)
         self.inbound[wire.target, wire.target_input] = wire
 
-    def table(self, wire: Wire) -> ReshardTable:
-        """The reshard table that holds every layout either end of the wire may have."""
-        layouts = (*self.source_layouts(wire), *self.target_layouts(wire))
-        dims = frozenset(p.dim for layout in set(layouts) for p in layout if p.is_split)
-        return reshard_table(wire.tensor, dims, self.mesh, self.hardware)
+    def is_weight(self, number: int) -> bool:
+        """Whether a decision gives a parameter, as it is stored or cast for use."""
+        decision = self.decisions[number]
+        return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
+        """The reshard table that holds every layout either end of the wire may have.
+
+        `kept` is the table of a parameter that is not gathered again in the backward.
+        """
+        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+        dims = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
+        tensor = replace(wire.tensor, regather=False) if kept and wire.tensor.regather else wire.tensor
+        return reshard_table(tensor, dims, self.mesh, self.hardware)
+
+    def reshard_seconds(self, wire: Wire) -> np.ndarray:
+        """Seconds of the reshard for every pair of strategies at the two ends of a wire."""
+        table = self.table(wire)
+        rows = [table.index[layout] for layout in self.source_layouts(wire)]
+        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        seconds = table.seconds[np.ix_(rows, columns)]
+        kept = [i for i, s in enumerate(self.decisions[wire.source].menu.strategies) if s.kept]
+        if kept:
+            other = self.table(wire, kept=True)
+            seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
+        return seconds
 
     def source_layouts(self, wire: Wire) -> list[Layout]:
         return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]
@@ -101,13 +126,20 @@ class Space:
 
     def path(self, wire: Wire, choices: Sequence[int]) -> Path:
         """The reshard along a wire under the choices at its two ends."""
-        source = self.decisions[wire.source].menu.strategies[choices[wire.source]].outputs[wire.source_output]
+        source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
         target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
-        return self.table(wire).path(source, target)
+        return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
 
     def unruled(self) -> dict[str, str]:
         """Calls that run replicated because no rule fits them, with the reason."""
         return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}
+
+
+@functools.lru_cache(maxsize=16384)
+def _split_dims(source: Menu, output: int, target: Menu, position: int) -> frozenset[int]:
+    """The dims that some strategy at either end splits; menus are shared by equal calls and hashed by identity."""
+    layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
+    return frozenset(p.dim for layout in layouts for p in layout if p.is_split)
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
@@ -123,6 +155,11 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 def carries_pin(node: fx.Node) -> bool:
     """Whether the node is an `autopar.constrain`, which says a layout and computes nothing."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a call only changes the dtype of a tensor."""
+    return node.target in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def is_call(node: fx.Node) -> bool:

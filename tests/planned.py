@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from autopar.annotate import annotations_of, pins_of
 from autopar.build import build_space
 from autopar.capture import capture
+from autopar.collective_cost import Transfer
 from autopar.hardware import Hardware, Link
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner import make_plan
-from autopar.reshard import Transfer
 from autopar.space import Space
 
 SLOW_LINKS = Hardware(

@@ -10,11 +10,12 @@ from torch import nn
 
 from autopar.candidates import call_menu
 from autopar.capture import capture
-from autopar.cost import base_name, flops, is_contraction, is_view, op_seconds, optimizer_seconds, parameter_bytes
+from autopar.cost import base_name, flops, forward_seconds, is_contraction, num_backward, optimizer_seconds
 from autopar.hardware import Hardware, Link
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.operation import Call, OpRule
+from autopar.operation import Call, OpRule, is_view
+from autopar.optimizers import Optimizer
 from autopar.program import TensorInfo
 from autopar.rule import Rule
 from autopar.strategies import rule_of
@@ -41,7 +42,8 @@ def seconds(call: Call, hardware: Hardware, total: float = 0.0, share: float = 1
     def same(infos: Sequence[TensorInfo]) -> list[Layout]:
         return [Layout.parse(layout)] * len(infos)
 
-    return op_seconds(call, total, share, (same(call.inputs), same(call.outputs)), (2,), hardware)
+    forward = forward_seconds(call, total, share, (same(call.inputs), same(call.outputs)), (2,), hardware)
+    return forward * (1 + num_backward(call))
 
 
 def test_a_matrix_product_has_two_operations_per_product_of_its_factors() -> None:
@@ -119,22 +121,25 @@ def test_a_strategy_that_splits_a_product_computes_half_of_it() -> None:
     assert times["o"] == times["k"] == 48.0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "learns", "each"),
-    [(torch.float32, True, 4 + 4 + 8), (torch.bfloat16, True, 2 + 2 + 8), (torch.float32, False, 4)],
-)
-def test_a_parameter_takes_itself_its_gradient_and_two_moments(dtype: torch.dtype, learns: bool, each: int) -> None:
-    weight = info(10, 6, dtype=dtype, requires_grad=learns)
-    assert parameter_bytes(weight, Layout.parse("I"), (2,)) == 60 * each
-    assert parameter_bytes(weight, Layout.parse("S(0)"), (2,)) == 30 * each
-
-
-def test_a_padded_parameter_takes_the_bytes_of_its_largest_part() -> None:
-    assert parameter_bytes(info(5, 6), Layout.parse("S(0)"), (2,)) == 3 * 6 * 16
-
-
 def test_the_optimizer_step_is_bound_by_memory_and_skips_frozen_parameters() -> None:
     traffic = 60 * (3 * 4 + 16)
-    assert optimizer_seconds(info(10, 6), Layout.parse("I"), (2,), BANDWIDTH_BOUND) == traffic / 8.0
-    assert optimizer_seconds(info(10, 6), Layout.parse("S(1)"), (2,), BANDWIDTH_BOUND) == traffic / 16.0
-    assert optimizer_seconds(info(10, 6, requires_grad=False), Layout.parse("I"), (2,), BANDWIDTH_BOUND) == 0.0
+    assert optimizer_seconds(info(10, 6), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 8.0
+    assert optimizer_seconds(info(10, 6), Layout.parse("S(1)"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 16.0
+    assert (
+        optimizer_seconds(info(10, 6, requires_grad=False), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer())
+        == 0.0
+    )
+
+
+def test_an_optimizer_of_another_kind_moves_other_bytes() -> None:
+    def step(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
+        return optimizer_seconds(info(10, 6, dtype=dtype), Layout.parse("I"), (2,), BANDWIDTH_BOUND, optimizer) * 8.0
+
+    assert step(Optimizer("sgd")) == 60 * 3 * 4
+    assert step(Optimizer("none")) == 0.0
+    assert step(Optimizer("adamw", master_copies=True), torch.bfloat16) == 60 * (3 * 2 + 2 * 8 + 2 * 4)
+
+
+def test_a_cast_is_no_view() -> None:
+    same, cast = (Call(aten.to.dtype, (info(4),), (info(4, dtype=d),), {}) for d in (torch.float32, torch.bfloat16))
+    assert is_view(same) and not is_view(cast)

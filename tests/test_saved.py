@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.program import Program
-from autopar.saved import Saved, saved_by
+from autopar.saved import Saved, saved_by, saved_in
 from tests.eager import calls
 
 aten = torch.ops.aten
@@ -26,6 +26,10 @@ class Calls(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.function(self.first(x_BD))
+
+
+def _positions(saved: Saved) -> tuple[frozenset[int], frozenset[int]]:
+    return saved.inputs, saved.outputs
 
 
 def program_of(function: Callable[[Tensor], Tensor]) -> Program:
@@ -47,19 +51,19 @@ def test_linear_keeps_its_input_and_its_weight_but_not_its_bias() -> None:
             return self.second(self.first(x))
 
     second = calls(capture(Two(), (torch.ones(2, 4),), {}), aten.linear.default)[-1]
-    assert saved_by(second) == Saved(frozenset({0, 1}), frozenset())
+    assert _positions(saved_by(second)) == (frozenset({0, 1}), frozenset())
 
 
 def test_a_linear_layer_whose_input_needs_no_gradient_keeps_the_input_alone() -> None:
     (first,) = calls(program_of(lambda x: x), aten.linear.default)
-    assert saved_by(first) == Saved(frozenset({0}), frozenset())
+    assert _positions(saved_by(first)) == (frozenset({0}), frozenset())
 
 
 def test_a_linear_layer_with_a_frozen_weight_keeps_the_weight_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model[1].weight.requires_grad_(False)
     second = calls(capture(model, (torch.ones(2, 4),), {}), aten.linear.default)[-1]
-    assert saved_by(second) == Saved(frozenset({1}), frozenset())
+    assert _positions(saved_by(second)) == (frozenset({1}), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -77,14 +81,40 @@ def test_a_linear_layer_with_a_frozen_weight_keeps_the_weight_alone() -> None:
 def test_a_pointwise_call_keeps_what_its_derivative_needs(
     function: Callable[[Tensor], Tensor], target: object, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> None:
-    assert kept(function, target) == Saved(frozenset(inputs), frozenset(outputs))
+    assert _positions(kept(function, target)) == (frozenset(inputs), frozenset(outputs))
 
 
 def test_a_call_without_gradients_keeps_nothing() -> None:
     (node,) = calls(capture(nn.ReLU(), (torch.ones(2, 4),), {}), aten.relu.default)
-    assert saved_by(node) == Saved(frozenset(), frozenset())
+    assert _positions(saved_by(node)) == (frozenset(), frozenset())
 
 
 def test_the_answer_is_the_same_under_no_grad() -> None:
     with torch.no_grad():
-        assert kept(torch.tanh, aten.tanh.default) == Saved(frozenset(), frozenset({0}))
+        assert _positions(kept(torch.tanh, aten.tanh.default)) == (frozenset(), frozenset({0}))
+
+
+def test_hidden_tensors_are_counted_in_bytes() -> None:
+    """The log-probabilities that a cross-entropy keeps are neither its input nor its output."""
+
+    def loss(x_BD: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x_BD, torch.arange(2))
+
+    assert kept(loss, aten.cross_entropy_loss.default).other_bytes >= 2 * 4 * 4
+
+
+def test_a_reshape_of_a_transposed_tensor_is_a_copy_and_of_another_a_view() -> None:
+    class Reshape(nn.Module):
+        def __init__(self, swapped: bool) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2, 3))
+            self.swapped = swapped
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.scale
+            return (y.transpose(0, 1) if self.swapped else y).reshape(6).exp()
+
+    for swapped in (False, True):
+        program = capture(Reshape(swapped), (torch.ones(2, 3),), {})
+        (saved,) = (s for n, s in saved_in(program).items() if n.target in (aten.reshape.default, aten.view.default))
+        assert bool(saved.aliases) is not swapped

@@ -171,16 +171,6 @@ def test_a_decision_speaks_in_roles() -> None:
     assert roles == {"...0": "data", "k": "row", "o": "column", "-": "replicated", "P0": "partial", "P1": "partial"}
 
 
-def test_activations_count_once_in_the_layout_in_which_they_are_kept() -> None:
-    space = space_of(TwoLinears(), (X_BD,))
-    relu = space.decisions[space.index["relu_default"]]
-    by_layout = {str(s.outputs[0]): int(b) for s, b in zip(relu.menu.strategies, relu.num_bytes, strict=True)}
-    assert by_layout["I"] == 4 * 16 * 4
-    assert by_layout["S(0)"] == by_layout["S(1)"] == 4 * 16 * 2
-    first = space.decisions[space.index["linear_default"]]
-    assert not first.num_bytes.any()  # relu keeps its output, so nobody needs what it was made of
-
-
 FAST = ("mlp", "llama")
 
 

@@ -1,0 +1,422 @@
+"""What each choice holds in memory: bytes per device by decision and by wire.
+
+A parameter holds itself, its gradient, its optimizer state and a master copy, in its storage layout. Between forward
+and backward a call holds what autograd keeps for it (asked of autograd, see `saved`):
+
+    its own outputs and hidden tensors    counted on the call
+    its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
+                                          there anyway: not moved, and held by its producer, a parameter or an input
+
+A view counts where its memory was made. A weight that is gathered again for the backward is held only while its layer
+runs, with the gradient that is still to be reduced. Under recomputation (`segments`) a segment holds only what its
+second run begins with: tensors from outside, results of collectives and, if selective, of contractions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from autopar.layout import Layout
+from autopar.program import TensorInfo
+from autopar.saved import Saved, saved_in
+from autopar.segments import MODES, Recomputation, recomputation, segments_of
+from autopar.space import Decision, Space, Wire
+
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
+LATE = 1 << 40  # the position of what no call uses
+Bytes = np.ndarray
+Modes = tuple[Bytes, ...]
+"""An array per mode of recomputation; one array where the mode does not matter."""
+
+
+class MemoryModel:
+    """Bytes of every decision (one entry per strategy) and wire (a matrix over the strategies at its ends).
+
+    Equal calls share their arrays, which must not be changed.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
+        """The calls in the order they run."""
+        self._outgoing: dict[int, list[Wire]] = defaultdict(list)
+        for wire in space.wires:
+            self._outgoing[wire.source].append(wire)
+        self._cache: dict[object, Bytes] = {}
+        self._needs: dict[tuple[int, int], bool] = {}
+        self._again: dict[str, dict[str, Recomputation]] = {}
+        self._segment_of_node: dict[fx.Node, str] = {}
+        for segment in segments_of(space.program):
+            self._again[segment.name] = {mode: recomputation(segment, mode) for mode in MODES}
+            self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
+        self.segments = tuple(self._again)
+        self._saved_by_node = saved_in(space.program)
+
+    # When.
+
+    @cached_property
+    def position(self) -> list[int]:
+        """For each decision, where in the order of calls it is first used; a call's own place."""
+        found = [LATE] * len(self.space.decisions)
+        for place, number in enumerate(self.calls):
+            found[number] = place
+        for wire in reversed(self.space.wires):  # the wires that leave a hub lie behind the one that enters it
+            if self.space.decisions[wire.source].kind != "call":
+                found[wire.source] = min(found[wire.source], found[wire.target])
+        return found
+
+    @cached_property
+    def segment(self) -> list[str]:
+        """For each call and hub, the segment it is computed again with; "" for none."""
+        return [
+            self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
+            for number, d in enumerate(self.space.decisions)
+        ]
+
+    @cached_property
+    def layer(self) -> list[str]:
+        """For each decision, the layer whose weights are gathered while it runs."""
+        return [self.segment[n] or _module(self._first_call(n).node) for n in range(len(self.space.decisions))]
+
+    def _first_call(self, number: int) -> Decision:
+        """The call itself, or the first one that uses the decision."""
+        place = self.position[number]
+        return self.space.decisions[self.calls[place] if place < LATE else number]
+
+    # What is held all the time.
+
+    def stored(self, number: int) -> dict[str, Bytes]:
+        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
+        decision = self.space.decisions[number]
+        if decision.kind not in ("parameter", "buffer", "input"):
+            return {}
+        info = decision.node.meta["tensor"]
+        elements = self._elements(info, decision)
+        if decision.kind != "parameter":
+            return {"buffers and inputs": self._times(elements, info.dtype.itemsize)}
+        optimizer = self.space.optimizer
+        each = {
+            "parameters": info.dtype.itemsize,
+            "optimizer": optimizer.state_bytes(info),
+            "master copies": optimizer.master_bytes(info),
+        }
+        return {name: self._times(elements, size) for name, size in each.items() if size}
+
+    def gradients(self, number: int) -> Bytes | None:
+        """Bytes of a parameter's gradient, once it is reduced; None where there is none."""
+        decision = self.space.decisions[number]
+        info = decision.node.meta["tensor"]
+        if decision.kind != "parameter" or not info.requires_grad:
+            return None
+        return self._times(self._elements(info, decision), info.dtype.itemsize)
+
+    def _times(self, elements: Bytes, size: float) -> Bytes:
+        return self._cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+
+    def _elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+        layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
+        return self._cached(("elements", info.shape, layouts), lambda: self._local(info.shape, layouts, 1))
+
+    # What is held between forward and backward.
+
+    def own(self, number: int) -> Modes | None:
+        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return None
+        saved, again = self.saved(decision), self._recomputations(number)
+        outputs = frozenset(range(len(_call(decision).outputs)))
+        states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
+        for each in again[1:]:
+            if decision.node in each.rerun:
+                states.append((frozenset(), False))
+            elif decision.node in each.kept:
+                states.append((outputs, True))
+            else:
+                states.append((saved.outputs, True))
+        if not any(outputs or (hidden and saved.other_bytes) for outputs, hidden in states):
+            return None
+        arrays = tuple(self._own(decision, saved, *state) for state in states)
+        talking = self._talks(decision)
+        if talking.any():  # a call that communicates by itself is never run again
+            key = ("talks", id(decision.menu), tuple(map(id, arrays)))
+            arrays = tuple(
+                self._cached((key, i), lambda a=array: np.where(talking, arrays[0], a)) if i else array
+                for i, array in enumerate(arrays)
+            )
+        return _modes(arrays)
+
+    def _talks(self, decision: Decision) -> np.ndarray:
+        """Which strategies of a call run collectives of their own in the forward."""
+        strategies = decision.menu.strategies
+        return self._cached(
+            ("talking", id(decision.menu)),
+            lambda: np.array([any(not t.backward for t in s.transfers) for s in strategies]),
+        )
+
+    def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
+        outputs = outputs - saved.aliases
+        other = saved.other_bytes if hidden else 0
+        key = ("own", id(decision.menu), outputs, other)
+        return self._cached(key, lambda: self._own_bytes(decision, outputs, other))
+
+    def _own_bytes(self, decision: Decision, outputs: frozenset[int], other: int) -> Bytes:
+        call, menu = _call(decision), decision.menu
+        total = np.zeros(len(menu.strategies), dtype=np.int64)
+        for position in outputs:
+            info = call.outputs[position]
+            total += self._local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
+        if other and call.inputs:
+            # Hidden tensors are split as the largest input is.
+            largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
+            info = call.inputs[largest]
+            local = self._local(info.shape, [s.inputs[largest] for s in menu.strategies], 1)
+            total += np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
+        return total
+
+    def wire(self, wire: Wire) -> Modes | None:
+        """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
+        source, target = self.space.decisions[wire.source], self.space.decisions[wire.target]
+        if target.kind == "output":
+            return None
+        needed = self._input_needed(wire)
+        there = self._there_anyway(wire)
+        states = [("kept", there) if needed else None]
+        again = self._recomputations(wire.target)
+        inside = self.segment[wire.source] == self.segment[wire.target]
+        for mode in range(1, len(again)):
+            active = needed or self._rerun(wire.target, mode)
+            if self.space.is_weight(wire.source):
+                states.append(("kept", True) if needed else None)  # a cast that stays where it is is made again
+            elif not active:
+                states.append(None)
+            else:
+                persistent = source.kind in ("input", "buffer") and there
+                states.append(("moved", True) if inside else ("kept", persistent))
+        if not any(states):
+            return None
+        return _modes(tuple(self._matrix(wire, state) for state in states))
+
+    def _matrix(self, wire: Wire, state: tuple[str, bool] | None) -> Bytes:
+        menus = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
+        ends = (id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor)
+        if state is None:
+            shape = len(menus[0].strategies), len(menus[1].strategies)
+            return self._cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+        return self._cached(("wire", state, ends), lambda: self._wire_bytes(wire, *state))
+
+    def _wire_bytes(self, wire: Wire, what: str, there: bool) -> Bytes:
+        kinds = self.kinds(wire)
+        before, after = self._wire_ends(wire)
+        if what == "moved":  # the second run makes the rest again
+            return np.where(kinds == COMMUNICATED, after[None, :], 0)
+        unmoved = np.zeros_like(before) if there else before
+        found = np.where(kinds <= SLICED, unmoved[:, None], after[None, :])
+        strategies = self.space.decisions[wire.source].menu.strategies
+        if wire.tensor.regather and any(strategy.kept for strategy in strategies):
+            again = np.array([not strategy.kept for strategy in strategies])
+            found[again[:, None] & self._only_gathers(wire)] = 0
+        return found
+
+    def gathered(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer runs: the gathered weight, and the gradient to be reduced."""
+        source = self.space.decisions[wire.source]
+        if not self.space.is_weight(wire.source):
+            return None
+        menus = source.menu, self.space.decisions[wire.target].menu
+        key = ("gathered", id(menus[0]), id(menus[1]), wire.target_input, wire.tensor)
+        return self._cached(key, lambda: self._gathered(wire))
+
+    def _gathered(self, wire: Wire) -> Bytes:
+        _, after = self._wire_ends(wire)
+        moved = self.kinds(wire) == COMMUNICATED
+        found = np.where(moved, after[None, :], 0)
+        strategies = self.space.decisions[wire.source].menu.strategies
+        kept = np.array([strategy.kept for strategy in strategies])
+        found[kept] = 0  # counted as kept
+        if wire.tensor.requires_grad:
+            codes, others = self._codes(wire)
+            reduced = ((codes[:, None] == _INVARIANT) & (others[None, :] == _REPLICATED)).any(axis=2)
+            found = found + np.where(moved | reduced, after[None, :], 0)
+        return found
+
+    def working(self, number: int) -> Bytes | None:
+        """Bytes of the gradients of a call's inputs and outputs, and of its outputs, while it runs backward."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call" or self.saved(decision).aliases:
+            return None
+        return self._cached(("working", id(decision.menu)), lambda: self._working(decision))
+
+    def _working(self, decision: Decision) -> Bytes:
+        call, strategies = _call(decision), decision.menu.strategies
+        total = np.zeros(len(strategies), dtype=np.int64)
+        for position, info in enumerate(call.inputs):
+            if info.requires_grad:
+                total += self._local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
+        for position, info in enumerate(call.outputs):
+            total += self._local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        return total
+
+    def recompute_seconds(self, number: int) -> Modes | None:
+        """Seconds of a call's second forward, by mode; None where it has none in any mode."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call" or not self.segment[number]:
+            return None
+        forward = decision.menu.forward_seconds
+        nothing = self._cached(("no seconds", len(forward)), lambda: np.zeros(len(forward)))
+        again = self._recomputations(number)
+        if not any(decision.node in each.rerun for each in again):
+            return None
+        key = ("second forward", id(decision.menu))
+        second = self._cached(key, lambda: np.where(self._talks(decision), 0.0, forward))
+        return tuple(second if decision.node in each.rerun else nothing for each in again)
+
+    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
+        """What arrays of this model come to over several moments, each (weight, arrays that add up), mode by mode.
+
+        Moments are added up by weight, or (`worst`) the largest is taken entry by entry. None where there is nothing.
+        """
+        count = max((len(modes) for _, parts in moments for modes in parts), default=0)
+        if not count:
+            return None
+        return tuple(
+            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments], worst)
+            for i in range(count)
+        )
+
+    def _combined(self, moments: list[tuple[int, list[Bytes]]], worst: bool) -> Bytes:
+        filled = [(weight, parts) for weight, parts in moments if parts]
+        if len(filled) == 1 and len(filled[0][1]) == 1 and (worst or filled[0][0] == 1):
+            return filled[0][1][0]
+        # The cache holds every array, so that an id names one array for good.
+        key = ("total", worst, tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
+
+        def combine() -> Bytes:
+            sums = [(1 if worst else weight) * np.sum(parts, axis=0) for weight, parts in filled]
+            return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
+
+        return self._cached(key, combine)
+
+    # Who needs what.
+
+    def _recomputations(self, number: int) -> tuple[Recomputation, ...]:
+        name = self.segment[number]
+        return tuple(self._again[name].values()) if name else (Recomputation(frozenset(), frozenset()),)
+
+    def _rerun(self, number: int, mode: int) -> bool:
+        """Whether a call, or a consumer of a hub, is run again in a mode."""
+        decision = self.space.decisions[number]
+        if decision.kind == "hub":
+            return any(self._rerun(wire.target, mode) for wire in self._outgoing[number])
+        if decision.kind != "call" or not self.segment[number]:
+            return False
+        return decision.node in self._recomputations(number)[mode].rerun
+
+    def _input_needed(self, wire: Wire) -> bool:
+        """Whether the backward of the wire's target, or of what lies behind a view or hub, needs the tensor."""
+        target = self.space.decisions[wire.target]
+        if target.kind == "output":
+            return False
+        if target.kind == "hub":
+            return self._output_needed(wire.target, 0)
+        if wire.target_input in self.saved(target).inputs:
+            return True
+        return bool(self.saved(target).aliases) and self._output_needed(wire.target, 0)
+
+    def _output_needed(self, number: int, output: int) -> bool:
+        if (number, output) not in self._needs:
+            wires = (wire for wire in self._outgoing[number] if wire.source_output == output)
+            self._needs[number, output] = any(map(self._input_needed, wires))
+        return self._needs[number, output]
+
+    def _there_anyway(self, wire: Wire) -> bool:
+        """Whether the tensor that leaves the source is held on account of something else."""
+        source = self.space.decisions[wire.source]
+        if source.kind != "call":
+            return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
+        saved = self.saved(source)
+        return wire.source_output in saved.aliases or wire.source_output in saved.outputs
+
+    def saved(self, decision: Decision) -> Saved:
+        """What autograd keeps of a call."""
+        return self._saved_by_node[decision.node]
+
+    # Layouts as numbers.
+
+    def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            self._cached(
+                ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
+            ),
+            self._cached(
+                ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
+            ),
+        )
+
+    def kinds(self, wire: Wire) -> np.ndarray:
+        """How the tensor lies in memory after the wire, for every pair of layouts."""
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
+        kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
+        kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
+        kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
+        return kinds.max(axis=2)
+
+    def _only_gathers(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
+        return ~(exchanged | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
+
+    def _wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
+        shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
+        return (
+            self._local(shape, self.space.source_layouts(wire), size),
+            self._local(shape, self.space.target_layouts(wire), size),
+        )
+
+    def _local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
+        """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
+        key = ("local", tuple(shape), tuple(layouts), size)
+        sizes = self.space.mesh.sizes
+        return self._cached(
+            key,
+            lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
+        )
+
+    def _cached(self, key: object, make) -> np.ndarray:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+
+_INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
+
+
+def _encode(layouts: Sequence[Layout]) -> np.ndarray:
+    """Layouts as numbers, one row each."""
+    codes = {"I": _INVARIANT, "R": _REPLICATED, "P": _PARTIAL}
+    return np.array([[codes[p.kind] if p.kind in codes else _FIRST_DIM + p.dim for p in each] for each in layouts])
+
+
+def _modes(arrays: tuple[Bytes, ...]) -> Modes:
+    """One array where all modes agree."""
+    return arrays[:1] if all(array is arrays[0] for array in arrays) else arrays
+
+
+def _call(decision: Decision):
+    call = decision.menu.call
+    assert call is not None, f"{decision.name} is no call"
+    return call
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta.get("module", ""))

@@ -1,0 +1,165 @@
+"""The live set: what a device holds while each call runs, forward and then backward, and when that is most.
+
+    forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer
+    backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
+                           parameters that only calls after t use, the weights and gradients of t's layer, and the
+                           gradients that t works on; a segment that is computed again holds all of its own
+
+The optimizer's step works in place and is below the end of the backward. The bytes at one moment are a sum over
+choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.memory import MemoryModel, Modes
+from autopar.plan import Instant, MemoryUse
+from autopar.segments import MODES
+from autopar.space import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The bytes at moments of the backward (places of calls), added up with whole weights.
+
+    With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
+    each of the moments, though not every choice that does so fits the row.
+    """
+
+    weights: tuple[tuple[int, int], ...]
+    worst: bool = False
+
+    @property
+    def total(self) -> int:
+        """How often the limit counts in the limit of the row."""
+        return 1 if self.worst else sum(weight for _, weight in self.weights)
+
+
+def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
+    """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
+    gradients, own, working = memory.gradients(number), memory.own(number), memory.working(number)
+    moments: list[tuple[int, list[Modes]]] = []
+    for place, weight in row.weights:
+        parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
+        if gradients is not None and memory.position[number] > place:
+            parts.append((gradients,))
+        if own is not None and memory.position[number] <= place:
+            parts.append(own if _frees(memory, number, place) else own[:1])
+        if working is not None and memory.position[number] == place:
+            parts.append((working,))
+        moments.append((weight, parts))
+    nothing = np.zeros(len(memory.space.decisions[number].menu.strategies), dtype=np.int64)
+    return memory.total(moments, row.worst) or (nothing,)
+
+
+def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
+    """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
+    kept, gathered = memory.wire(wire), memory.gathered(wire)
+    moments: list[tuple[int, list[Modes]]] = []
+    for place, weight in row.weights:
+        parts: list[Modes] = []
+        if kept is not None and memory.position[wire.target] <= place:
+            parts.append(kept if _frees(memory, wire.target, place) else kept[:1])
+        if gathered is not None and memory.layer[wire.target] == memory.layer[memory.calls[place]]:
+            parts.append((gathered,))
+        moments.append((weight, parts))
+    return memory.total(moments, row.worst)
+
+
+def _frees(memory: MemoryModel, number: int, place: int) -> bool:
+    """Whether recomputation helps at that moment: not while the decision's own segment is computed again."""
+    return memory.segment[number] != memory.segment[memory.calls[place]]
+
+
+def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[int, MemoryUse, int]:
+    """The bytes at the peak, what they are at every moment, and the place of the call whose backward is the fullest."""
+    moments = _Moments(memory, choices, modes)
+    names = [memory.space.decisions[number].name for number in memory.calls]
+    forward, backward = moments.forward(), moments.backward()
+    forward_totals, backward_totals = (np.sum(list(each.values()), axis=0) for each in (forward, backward))
+    timeline = [Instant(name, False, int(n)) for name, n in zip(names, forward_totals, strict=True)]
+    timeline += [Instant(name, True, int(n)) for name, n in reversed(list(zip(names, backward_totals, strict=True)))]
+    if not names:
+        return moments.always_total, MemoryUse(moments.always, ()), 0
+    place = int(np.argmax(backward_totals))
+    top = backward if backward_totals[place] >= forward_totals.max() else forward
+    at = place if top is backward else int(np.argmax(forward_totals))
+    parts = {name: int(array[at]) for name, array in top.items() if array[at]}
+    return max(each.num_bytes for each in timeline), MemoryUse(parts, tuple(timeline)), place
+
+
+class _Moments:
+    """The bytes of one plan over the places of its calls."""
+
+    def __init__(self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> None:
+        space, count = memory.space, len(memory.calls)
+        self.count = count
+        self.always: dict[str, int] = defaultdict(int)
+        self.kept, self.whole = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        """Kept for the backward by place of use: as the modes say, and as without recomputation."""
+        self.born = np.zeros(count + 1, dtype=np.int64)
+        self.outputs = np.zeros(count, dtype=np.int64)
+        self.layers = [memory.layer[number] for number in memory.calls]
+        self.segments = [memory.segment[number] for number in memory.calls]
+        self.of_layer: dict[str, int] = defaultdict(int)
+        mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
+        for number, choice in enumerate(choices):
+            place = memory.position[number]
+            for name, array in memory.stored(number).items():
+                self.always[name] += int(array[choice])
+            gradients, own, working = memory.gradients(number), memory.own(number), memory.working(number)
+            if gradients is not None:
+                self.born[min(place, count)] += int(gradients[choice])
+            if own is not None and place < count:
+                self._keep(place, own, mode_of.get(memory.segment[number], 0), (choice,))
+            if working is not None:
+                self.outputs[place] += int(working[choice])
+        for wire in space.wires:
+            ends, place = (choices[wire.source], choices[wire.target]), memory.position[wire.target]
+            if place >= count:
+                continue
+            kept, gathered = memory.wire(wire), memory.gathered(wire)
+            if kept is not None:
+                self._keep(place, kept, mode_of.get(memory.segment[wire.target], 0), ends)
+            if gathered is not None:
+                self.of_layer[memory.layer[wire.target]] += int(gathered[ends])
+        self.always_total = sum(self.always.values())
+
+    def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...]) -> None:
+        self.kept[place] += int(modes[min(mode, len(modes) - 1)][ends])
+        self.whole[place] += int(modes[0][ends])
+
+    def forward(self) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while each call runs forward."""
+        return {**self._always(), "activations": np.cumsum(self.kept), "gathered weights": self._gathered()}
+
+    def backward(self) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while each call runs backward."""
+        kept, whole = np.cumsum(self.kept), np.cumsum(self.whole)
+        activations = kept.copy()
+        again = {s for s, one, other in zip(self.segments, self.kept, self.whole, strict=True) if s and one != other}
+        before_kept = before_whole = 0
+        for place, segment in enumerate(self.segments):
+            if place and segment != self.segments[place - 1]:
+                before_kept, before_whole = kept[place - 1], whole[place - 1]
+            if segment in again:
+                activations[place] = before_kept + whole[place] - before_whole
+        born = np.cumsum(self.born[::-1])[::-1]
+        return {
+            **self._always(),
+            "gradients": born[1:],
+            "activations": activations,
+            "gathered weights": self._gathered(),
+            "working set": self.outputs,
+        }
+
+    def _always(self) -> dict[str, np.ndarray]:
+        return {name: np.full(self.count, num_bytes) for name, num_bytes in self.always.items()}
+
+    def _gathered(self) -> np.ndarray:
+        return np.array([self.of_layer[layer] for layer in self.layers], dtype=np.int64)

@@ -1,0 +1,88 @@
+"""The problem that a space states to the solver: menus, reshard costs, pins, and the bytes at some moments of a step.
+
+Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with
+the modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.memory import MemoryModel, Modes
+from autopar.peak import Row, node_bytes, wire_bytes
+from autopar.problem import Edge, Node, Problem
+from autopar.segments import MODES
+from autopar.space import Space, Wire
+
+Pins = Mapping[int, np.ndarray]
+"""Decision → which of its strategies are allowed."""
+
+
+class Statement:
+    """States problems about one space; whatever equal calls have in common is computed once."""
+
+    def __init__(self, space: Space, memory: MemoryModel) -> None:
+        self.space = space
+        self.memory = memory
+        self._matrices: dict[object, np.ndarray] = {}
+        self._stacks: dict[object, np.ndarray] = {}
+
+    def problem(
+        self, pins: Pins, row: Row | None = None, budget: int | None = None, modes: Mapping[str, str] | None = None
+    ) -> Problem:
+        """The problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
+
+        `modes` (segment → mode, "" for free) adds the nodes of segments; without it nothing is computed again.
+        """
+        segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
+        nodes: list[Node] = []
+        edges: list[Edge] = []
+        for number, decision in enumerate(self.space.decisions):
+            seconds = decision.menu.seconds
+            if number in pins:
+                seconds = np.where(pins[number], seconds, np.inf)
+            held = (self._zeros(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
+            segment = segments.get(self.memory.segment[number])
+            again = self.memory.recompute_seconds(number) if segment is not None else None
+            if segment is None or (len(held) == 1 and again is None):
+                nodes.append(Node(decision.name, seconds, held[0]))
+                continue
+            nodes.append(Node(decision.name, seconds, self._zeros(seconds.shape)))
+            added = self._stacked(again or (self._zeros(seconds.shape),), float)
+            edges.append(Edge((segment, number), added, self._stacked(held, int)))
+        for name, mode in (modes or {}).items():
+            allowed = np.array([0.0 if mode in ("", each) else np.inf for each in MODES])
+            nodes.append(Node(f"recompute:{name}", allowed, self._zeros(allowed.shape)))
+        for wire in self.space.wires:
+            seconds = self._reshard(wire)
+            held = None if row is None else wire_bytes(self.memory, wire, row)
+            segment = segments.get(self.memory.segment[wire.target])
+            if held is None:
+                edges.append(Edge((wire.source, wire.target), seconds))
+            elif len(held) == 1 or segment is None:
+                edges.append(Edge((wire.source, wire.target), seconds, held[0]))
+            else:
+                stacked = self._stacked((seconds,), float)
+                edges.append(Edge((segment, wire.source, wire.target), stacked, self._stacked(held, int)))
+        return Problem(tuple(nodes), tuple(edges), budget)
+
+    def _reshard(self, wire: Wire) -> np.ndarray:
+        ends = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
+        key = (id(ends[0]), wire.source_output, id(ends[1]), wire.target_input, wire.tensor)
+        if key not in self._matrices:
+            self._matrices[key] = self.space.reshard_seconds(wire)
+        return self._matrices[key]
+
+    def _stacked(self, arrays: Modes, kind: type) -> np.ndarray:
+        """One array with the modes as its first dim; equal arrays stay one object."""
+        key = (tuple(map(id, arrays)), kind)
+        if key not in self._stacks:
+            every = arrays * len(MODES) if len(arrays) == 1 else arrays
+            self._stacks[key] = np.stack(every).astype(np.float64 if kind is float else np.int64)
+            self._stacks[key, "held"] = arrays  # type: ignore[assignment]  # an id means something while its object lives
+        return self._stacks[key]
+
+    def _zeros(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self._stacks.setdefault(("zeros", shape), np.zeros(shape, dtype=np.int64))
