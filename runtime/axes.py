@@ -34,11 +34,25 @@ _traffic: list[Traffic] = []
 @contextlib.contextmanager
 def use_mesh(mesh: DeviceMesh) -> Iterator[None]:
     """Resolve axis names on `mesh` inside the block."""
-    before = dict(_axes)
-    _axes.clear()
+    axes = {}
     for position, name in enumerate(mesh.mesh_dim_names or ()):
         group = mesh.get_group(position).group_name
-        _axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
+        axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
+    with use_axes(axes):
+        yield
+
+
+def current_axes() -> Mapping[str, Axis]:
+    """The axes of the current mesh by name, for `use_axes`."""
+    return dict(_axes)
+
+
+@contextlib.contextmanager
+def use_axes(axes: Mapping[str, Axis]) -> Iterator[None]:
+    """Have these axes inside the block, and no others."""
+    before = dict(_axes)
+    _axes.clear()
+    _axes.update(axes)
     try:
         yield
     finally:

@@ -61,7 +61,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
     for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
-        if space.decisions[wire.source].kind != "parameter":
+        if not space.is_weight(wire.source):
             continue
         path = space.path(wire, choices)
         steps = _steps(space, wire, path)
@@ -126,7 +126,8 @@ def _first_use(space: Space, wire: Wire) -> int:
 
 def _layer(space: Space, wire: Wire) -> str:
     """The layer a parameter belongs to: its name up to the first number, or the module that owns it."""
-    placeholder = space.decisions[wire.source].name
+    source = space.decisions[wire.source].name
+    placeholder = space.weight_casts.get(source, source)
     name = next(n for n, p in space.program.parameters.items() if p == placeholder)
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)

@@ -196,7 +196,7 @@ class _GatherParameters(torch.autograd.Function):
 
 
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
-    recipe = replace(recipe, shards=tuple(map(Regather._unpack, recipe.shards)))
+    recipe = replace(recipe, shards=tuple(map(Regather.given_back, recipe.shards)))
     whole: list[Tensor | None] = [None] * len(recipe.shards)
     for numbers in _by_dtype(recipe.shards):
         shards = [recipe.shards[i] for i in numbers]
@@ -244,7 +244,7 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
     current: Regather | None = None
 
     def __init__(self) -> None:
-        super().__init__(self._pack, self._unpack)
+        super().__init__(self._pack, self.given_back)
         self._buckets: dict[int, tuple[Any, _Bucket, int]] = {}
 
     def __enter__(self) -> Regather:  # type: ignore[override]
@@ -270,14 +270,21 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         storage = x.untyped_storage()
         alive, bucket, number = self._buckets.get(storage._cdata, (None, None, 0))
         if alive is None or bucket is None or alive() is None:
-            return x
+            return _without_graph(x)
         bucket.uses += 1
         return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
     @staticmethod
-    def _unpack(saved: Tensor | _Handle) -> Tensor:
+    def hold(x: Tensor) -> object:
+        """What to keep of a tensor, as an open `Regather` block would; `given_back` makes the tensor of it, once."""
+        return _without_graph(x) if Regather.current is None else Regather.current._pack(x)
+
+    @staticmethod
+    def given_back(saved: object) -> Tensor:
+        """The tensor that was held."""
         if isinstance(saved, Tensor):
             return saved
+        assert isinstance(saved, _Handle)
         bucket = saved.bucket
         if bucket.again is None:
             with torch.no_grad():
@@ -287,3 +294,8 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         if bucket.asked == bucket.uses:
             bucket.asked, bucket.again = 0, None
         return weight.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    """The tensor as a node of the graph may hold it: a call's own output, with its graph, would hold the node."""
+    return x.detach() if x.grad_fn is not None else x

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from autopar.runtime.roles import role_of
 
 INDENT = "    "
 COMMENT_COLUMN = 88
@@ -24,17 +27,21 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
         if node.op == "placeholder":
             lines.append(_commented(f"{INDENT}{node.name},", node))
     lines.append("):")
-    section = None
-    for node in graph.nodes:
-        if node.op == "call_function":
-            if node.meta.get("module") != section:
-                section = node.meta.get("module")
-                lines += ["", f"{INDENT}# {section or 'model'}"]
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    for section, nodes in itertools.groupby(calls, lambda node: node.meta.get("module")):
+        found = list(nodes)
+        lines += ["", f"{INDENT}# {section or 'model'}{_recomputed(found)}"]
+        for node in found:
             arguments = [*map(_text, node.args), *(f"{key}={_text(value)}" for key, value in node.kwargs.items())]
             lines.append(_commented(f"{INDENT}{node.name} = {_target(node)}({', '.join(arguments)})", node))
-        elif node.op == "output":
-            lines += ["", f"{INDENT}return {_text(node.args[0])}"]
+    lines += ["", f"{INDENT}return {_text(graph.output_node().args[0])}"]
     return "\n".join(lines)
+
+
+def _recomputed(section: Sequence[fx.Node]) -> str:
+    """How the calls of a section are computed again in the backward."""
+    modes = {role.mode for node in section if (role := role_of(node)) is not None}
+    return f" (recomputed: {', '.join(sorted(modes))})" if modes else ""
 
 
 def _commented(line: str, node: fx.Node) -> str:

@@ -271,3 +271,7 @@ def keep_on_first_both(x: Tensor, axis: str) -> Tensor:
 def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
     """R → I: the value as it is; the gradient on the first rank, zeros elsewhere. Moves nothing."""
     return _OnFirst.apply(x, axis_of(axis), False, True)
+
+
+COMMUNICATING = frozenset((all_reduce, all_gather, all_gather_invariant, reduce_scatter, all_to_all))
+"""The moves that communicate in their forward; none of them runs twice."""

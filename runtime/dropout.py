@@ -45,6 +45,11 @@ def use_randomness(seed: int, step: int, deterministic: bool = False) -> Iterato
         _randomness = before
 
 
+def randomness() -> Randomness:
+    """What draws depend on now."""
+    return _randomness
+
+
 def dropout(x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
     """As `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order. Moves nothing."""
     return _dropped(x, p if train else 0.0, key, [axes_of(axes.get(factor, ())) for factor in sizes])

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -24,6 +25,7 @@ from autopar.runtime.code import readable_code
 from autopar.runtime.dropout import use_randomness
 from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of, local_input
 from autopar.runtime.parameters import as_stored, local_part, placements_of, tie, ties_of
+from autopar.runtime.recompute import Step, run, steps_of
 from autopar.runtime.rewrite import LocalProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +58,8 @@ class Executable:
     """Placeholder → the constant, on the device of the mesh."""
     regathers: bool
     """Whether some gathered weights are freed after use and gathered again in the backward."""
+    recomputing: tuple[Step, ...]
+    """The calls of the graph where some are computed again in the backward; else none."""
 
     @classmethod
     def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
@@ -68,7 +72,9 @@ class Executable:
             parameters.append(GraphParameter(name, placeholder, shape, info.dtype))
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
-        return cls(program, plan, local, tuple(parameters), constants, regathers)
+        steps = steps_of(local.module.graph)
+        recomputing = steps if any(step.role is not None for step in steps) else ()
+        return cls(program, plan, local, tuple(parameters), constants, regathers, recomputing)
 
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
@@ -177,7 +183,11 @@ class ParallelModule(nn.Module):
         """Run the model on the global batch."""
         executable, inputs = self._entered(args, kwargs)
         with self._surroundings(executable):
-            outputs = executable.local.module(*inputs)
+            if executable.recomputing and torch.is_grad_enabled():
+                _check_not_compiled(executable)
+                outputs = run(executable.local.module.graph, executable.recomputing, inputs)
+            else:
+                outputs = executable.local.module(*inputs)
         return self._left(executable, outputs)
 
     @uncompiled
@@ -250,3 +260,14 @@ class ParallelModule(nn.Module):
                 "call it once, or give autopar.compile(..., example_inputs=...)."
             )
         return self._latest
+
+
+def _check_not_compiled(executable: Executable) -> None:
+    """Raise InputError under torch.compile, which decides by itself what to keep and does not see saved tensors."""
+    if get_eval_frame_callback() not in (None, False):
+        modes = [step.role for step in executable.recomputing if step.role is not None]
+        named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+        raise InputError(
+            f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
+            'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+        )

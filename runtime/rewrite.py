@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,18 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.errors import PlanError
 from autopar.layout import I, Layout, Placement
 from autopar.mesh import Mesh
-from autopar.program import TensorInfo, tensor_inputs
+from autopar.program import Program, TensorInfo, tensor_inputs
 from autopar.reshard import Move, Tensor
 from autopar.runtime.bucketing import Bucket, buckets_of
 from autopar.runtime.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives import COMMUNICATING
 from autopar.runtime.moves import move_call
-from autopar.space import Space, carries_pin, is_call
+from autopar.runtime.roles import CHANGED, ROLE, Role
+from autopar.segments import MODES, is_contraction, segments_of
+from autopar.space import Space, carries_pin, is_call, source_of
 
 Value = tuple[int, int]
 """(decision, output position)"""
@@ -41,17 +45,36 @@ class LocalProgram:
     """Layout of every entry of the graph's flat output; None where it is no tensor."""
 
 
-def rewrite(space: Space, choices: Sequence[int]) -> LocalProgram:
-    """The per-rank graph of a space under one choice per decision."""
-    return _Rewriter(space, choices).run()
+def rewrite(space: Space, choices: Sequence[int], recompute: Mapping[str, str] | None = None) -> LocalProgram:
+    """The per-rank graph of a space under one choice per decision; `recompute` is segment → mode.
+
+    Raises PlanError where the program has no such segment, or recomputation no such mode.
+    """
+    return _Rewriter(space, choices, _modes(space, recompute or {})).run()
+
+
+def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
+    """Segment and mode of every call that is not kept as it is."""
+    segments = {segment.name: segment for segment in segments_of(space.program)}
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for name, mode in recompute.items():
+        if name not in segments or mode not in MODES:
+            raise PlanError(
+                f'recompute says "{mode}" for segment "{name}"; the program has segments '
+                f"{', '.join(segments) or 'none'}, and modes are {', '.join(MODES)}. Plan the model anew."
+            )
+        if mode != "none":
+            found.update(dict.fromkeys(segments[name].nodes, (name, mode)))
+    return found
 
 
 class _Rewriter:
     """One walk over the program's graph; `values` holds what has been emitted so far."""
 
-    def __init__(self, space: Space, choices: Sequence[int]) -> None:
+    def __init__(self, space: Space, choices: Sequence[int], modes: Mapping[fx.Node, tuple[str, str]]) -> None:
         self.space = space
         self.choices = choices
+        self.modes = modes
         self.graph = fx.Graph()
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
@@ -60,8 +83,13 @@ class _Rewriter:
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
+        self.segment: tuple[str, str] | None = None
+        """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
+        self.weights: set[fx.Node] = set()
+        """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
+        self.changed = _running_statistics(space.program)
         self.num_random = 0
 
     def run(self) -> LocalProgram:
@@ -74,9 +102,12 @@ class _Rewriter:
         for node in self.space.program.graph.nodes:
             self.section = str(node.meta.get("module", ""))
             if is_call(node):
+                self.segment = self.modes.get(node)
                 self._call(node)
             elif node.op == "call_function":
+                self.segment = self.modes.get(source_of(node)[0])
                 self._getitem(node)
+        self.segment = None
         outputs = [self._output(number, value) for number, value in enumerate(self.space.program.output)]
         self.graph.output(tuple(value for value, _ in outputs))
         self.graph.lint()
@@ -87,8 +118,11 @@ class _Rewriter:
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
         new.meta["module"] = ""
+        new.meta[CHANGED] = node in self.changed
         if isinstance(node.meta["tensor"], TensorInfo):
             number = self.space.index[node.name]
+            if self.space.decisions[number].kind == "parameter":
+                self.weights.add(new)
             layout = self._strategy(number).outputs[0]
             new.meta["layout"] = layout
             self.layouts[node.name] = layout
@@ -96,13 +130,16 @@ class _Rewriter:
 
     def _call(self, node: fx.Node) -> None:
         number = self.space.index[node.name]
+        if (number, 0) in self.values:
+            return
         decision = self.space.decisions[number]
         strategy = self._strategy(number)
         arguments = iter([self._input(number, position) for position in range(len(tensor_inputs(node)))])
 
-        def local(argument: fx.Node) -> object:
+        def local(argument: fx.Node) -> Any:
             return next(arguments) if argument.meta.get("tensor") is not None else None
 
+        args: Any
         args, kwargs = map_arg((node.args, dict(node.kwargs)), local)
         op, call, bound = decision.menu.op, decision.menu.call, decision.menu.bound
         assert op is not None and call is not None and bound is not None
@@ -124,7 +161,16 @@ class _Rewriter:
                 kwargs["key"] = self.num_random
                 self.num_random += 1
         layout = strategy.outputs[0] if strategy.outputs else None
-        self.values[number, 0] = self._emit(target, args, kwargs, layout, name=node.name)
+        new = self._emit(target, args, kwargs, layout, name=node.name)
+        self.values[number, 0] = new
+        if node.name in self.space.weight_casts:
+            self.weights.add(new)
+            if node in self.modes:
+                new.meta[ROLE] = Role(*self.modes[node], kept=False, weight=True)
+        elif self.segment is not None:
+            mode = self.segment[1]
+            communicates = any(not transfer.backward for transfer in strategy.transfers)
+            self._mark(new, communicates or (mode == "selective" and is_contraction(node)))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, position = node.args
@@ -134,9 +180,12 @@ class _Rewriter:
         whole = self.values[number, 0] if (number, -1) not in self.values else self.values[number, -1]
         self.values[number, -1] = whole
         layout = self._strategy(number).outputs[output]
-        self.values[number, output] = self._emit(operator.getitem, (whole, position), {}, layout, name=node.name)
+        new = self._emit(operator.getitem, (whole, position), {}, layout, name=node.name)
+        self.values[number, output] = new
+        if self.segment is not None:
+            self._mark(new, whole.meta[ROLE].kept)
 
-    def _output(self, number: int, value: object) -> tuple[object, Layout | None]:
+    def _output(self, number: int, value: Any) -> tuple[Any, Layout | None]:
         if not isinstance(value, fx.Node):
             return value, None
         decision = self.space.index[f"output:{number}"]
@@ -161,10 +210,12 @@ class _Rewriter:
     def _value(self, decision: int, output: int) -> fx.Node:
         """A decision's output; a hub is emitted when it is first asked for."""
         if (decision, output) not in self.values:
-            assert self.space.decisions[decision].kind == "hub", (
-                f"{self.space.decisions[decision].name} is not there yet"
-            )
-            self.values[decision, 0] = self._input(decision, 0)
+            missing = self.space.decisions[decision]
+            if missing.name in self.space.weight_casts:  # a bucket takes its weights before the first of them is used
+                self._call(missing.node)
+            else:
+                assert missing.kind == "hub", f"{missing.name} is not there yet"
+                self.values[decision, 0] = self._input(decision, 0)
         return self.values[decision, output]
 
     def _move(self, value: fx.Node, move: Move, tensor: Tensor) -> fx.Node:
@@ -174,16 +225,16 @@ class _Rewriter:
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
             key = (value, move.axis, move.target)
             if key not in self.slices:
-                self.slices[key] = self._emit(function, (value, *args), {}, move.after)
+                self.slices[key] = self._emit_move(function, (value, *args), move.after)
             return self.slices[key]
-        return self._emit(function, (value, *args), {}, move.after)
+        return self._emit_move(function, (value, *args), move.after)
 
     def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
         """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
         axis, dim = self.mesh.names[move.axis], move.source.dim
         size = move.after.local_shape(shape, self.mesh.sizes)[dim]
         gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": True}, None)
-        return self._emit(operator.getitem, (gathered, 0), {}, move.after)
+        return self._emit_weight(operator.getitem, (gathered, 0), move.after)
 
     def _bucket(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket together, one collective per step of their common path."""
@@ -202,9 +253,28 @@ class _Rewriter:
             else:
                 new = self._emit(reduce_gradients, (axis, *values), {}, None)
             layouts = [move.after for move in moves]
-            values = [self._emit(operator.getitem, (new, i), {}, layout) for i, layout in enumerate(layouts)]
+            values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
         for end, value in zip(bucket.ends, values, strict=True):
             self.by_wire[end] = value
+
+    def _emit_move(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:
+        """A move of a tensor, args[0]."""
+        if args[0] in self.weights:
+            return self._emit_weight(function, args, layout)
+        new = self._emit(function, args, {}, layout)
+        if self.segment is not None:
+            self._mark(new, function in COMMUNICATING)
+        return new
+
+    def _emit_weight(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:
+        new = self._emit(function, args, {}, layout)
+        self.weights.add(new)
+        return new
+
+    def _mark(self, node: fx.Node, kept: bool) -> None:
+        """Say what recomputation does with a call of the current segment."""
+        assert self.segment is not None
+        node.meta[ROLE] = Role(*self.segment, kept)
 
     def _emit(
         self,
@@ -225,6 +295,17 @@ class _Rewriter:
     @property
     def mesh(self) -> Mesh:
         return self.space.mesh
+
+
+def _running_statistics(program: Program) -> set[fx.Node]:
+    """The buffers that calls change in place; all other changes are outputs of the graph."""
+    return {
+        value
+        for node in program.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+        if argument.name.startswith("running_") and isinstance(value, fx.Node)
+    }
 
 
 def _runtime_function(name: str) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
     source = FAMILIES[family].build()
     if family == "mlp":
         autopar.annotate(source, "linear", dp="data")
-        autopar.annotate(source, "*.weight", storage="dp")
+        autopar.annotate(source, "*.weight", storage="dp", regather=True)
     on = mesh((2,), ("dp",)) if dist.get_world_size() == 2 else mesh(*GRID)
     model = autopar.compile(source, on, kwargs or args, hardware=SLOW_DEVICES)
     assert family != "mlp" or model.prepare(args, kwargs).regathers
