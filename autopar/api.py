@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,18 +22,22 @@ from autopar.hardware import Hardware, load
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
 from autopar.normalize import rehome
+from autopar.optimizers import Optimizer
 from autopar.plan import Plan
-from autopar.planner import choices_of, make_plan
+from autopar.planner import GOOD_ENOUGH, PlanContext, choices_of, make_plan
 from autopar.program import Program
+from autopar.progress import stages
 from autopar.runtime.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.inputs import Arguments, canonical_arguments, layout_of, without_placements
 from autopar.runtime.module import Executable, ParallelModule
 from autopar.runtime.parameters import attach
 from autopar.runtime.rewrite import rewrite
+from autopar.search import best_mesh
 from autopar.sizes import parse_bytes
 from autopar.space import Space
 
 Mode = Literal["auto", "semi_auto", "manual"]
+Recompute = Literal["auto", "none", "selective", "full"]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -44,6 +49,9 @@ def compile(
     mode: Mode = "auto",
     plan: Plan | None = None,
     memory: str | int | None = None,
+    recompute: Recompute = "auto",
+    optimizer: str = "adamw",
+    master_copies: bool = False,
     outputs: Literal["dtensor", "full"] = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Literal["auto", "ilp"] = "auto",
@@ -60,7 +68,11 @@ def compile(
         mode: "auto" (the solver decides; pins hold), "semi_auto" (the same, and every annotation must match
             something), "manual" (what is not annotated is data parallel).
         plan: a plan made before; nothing is solved.
-        memory: hard limit per device, in bytes or as text ("8GB").
+        memory: hard limit per device at every moment of a step, in bytes or as text ("8GB").
+        recompute: "auto" (layers are computed again in the backward where the limit asks for it), or one of "none",
+            "selective" (all but contractions) and "full" for every layer.
+        optimizer: whose state and step are planned for: "adamw", "sgd", "adamw-8bit" or "none".
+        master_copies: plan for float32 copies of parameters of lower precision.
         outputs: "dtensor" or "full": how tensors that are no scalars come back.
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
@@ -73,8 +85,9 @@ def compile(
     _check_mesh(mesh)
     _check_options(mode, outputs, solver)
     abstract = Mesh.of(mesh)
-    profile = _profile(hardware, abstract)
+    profile = profile_of(hardware, abstract)
     limit = None if memory is None else parse_bytes(memory)
+    trained_by = Optimizer(optimizer, master_copies)
     traced = skeleton(model)
     annotations = annotations_of(model)
     signature = inspect.signature(model.forward)
@@ -90,17 +103,25 @@ def compile(
         def captured() -> Space:
             program = capture(traced, *without_placements(arguments), training=training)
             rehome(program.graph, torch.device(mesh.device_type))
-            return build_space(program, abstract, profile, outputs == "full", _input_layouts(program, arguments, mesh))
+            layouts = _input_layouts(program, arguments, mesh)
+            return build_space(program, abstract, profile, outputs == "full", layouts, trained_by)
 
         space = on_all_ranks(captured, lambda space: _summary(space.program), mesh)
+
+        contexts: list[PlanContext] = []
 
         def solved() -> str:
             if plan is not None and originals:
                 return plan.to_json()
-            return make_plan(space, pins_of(annotations, space, mode, storage), limit, solver)[0].to_json()
+            pins = pins_of(annotations, space, mode, storage)
+            made, _ = make_plan(space, pins, limit, solver, recompute=recompute)
+            contexts.append(replace(made.context, annotations=tuple(annotations), mode=mode))
+            return made.to_json()
 
         agreed = Plan.from_json(from_first_rank(solved, mesh))
-        local = rewrite(space, choices_of(agreed, space))
+        if contexts:  # the rank that solved can explain the plan
+            agreed = replace(agreed, context=contexts[0])
+        local = rewrite(space, choices_of(agreed, space), agreed.recompute)
         if originals:
             whole = replicated(abstract.ndim)
             storage.update({name: whole for name, _ in traced.named_parameters()})
@@ -119,36 +140,66 @@ def compile(
     )
     module.train(training)
     if example_inputs is not None:
-        args, kwargs = _example(example_inputs)
+        args, kwargs = example_arguments(example_inputs)
         module.prepare(args, kwargs)
     return module
 
 
 def plan(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | Literal["auto"],
     example_inputs: ExampleInputs,
     *,
+    devices: int | None = None,
+    max_axes: int = 2,
     mode: Mode = "auto",
     memory: str | int | None = None,
+    recompute: Recompute = "auto",
+    optimizer: str = "adamw",
+    master_copies: bool = False,
     outputs: Literal["dtensor", "full"] = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Literal["auto", "ilp"] = "auto",
+    time_limit: float = 120.0,
+    gap: float = GOOD_ENOUGH,
 ) -> Plan:
-    """Plan without running: needs no process group and no devices; see `compile` for the arguments.
+    """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
+
+    With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned.
+    Without a memory limit the plan is the best there is. Under one it is proven to be within `gap` of the best, 0.1%
+    of the step unless told otherwise; after `time_limit` seconds the solver returns what it has, with its bound and a
+    warning.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
+    >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP
     """
     _check_options(mode, outputs, solver)
-    abstract = Mesh.of(mesh)
-    args, kwargs = canonical_arguments(inspect.signature(model.forward), *_example(example_inputs))
-    program = capture(skeleton(model), args, kwargs, training=model.training)
-    space = build_space(program, abstract, _profile(hardware, abstract), whole_outputs=outputs == "full")
-    pins = pins_of(annotations_of(model), space, mode, {})
-    return make_plan(space, pins, None if memory is None else parse_bytes(memory), solver)[0]
+    limit = None if memory is None else parse_bytes(memory)
+    trained_by = Optimizer(optimizer, master_copies)
+    annotations = annotations_of(model)
+    args, kwargs = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+    with stages("planning", 1) as step:
+        step("capture")
+        program = capture(skeleton(model), args, kwargs, training=model.training)
+
+    def on(mesh: Mesh) -> Plan:
+        with stages(f"planning on {mesh}", 2) as step:
+            step("strategies and costs")
+            return solved(mesh, step)
+
+    def solved(mesh: Mesh, step: Callable[[str], None]) -> Plan:
+        space = build_space(program, mesh, profile_of(hardware, mesh), outputs == "full", optimizer=trained_by)
+        pins = pins_of(annotations, space, mode, {})
+        step("solving")
+        found, _ = make_plan(space, pins, limit, solver, time_limit, recompute, gap)
+        return replace(found, context=replace(found.context, annotations=tuple(annotations), mode=mode))
+
+    if isinstance(mesh, str):
+        return best_mesh(on, mesh, devices, hardware, max_axes)
+    return on(Mesh.of(mesh))
 
 
-def _profile(hardware: str | Hardware | None, mesh: Mesh) -> Hardware:
+def profile_of(hardware: str | Hardware | None, mesh: Mesh) -> Hardware:
     return hardware if isinstance(hardware, Hardware) else load(hardware or mesh.hardware)
 
 
@@ -162,6 +213,12 @@ def _check_options(mode: str, outputs: str, solver: str) -> None:
 
 
 def _check_mesh(mesh: object) -> None:
+    if isinstance(mesh, str):
+        raise MeshError(
+            f'compile needs a DeviceMesh, found mesh={mesh!r}; find one with plan = autopar.plan(model, "auto", …), '
+            "make it with init_device_mesh(device_type, plan.mesh.sizes, mesh_dim_names=plan.mesh.names), and compile "
+            "with both: compile(model, mesh, …, plan=plan)."
+        )
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a DeviceMesh over ranks of a process group, found {type(mesh).__name__}; "
@@ -174,7 +231,7 @@ def _check_mesh(mesh: object) -> None:
         )
 
 
-def _example(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, tuple):

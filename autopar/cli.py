@@ -1,4 +1,10 @@
-"""The `autopar` command: `autopar plan` prints a plan without any device, `autopar demo` trains with one."""
+"""The `autopar` command.
+
+autopar plan        prints a plan without any device, as a table; saves it as JSON, as a page, as a trace
+autopar explain     says why one part of a plan is as it is
+autopar demo        trains a small model on this machine's CPU, beside one process
+autopar calibrate   measures this machine and writes its hardware profile
+"""
 
 from __future__ import annotations
 
@@ -13,12 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import api
+from autopar import api, calibrate
 from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh
-from autopar.models import NAMES, language_model
+from autopar.models import NAMES, built_in
+from autopar.optimizers import NAMES as OPTIMIZERS
+from autopar.plan import Plan
 from autopar.report import plan_table
-from autopar.text import VOCABULARY
+from autopar.segments import MODES
 
 DEFAULT_AXES = ("dp", "tp")
 FAILED, DISAGREES = 2, 1  # exit statuses: an error, and a demo whose losses or bytes are not as predicted
@@ -59,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small model on this machine's CPU, beside one process"))
     _add_plan(commands.add_parser("plan", help="print the plan of a model for a mesh that need not be there"))
+    _add_explain(commands.add_parser("explain", help="say why one part of a plan is as it is"))
+    measuring = commands.add_parser("calibrate", help="measure this machine and write its hardware profile")
+    calibrate.add_arguments(measuring)
+    measuring.set_defaults(command=calibrate.run)
     return parser
 
 
@@ -73,21 +85,41 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page to look at")
+    parser.add_argument("--trace", metavar="FILE", help="write the predicted step as a trace for Perfetto or Chrome")
+    parser.add_argument("--verbose", action="store_true", help="show every operation")
+    parser.set_defaults(command=_plan)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("name", help="a module, parameter or operation of the model, as in the plan's table")
+    parser.set_defaults(command=_explain)
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """What both commands need to make a plan."""
     parser.add_argument(
         "model",
         help=f"one of {', '.join(NAMES)}, or MODULE:FUNCTION that returns a model, or a model and its example inputs",
     )
-    parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2"')
+    parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2", or "auto" with --devices')
+    parser.add_argument("--devices", type=_positive, help="with --mesh auto: how many devices to arrange")
+    parser.add_argument("--max-axes", type=_positive, default=2, help="with --mesh auto: at most so many axes (2)")
     parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences or images of the global batch (8)")
     parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")
     parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
     parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
+    parser.add_argument("--recompute", choices=("auto", *MODES), default="auto", help="layers computed again (auto)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
     parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
-    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON")
-    parser.add_argument("--verbose", action="store_true", help="show every operation")
-    parser.set_defaults(command=_plan)
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
 
 def _positive(text: str) -> int:
@@ -117,30 +149,49 @@ def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    model, example_inputs = _model(options)
-    plan = api.plan(
-        model,
-        parse_mesh(options.mesh, options.hardware),
-        example_inputs,
-        mode=options.mode,
-        memory=options.memory,
-        solver=options.solver,
-    )
+    plan = _made(options)
     print(plan_table(plan, verbose=options.verbose))
-    if options.save:
-        try:
-            plan.save(options.save)
-        except OSError as error:
-            raise InputError(f"the plan cannot be saved: {error}; give --save a file that can be written.") from error
-        print(f"\nsaved in {options.save}")
+    for path, write in ((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace)):
+        if path:
+            try:
+                write(path)
+            except OSError as error:
+                raise InputError(f"the plan cannot be saved: {error}; give a file that can be written.") from error
+            print(f"\nsaved in {path}")
     return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    print(_made(options).explain(options.name))
+    return 0
+
+
+def _made(options: argparse.Namespace) -> Plan:
+    """The plan that the options ask for."""
+    model, example_inputs = _model(options)
+    auto = options.mesh == "auto"
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        return api.plan(
+            model,
+            "auto" if auto else parse_mesh(options.mesh, options.hardware),
+            example_inputs,
+            devices=options.devices,
+            max_axes=options.max_axes,
+            hardware=options.hardware,
+            mode=options.mode,
+            memory=options.memory,
+            recompute=options.recompute,
+            optimizer=options.optimizer,
+            master_copies=options.master_copies,
+            solver=options.solver,
+            time_limit=options.time_limit,
+        )
 
 
 def _model(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model that was named and inputs for it."""
     if ":" not in options.model:
-        model = language_model(options.model, options.layers, device="meta")
-        return model, _tokens(model, options.batch, options.sequence)
+        return built_in(options.model, options.batch, options.sequence, options.layers)
     made = _call(options.model)
     model, example_inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -152,7 +203,7 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 def _tokens(model: nn.Module, batch: int, sequence: int) -> tuple[torch.Tensor, ...]:
     """Token ids, and labels for a model that takes them."""
-    ids_BS = torch.randint(VOCABULARY, (batch, sequence))
+    ids_BS = torch.zeros(batch, sequence, dtype=torch.int64)
     return (ids_BS, ids_BS) if "labels" in inspect.signature(model.forward).parameters else (ids_BS,)
 
 

@@ -1,36 +1,85 @@
 """What the planner assumes of a machine: peak FLOP/s, memory, and the links between devices, read from JSON profiles.
 
 A profile in `profiles/` states every number as {"value": …, "source": …}. Sources say "datasheet", "measured" (with
-hardware, date and script) or "assumed". A profile of one's own is the same file anywhere, given by its path.
+hardware, date and script) or "assumed". A profile of one's own is the same file anywhere, given by its path;
+`autopar calibrate` writes one. What the numbers of a link mean for a collective is in `collective_cost`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 
 PROFILES = Path(__file__).parent / "profiles"
+ALGORITHMS = ("ring", "tree")
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One way to carry an algorithm's messages over a link: cheap to start, or good for the bandwidth.
+
+    A collective pays `base_latency_s` once and `step_latency_s` for each step over the link, and moves its bytes at
+    `efficiency` times the link's bandwidth. NCCL's are LL, LL128 and Simple.
+    """
+
+    name: str
+    algorithm: str = "ring"
+    base_latency_s: float = 0.0
+    step_latency_s: float = 0.0
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise PlanError(
+                f"protocol {self.name!r} is of algorithm {self.algorithm!r}; use one of {', '.join(ALGORITHMS)}."
+            )
+        for what, seconds in (("base", self.base_latency_s), ("step", self.step_latency_s)):
+            if not 0 <= seconds < math.inf:
+                raise PlanError(f"protocol {self} has a {what} latency of {seconds} s; give seconds of at least 0.")
+        if not 0 < self.efficiency <= 1:
+            raise PlanError(f"protocol {self} has an efficiency of {self.efficiency}; give a share above 0, at most 1.")
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """Share of a link's bandwidth that each collective reaches, by any protocol: libraries run some of them poorly."""
+
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            share = getattr(self, field.name)
+            if not 0 < share <= 1:
+                raise PlanError(f"efficiencies.{field.name} is {share}; give a share above 0, at most 1.")
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """One level of the network: it joins groups of `devices` consecutive devices (None: any number).
 
-    A message over n devices takes `latency_s` + its share of bytes / `bytes_per_s`, what one device can send per second
-    while it receives as much.
+    `bytes_per_s` is what one device can send over it per second while it receives as much. A link is given its
+    `protocols`, or a latency per message, which stands for one ring protocol of full efficiency.
     """
 
     name: str
     devices: int | None
     latency_s: float
     bytes_per_s: float
+    protocols: tuple[Protocol, ...] = ()
+    efficiencies: Efficiencies = Efficiencies()
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
@@ -39,6 +88,31 @@ class Link:
             raise PlanError(f"link {self.name!r} has a latency of {self.latency_s} s; give seconds of at least 0.")
         if not 0 < self.bytes_per_s < math.inf:
             raise PlanError(f"link {self.name!r} moves {self.bytes_per_s} bytes/s; give a number above 0.")
+        if not self.protocols:
+            object.__setattr__(self, "protocols", (Protocol("messages", "ring", self.latency_s),))
+        elif self.latency_s:
+            raise PlanError(f"link {self.name!r} has protocols and a latency of its own; leave latency_s out.")
+        names = [str(protocol) for protocol in self.protocols]
+        if len(set(names)) < len(names):
+            raise PlanError(f"link {self.name!r} has the protocols {', '.join(names)}; give each once.")
+
+    def protocol(self, algorithm: str, name: str) -> Protocol | None:
+        """The protocol of that algorithm and name, None where the link lacks it."""
+        return next((p for p in self.protocols if (p.algorithm, p.name) == (algorithm, name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Which share of the collectives of parameters hides behind computation; assumptions of the profile, in [0, 1]."""
+
+    gradient_reduction: float = 0.0
+    weight_gathering: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            share = getattr(self, field.name)
+            if not 0 <= share <= 1:
+                raise PlanError(f"overlap.{field.name} is {share}; give the share that is hidden, from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +127,7 @@ class Hardware:
     op_latency_s: float
     """Seconds that any operation takes, however small."""
     links: tuple[Link, ...]
+    overlap: Overlap = Overlap()
 
     def __post_init__(self) -> None:
         numbers = {f"flops of {dtype}": value for dtype, value in self.flops.items()}
@@ -64,16 +139,29 @@ class Hardware:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
         if not 0 <= self.op_latency_s < math.inf:
             raise PlanError(f"hardware {self.name!r} has op_latency_s = {self.op_latency_s}; give at least 0.")
+        self._check_links()
+
+    def _check_links(self) -> None:
         if not self.links or self.links[-1].devices is not None:
             raise PlanError(f"hardware {self.name!r} needs a last link that joins any number of devices (null).")
         inner = [link.devices for link in self.links[:-1]]
         sizes = [devices for devices in inner if devices is not None]
-        if len(sizes) < len(inner) or sizes != sorted(set(sizes)):
-            raise PlanError(f"hardware {self.name!r} has links of {inner} devices; list them innermost first, growing.")
+        nested = all(small < large and large % small == 0 for small, large in itertools.pairwise(sizes))
+        if len(sizes) < len(inner) or not nested:
+            raise PlanError(
+                f"hardware {self.name!r} has links of {inner} devices; list them innermost first, each a multiple of "
+                f"the one before."
+            )
+        rings = [{p.name for p in link.protocols if p.algorithm == "ring"} for link in self.links]
+        if not set.intersection(*rings):
+            raise PlanError(
+                f"hardware {self.name!r} has no ring protocol that all of its links know, found "
+                f"{[sorted(names) for names in rings]}; a collective over several links needs one of the same name."
+            )
 
     def __hash__(self) -> int:
-        flops = tuple(sorted(self.flops.items()))
-        return hash((self.name, flops, self.memory_bytes_per_s, self.memory_bytes, self.op_latency_s, self.links))
+        # Hashed for every transfer that is priced: few numbers, as hardware that differs in the rest is rare.
+        return hash((self.name, self.memory_bytes_per_s, self.memory_bytes, self.op_latency_s, len(self.links)))
 
     def flops_of(self, dtype: object) -> float:
         """Peak FLOP/s of a torch dtype or a dtype's name; those the profile does not list compute as float32."""
@@ -98,52 +186,58 @@ def load(name_or_path: str | Path) -> Hardware:
             f"hardware {str(name_or_path)!r} is not known; use one of {_known()}, or the path of a .json profile."
         )
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
         raise PlanError(f"the hardware profile {str(path)!r} is no JSON: {error}.") from None
     except KeyError as error:
         raise PlanError(f"the hardware profile {str(path)!r} lacks {error}; compare it with cpu.json.") from None
+    except PlanError as error:
+        raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
 
 
-def link_of(hardware: Hardware, mesh: Mesh, axis: str) -> Link:
-    """The innermost link that holds every group of `axis`, with the mesh's last axis on neighbouring devices.
+def parse(profile: Mapping[str, Any]) -> Hardware:
+    """A Hardware from the JSON of a profile, whose numbers may be bare or stand beside their source.
 
-    A group of the axis spans stride × size consecutive devices, where the stride is the product of the later axes.
-    It lies inside one node when the span divides the node, or when the whole mesh does fit in.
+    Raises KeyError for what it lacks, PlanError for what makes no sense.
     """
-    position = mesh.index(axis)
-    span = math.prod(mesh.sizes[position:])
-    for link in hardware.links[:-1]:
-        assert link.devices is not None
-        if mesh.num_devices <= link.devices or link.devices % span == 0:
-            return link
-    return hardware.links[-1]
+    return Hardware(
+        profile["name"],
+        {dtype: _number(profile["flops"], dtype) for dtype in profile["flops"]},
+        _number(profile, "memory_bytes_per_s"),
+        int(_number(profile, "memory_bytes")),
+        _number(profile, "op_latency_s"),
+        tuple(_link(link) for link in profile["links"]),
+        Overlap(**_numbers(profile.get("overlap", {}), "overlap", Overlap)),
+    )
+
+
+def _link(link: Mapping[str, Any]) -> Link:
+    devices = None if link["devices"] is None else int(_number(link, "devices"))
+    protocols = tuple(
+        Protocol(protocol["name"], protocol["algorithm"], **_numbers(protocol, f"a protocol of {link['name']}"))
+        for protocol in link.get("protocols", ())
+    )
+    latency = _number(link, "latency_s") if "latency_s" in link or not protocols else 0.0
+    efficiencies = Efficiencies(**_numbers(link.get("efficiencies", {}), "efficiencies", Efficiencies))
+    return Link(link["name"], devices, latency, _number(link, "bytes_per_s"), protocols, efficiencies)
+
+
+def _numbers(found: Mapping[str, Any], what: str, cls: type = Protocol) -> dict[str, float]:
+    """The fields of `cls` that are numbers; other keys are refused, as a misspelt one would count as the default."""
+    words = ("name", "algorithm")
+    known = [field.name for field in fields(cls) if field.name not in words]
+    unknown = [key for key in found if key not in (*known, *words)]
+    if unknown:
+        raise PlanError(f"{what} has {', '.join(map(repr, unknown))}; it may have {', '.join(map(repr, known))}.")
+    return {key: _number(found, key) for key in known if key in found}
+
+
+def _number(found: Mapping[str, Any], key: str) -> float:
+    value = found[key]["value"] if isinstance(found[key], Mapping) else found[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlanError(f"{key} is {value!r}; give a number, bare or as the value beside its source.")
+    return float(value)
 
 
 def _known() -> str:
     return ", ".join(map(repr, known_profiles()))
-
-
-def _parse(profile: Mapping[str, Any]) -> Hardware:
-    """A Hardware from the JSON of a profile, whose numbers may be bare or stand beside their source."""
-    links = tuple(
-        Link(
-            link["name"],
-            _value(link["devices"]),
-            float(_value(link["latency_s"])),
-            float(_value(link["bytes_per_s"])),
-        )
-        for link in profile["links"]
-    )
-    return Hardware(
-        profile["name"],
-        {dtype: float(_value(number)) for dtype, number in profile["flops"].items()},
-        float(_value(profile["memory_bytes_per_s"])),
-        int(_value(profile["memory_bytes"])),
-        float(_value(profile["op_latency_s"])),
-        links,
-    )
-
-
-def _value(number: Any) -> Any:
-    return number["value"] if isinstance(number, Mapping) else number

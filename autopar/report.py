@@ -11,9 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tabulate import tabulate
 
+from autopar.folding import folded, ranges
 from autopar.plan import Plan, PlanRow
 from autopar.sizes import format_bytes, format_seconds
 
@@ -22,7 +24,8 @@ MOVED_WIDTH = 30
 SHORT_NAMES = {"scaled_dot_product_attention": "sdpa"}
 MAIN_OPERATION = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
 
-Transfers = tuple[tuple[str, str, int], ...]
+Transfers = tuple[tuple[Any, ...], ...]
+"""(collective, axis, bytes, …) each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,37 @@ def _header(plan: Plan) -> str:
         (
             f"plan for the mesh {plan.mesh} ({plan.mesh.num_devices} devices, hardware {plan.mesh.hardware})",
             f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, {certificate}",
-            f"  memory   {format_bytes(plan.peak_bytes)} per device predicted, {limit}",
+            f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
+            *_parts(plan),
+            *_recomputed(plan),
             f"  solver   {plan.solver}",
         )
     )
+
+
+def _parts(plan: Plan) -> list[str]:
+    """What the memory at the peak is, largest first, in lines."""
+    if plan.memory is None:
+        return []
+    parts = sorted(plan.memory.parts.items(), key=lambda part: -part[1])
+    words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes]
+    return [f"           {', '.join(words[start : start + 4])}" for start in range(0, len(words), 4)]
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """How the segments are computed again in the backward, numbered ones as ranges."""
+    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for segment, mode in plan.recompute.items():
+        stem, _, number = segment.rpartition(".")
+        names[mode, stem].append(number)
+    words = [
+        f"{mode} in {stem}.{ranges(sorted(map(int, numbers)))}"
+        if all(map(str.isdecimal, numbers))
+        else f"{mode} in {', '.join(f'{stem}.{number}' for number in numbers)}"
+        for (mode, stem), numbers in names.items()
+        if mode != "none"
+    ]
+    return [f"  computed again in the backward: {', '.join(words)}"] if words else []
 
 
 def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
@@ -106,7 +136,8 @@ def _storages(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         if row.kind == "parameter":
             module, _, name = row.module.rpartition(".")
-            found[module][name] = _storage(row.layout, plan.mesh.names)
+            kept = ",\nkept" if plan.choices.get(row.name, "").endswith(" kept") else ""
+            found[module][name] = _storage(row.layout, plan.mesh.names) + kept
     return {
         module: (
             next(iter(by_name.values()))
@@ -124,48 +155,23 @@ def _storage(layout: str, axes: Sequence[str]) -> str:
 
 
 def _folded(lines: Iterable[_Line]) -> list[_Line]:
-    """Lines that differ only in one number of their module path become one, innermost number first."""
-    found = list(lines)
-    depth = max((len(line.module) for line in found), default=0)
-    for place in reversed(range(depth + 1)):
-        groups: dict[object, list[_Line]] = defaultdict(list)
-        for line in found:
-            numbered = place < len(line.module) and line.module[place].isdecimal()
-            path = (*line.module[:place], None, *line.module[place + 1 :]) if numbered else line.module
-            groups[path, line.operation, line.roles, line.layout, line.storage].append(line)
-        found = [_merged(group, place) for group in groups.values()]
-    return found
+    """Lines that differ only in numbers of their module path become one, with the sums of their columns."""
+    kinds = ((".".join(line.module), (line.operation, line.roles, line.layout, line.storage), line) for line in lines)
+    return [
+        replace(
+            fold.items[0],
+            module=fold.path,
+            count=sum(line.count for line in fold.items),
+            seconds=sum(line.seconds for line in fold.items),
+            transfers=_summed(transfer for line in fold.items for transfer in line.transfers),
+        )
+        for fold in folded(kinds)
+    ]
 
 
-def _merged(group: Sequence[_Line], place: int) -> _Line:
-    first = group[0]
-    module = first.module
-    if place < len(module) and module[place].isdecimal():
-        numbers = sorted({int(line.module[place]) for line in group})
-        module = (*module[:place], _ranges(numbers), *module[place + 1 :])
-    return replace(
-        first,
-        module=module,
-        count=sum(line.count for line in group),
-        seconds=sum(line.seconds for line in group),
-        transfers=_summed(transfer for line in group for transfer in line.transfers),
-    )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: [0, 1, 2, 5] is "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _summed(transfers: Iterable[tuple[str, str, int]]) -> Transfers:
+def _summed(transfers: Iterable[tuple[Any, ...]]) -> Transfers:
     total: dict[tuple[str, str], int] = defaultdict(int)
-    for collective, axis, num_bytes in transfers:
+    for collective, axis, num_bytes, *_ in transfers:
         total[collective, axis] += num_bytes
     return tuple((collective, axis, num_bytes) for (collective, axis), num_bytes in total.items())
 

@@ -10,33 +10,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from autopar.hardware import Hardware, Link, link_of
+from autopar.collective_cost import Transfer, transfer_seconds
+from autopar.hardware import Hardware
 from autopar.layout import I, Layout, P, Placement, R, S
 from autopar.mesh import Mesh
 
-WIRE_SHARE = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,  # ring: reduce-scatter and all-gather
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-}
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One collective over one mesh axis. `num_bytes` follows NCCL's convention (see `operation.Collective`)."""
-
-    collective: str
-    axis: str
-    num_bytes: int
-    backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +133,6 @@ def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
     return tuple(reversed(found))
 
 
-def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: bool = False) -> float:
-    """Seconds of a ring collective: latency + share(n) · bytes / bandwidth of the axis's links."""
-    link: Link = link_of(hardware, mesh, transfer.axis)
-    size = mesh.size(transfer.axis)
-    latency = 0.0 if bucketed else link.latency_s
-    return latency + WIRE_SHARE[transfer.collective](size) * transfer.num_bytes / link.bytes_per_s
-
-
 @dataclass(frozen=True, slots=True)
 class Path:
     """Moves from one layout to another; `seconds` is forward and backward together."""
@@ -212,15 +189,22 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     """The table of a kind of tensor; cached by value."""
     layouts = _layouts(tensor, dims, mesh)
     index = {layout: i for i, layout in enumerate(layouts)}
+    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
+    # Where nothing is padded, the number of elements says all that a transfer depends on.
+    local = shapes if tensor.padded else list(map(math.prod, shapes))
     seconds = np.full((len(layouts), len(layouts)), np.inf)
     np.fill_diagonal(seconds, 0.0)
+    priced: dict[object, float] = {}
     for i, layout in enumerate(layouts):
-        for move in _moves(layout, index):
-            cost = sum(
-                transfer_seconds(t, mesh, hardware, tensor.bucketed)
-                for t in transfers(move, tensor, mesh, tensor.regather)
-            )
-            seconds[i, index[move.after]] = cost + LOCAL_MOVE_SECONDS
+        for move in _moves(layout, index, placements):
+            j = index[move.after]
+            # Moves of one axis between equal placements move the same bytes where the parts are as large.
+            kind = (move.axis, move.source, move.target, local[i], local[j])
+            if kind not in priced:
+                found = transfers(move, tensor, mesh, tensor.regather)
+                priced[kind] = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in found)
+            seconds[i, j] = priced[kind] + LOCAL_MOVE_SECONDS
     return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
 
 
@@ -232,16 +216,17 @@ def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, 
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 
 
-def _moves(layout: Layout, allowed: dict[Layout, int]) -> list[Move]:
-    """Every single-axis change that touches no dim which a later axis splits."""
-    placements = dict.fromkeys(placement for each in allowed for placement in each)
+def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:
+    """Every single-axis change to one of `placements` that touches no dim which a later axis splits."""
     found = []
     for axis, source in enumerate(layout):
+        split_later = {placement.dim for placement in layout[axis + 1 :] if placement.is_split}
+        if source.is_split and source.dim in split_later:
+            continue
         for target in placements:
             if target is source or (source is P and target is R):
                 continue  # P → R is P → I → R
-            touched = {p.dim for p in (source, target) if p.is_split}
-            if any(later.is_split and later.dim in touched for later in layout[axis + 1 :]):
+            if target.is_split and target.dim in split_later:
                 continue
             after = layout.replace(axis, target)
             if after in allowed:
@@ -252,10 +237,11 @@ def _moves(layout: Layout, allowed: dict[Layout, int]) -> list[Move]:
 def _all_pairs(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Floyd and Warshall: shortest distances, and the next layout on the way from i to j."""
     distance = seconds.copy()
-    following = np.tile(np.arange(len(distance)), (len(distance), 1))
+    following = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
+    through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
     for middle in range(len(distance)):
-        through = distance[:, middle, None] + distance[None, middle, :]
-        better = through < distance
-        distance = np.where(better, through, distance)
-        following = np.where(better, following[:, middle, None], following)
+        np.add(distance[:, middle, None], distance[None, middle, :], out=through)
+        np.less(through, distance, out=better)
+        np.copyto(distance, through, where=better)
+        np.copyto(following, following[:, middle, None].copy(), where=better)
     return distance, following

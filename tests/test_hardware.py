@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import MeshError, PlanError
-from autopar.hardware import PROFILES, Hardware, Link, known_profiles, link_of, load
-from autopar.mesh import Mesh
+from autopar.errors import PlanError
+from autopar.hardware import PROFILES, Efficiencies, Hardware, Link, Overlap, Protocol, known_profiles, load
 
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
+
+
+def _treed(name: str, devices: int | None) -> Link:
+    """A link that knows only a tree, by the name of the ring that other links know."""
+    return Link(name, devices, 0.0, 1.0, (Protocol("messages", "tree"),))
 
 
 def _hardware(**changes: Any) -> Hardware:
@@ -61,14 +65,27 @@ def test_a_profile_loads_and_states_the_source_of_every_number(name: str) -> Non
 
 def test_a_measured_number_names_hardware_date_and_script() -> None:
     source = json.loads((PROFILES / "cpu.json").read_text())["op_latency_s"]["source"]
-    assert all(part in source for part in ("measured", "EPYC", "2026-11-21", "benchmarks/measure_host.py"))
+    assert all(part in source for part in ("measured", "EPYC", "2026-11-21", "autopar calibrate"))
 
 
 def test_numbers_are_read_with_their_units() -> None:
     h100 = load("h100")
     assert h100.flops_of(torch.bfloat16) == 989.5e12
     assert (h100.memory_bytes_per_s, h100.memory_bytes) == (3.35e12, 80_000_000_000)
-    assert [link.bytes_per_s for link in h100.links] == [450e9, 50e9]
+    assert [(link.devices, link.bytes_per_s) for link in h100.links] == [(8, 450e9), (None, 50e9)]
+    names = ["ring/LL", "ring/LL128", "ring/Simple", "tree/LL", "tree/LL128", "tree/Simple"]
+    assert all([str(protocol) for protocol in link.protocols] == names for link in h100.links)
+    assert h100.links[0].protocol("ring", "LL") == Protocol("LL", "ring", 6.6e-6, 6e-7, 0.195)
+    assert h100.links[0].protocol("ring", "LL64") is None
+    assert h100.overlap == Overlap(0.5, 0.5)
+
+
+def test_the_ranks_of_a_host_hide_nothing() -> None:
+    assert load("cpu").overlap == Overlap(0.0, 0.0)
+
+
+def test_a_latency_alone_stands_for_one_ring_protocol() -> None:
+    assert INNER.protocols == (Protocol("messages", "ring", 1e-6, 0.0, 1.0),)
 
 
 def test_a_profile_is_read_from_a_path_with_or_without_sources(tmp_path: Path) -> None:
@@ -102,6 +119,9 @@ def test_a_profile_that_lacks_a_number_says_which(tmp_path: Path) -> None:
     path.write_text('{"name": "box", "links": []}')
     with pytest.raises(PlanError, match=r"lacks 'flops'; compare it with cpu.json"):
         load(path)
+    path.write_text(json.dumps(_profile({"name": "wire", "devices": None, "bytes_per_s": 1.0})))
+    with pytest.raises(PlanError, match=r"lacks 'latency_s'; compare it with cpu.json"):
+        load(path)
     path.write_text("{")
     with pytest.raises(PlanError, match="is no JSON"):
         load(path)
@@ -114,28 +134,6 @@ def test_a_dtype_the_profile_does_not_list_computes_as_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "axis", "link"),
-    [
-        ({"dp": 4, "tp": 8}, "tp", INNER),
-        ({"dp": 4, "tp": 8}, "dp", OUTER),
-        ({"dp": 8, "tp": 2}, "dp", OUTER),
-        ({"dp": 4, "cp": 2, "tp": 4}, "cp", INNER),
-        ({"dp": 2, "tp": 3}, "tp", INNER),  # six devices fit in one node of eight
-        ({"dp": 4, "tp": 3}, "tp", OUTER),  # devices 6, 7 and 8 lie on two nodes
-        ({"tp": 16}, "tp", OUTER),
-        ({"tp": 1}, "tp", INNER),
-    ],
-)
-def test_an_axis_whose_groups_lie_inside_a_node_uses_the_inner_link(axes: dict, axis: str, link: Link) -> None:
-    assert link_of(_hardware(), Mesh(axes), axis) is link
-
-
-def test_an_axis_the_mesh_lacks_is_an_error() -> None:
-    with pytest.raises(MeshError, match="no axis 'tp'"):
-        link_of(_hardware(), Mesh({"dp": 2}), "tp")
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"flops": {"bfloat16": 1.0}}, "has no flops for float32"),
@@ -144,6 +142,9 @@ def test_an_axis_the_mesh_lacks_is_an_error() -> None:
         ({"op_latency_s": -1.0}, "op_latency_s = -1.0"),
         ({"links": (INNER,)}, "needs a last link that joins any number"),
         ({"links": (INNER, INNER, OUTER)}, "list them innermost first"),
+        ({"links": (INNER, Link("rack", 12, 0.0, 1.0), OUTER)}, "[8, 12] devices; list them innermost first, each a"),
+        ({"links": (INNER, Link("wire", None, 0.0, 1.0, (Protocol("LL"),)))}, "found [['messages'], ['LL']]"),
+        ({"links": (_treed("inner", 8), OUTER)}, "no ring protocol that all of its links know"),
         ({"links": (OUTER, OUTER)}, "list them innermost first"),
     ],
 )
@@ -160,4 +161,88 @@ def test_hardware_that_makes_no_sense_is_refused(changes: dict[str, Any], messag
 def test_a_link_that_makes_no_sense_is_refused(numbers: tuple[int, float, float], message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Link("wire", *numbers)
+    assert message in str(caught.value)
+
+
+PROTOCOL = {"name": "LL", "algorithm": "ring"}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "message"),
+    [
+        (("LL", "star"), "is of algorithm 'star'; use one of ring, tree"),
+        (("LL", "ring", -1.0), "ring/LL has a base latency of -1.0 s"),
+        (("LL", "tree", 0.0, -1.0), "tree/LL has a step latency of -1.0 s"),
+        (("LL", "ring", 0.0, 0.0, 1.5), "ring/LL has an efficiency of 1.5; give a share above 0, at most 1"),
+        (("LL", "ring", 0.0, 0.0, 0.0), "efficiency of 0.0"),
+    ],
+)
+def test_a_protocol_that_makes_no_sense_is_refused(protocol: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Protocol(*protocol)
+    assert message in str(caught.value)
+
+
+def test_a_link_with_protocols_has_no_latency_of_its_own_and_each_protocol_once() -> None:
+    with pytest.raises(PlanError, match="has protocols and a latency of its own; leave latency_s out"):
+        Link("wire", None, 1e-6, 1.0, (Protocol("LL"),))
+    with pytest.raises(PlanError, match="has the protocols ring/LL, ring/LL; give each once"):
+        Link("wire", None, 0.0, 1.0, (Protocol("LL"), Protocol("LL")))
+
+
+def test_hidden_shares_lie_between_nothing_and_all() -> None:
+    with pytest.raises(
+        PlanError, match=r"overlap\.weight_gathering is 1.5; give the share that is hidden, from 0 to 1"
+    ):
+        Overlap(weight_gathering=1.5)
+    with pytest.raises(PlanError, match=r"overlap\.gradient_reduction is -0.1"):
+        Overlap(gradient_reduction=-0.1)
+
+
+def _profile(link: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    numbers = {"memory_bytes_per_s": 1e11, "memory_bytes": 1000, "op_latency_s": 0}
+    return {"name": "mine", "flops": {"float32": 1e12}, **numbers, "links": [link], **changes}
+
+
+def test_protocols_and_overlap_are_read(tmp_path: Path) -> None:
+    numbers = {"base_latency_s": 1e-6, "step_latency_s": {"value": 2e-6, "source": "assumed"}, "efficiency": 0.5}
+    link = {"name": "wire", "devices": None, "bytes_per_s": 1e9, "protocols": [PROTOCOL | numbers]}
+    link["efficiencies"] = {"all_to_all": 0.5}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(_profile(link, overlap={"gradient_reduction": 0.25})))
+    hardware = load(path)
+    protocol = Protocol("LL", "ring", 1e-6, 2e-6, 0.5)
+    assert hardware.links == (Link("wire", None, 0.0, 1e9, (protocol,), Efficiencies(all_to_all=0.5)),)
+    assert hardware.overlap == Overlap(0.25, 0.0)
+
+
+def test_an_efficiency_is_a_share() -> None:
+    with pytest.raises(PlanError, match=r"efficiencies\.all_gather is 2.0; give a share above 0, at most 1"):
+        Efficiencies(all_gather=2.0)
+
+
+@pytest.mark.parametrize(
+    ("link", "changes", "message"),
+    [
+        ({"efficiencies": {"gather": 1}}, {}, "efficiencies has 'gather'; it may have 'all_reduce', 'all_gather'"),
+        (
+            {"protocols": [PROTOCOL | {"latency": 1}]},
+            {},
+            "protocol of wire has 'latency'; it may have 'base",
+        ),
+        ({}, {"overlap": {"gradients": 1}}, "overlap has 'gradients'; it may have 'gradient_reduction', 'weight_gath"),
+        ({"bytes_per_s": "fast"}, {}, "bytes_per_s is 'fast'; give a number, bare or as the value beside its source"),
+        ({"bytes_per_s": True}, {}, "bytes_per_s is True; give a number"),
+        ({"devices": 8}, {}, "needs a last link that joins any number of devices"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_names_the_file_and_the_number(
+    tmp_path: Path, link: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "mine.json"
+    whole = {"name": "wire", "devices": None, "latency_s": 0.0, "bytes_per_s": 1e9} | link
+    path.write_text(json.dumps(_profile(whole, **changes)))
+    with pytest.raises(PlanError) as caught:
+        load(path)
+    assert f"profile {str(path)!r}: " in str(caught.value)
     assert message in str(caught.value)

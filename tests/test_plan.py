@@ -6,7 +6,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.hardware import load
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.plan import Plan, PlanRow
+from autopar.plan import Instant, MemoryUse, Moved, Plan, PlanRow
 from autopar.planner import choices_of, make_plan
 from autopar.program import Program, TensorInfo
 from autopar.space import Decision, Space
@@ -28,7 +27,8 @@ LEAF = pytree.tree_structure(0)
 NAMES = st.text(max_size=12)
 SECONDS = st.floats(min_value=0, max_value=1e6)
 BYTES = st.integers(min_value=0, max_value=2**50)
-TRANSFERS = st.lists(st.tuples(NAMES, NAMES, BYTES), max_size=3).map(tuple)
+TRANSFERS = st.lists(st.builds(Moved, NAMES, NAMES, BYTES, SECONDS, st.booleans()), max_size=3).map(tuple)
+INSTANTS = st.lists(st.builds(Instant, NAMES, st.booleans(), BYTES), max_size=3).map(tuple)
 ROWS = st.builds(PlanRow, NAMES, NAMES, NAMES, NAMES, st.lists(NAMES, max_size=3).map(tuple), NAMES, SECONDS, TRANSFERS)
 AXES = st.dictionaries(st.sampled_from(("dp", "tp", "pp", "ep")), st.integers(1, 512), min_size=1)
 PLANS = st.builds(
@@ -46,6 +46,8 @@ PLANS = st.builds(
     memory_limit=st.none() | BYTES,
     unruled=st.none() | st.dictionaries(NAMES, NAMES, max_size=2),
     notes=st.lists(NAMES, max_size=2).map(tuple),
+    memory=st.none() | st.builds(MemoryUse, st.dictionaries(NAMES, BYTES, max_size=3), INSTANTS),
+    recompute=st.dictionaries(NAMES, st.sampled_from(("none", "full")), max_size=2),
 )
 
 
@@ -55,7 +57,7 @@ def _plan() -> Plan:
         fingerprint="f",
         choices={"a": "m"},
         descriptions={"a": "linear"},
-        rows=(PlanRow("a", "call", "up", "linear", ("data",), "S(0)", 0.5, (("all_reduce", "dp", 8),)),),
+        rows=(PlanRow("a", "call", "up", "linear", ("data",), "S(0)", 0.5, (Moved("all_reduce", "dp", 8),)),),
         seconds=0.5,
         bound=0.4,
         peak_bytes=100,
@@ -90,7 +92,7 @@ def test_text_that_is_no_json_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", '{"format": 0}', '{"format": "1"}'])
 def test_json_of_another_format_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"not a plan of format 1"):
+    with pytest.raises(PlanError, match=r"not a plan of format 2"):
         Plan.from_json(text)
 
 
@@ -98,7 +100,7 @@ def test_json_of_another_format_is_refused(text: str) -> None:
 def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
-    if field in ("memory_limit", "unruled"):
+    if field in ("memory_limit", "unruled", "recompute", "multiplier", "symbols", "formulas"):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
     with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):
@@ -128,7 +130,7 @@ def _space(layouts: tuple[str, ...] = ("I", "S(0)"), shape: tuple[int, ...] = (4
     mesh = Mesh({"dp": 2})
     space = Space(program, mesh, load("cpu"))
     menu = whole_menu(tuple(map(Layout.parse, layouts)))
-    space.add(Decision(name, "input", menu, np.zeros(len(layouts), dtype=np.int64), node, {}))
+    space.add(Decision(name, "input", menu, node, {}))
     return space
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from autopar.mesh import Mesh
-from autopar.plan import Plan, PlanRow
+from autopar.plan import MemoryUse, Moved, Plan, PlanRow
 from autopar.report import plan_table
 
 MESH = Mesh({"dp": 2, "tp": 4}, hardware="cpu")
-ALL_REDUCE = ("all_reduce", "tp", 4_000_000)
+ALL_REDUCE = Moved("all_reduce", "tp", 4_000_000)
 
 
 def _call(
@@ -17,7 +18,7 @@ def _call(
     module: str,
     operation: str = "linear",
     roles: tuple[str, ...] = ("data", "column"),
-    transfers: tuple[tuple[str, str, int], ...] = (),
+    transfers: tuple[Moved, ...] = (),
 ) -> PlanRow:
     return PlanRow(name, "call", module, operation, roles, "S(0) S(2)", 0.001, transfers)
 
@@ -35,7 +36,7 @@ def _plan(
 ) -> Plan:
     traffic: dict[tuple[str, str], int] = {}
     for row in rows:
-        for collective, axis, num_bytes in row.transfers:
+        for collective, axis, num_bytes, *_ in row.transfers:
             traffic[collective, axis] = traffic.get((collective, axis), 0) + num_bytes
     seconds = sum(row.seconds for row in rows)
     return Plan(
@@ -78,8 +79,27 @@ def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
     table = plan_table(_plan(_call("a", "head"), bound=0.0009, memory_limit=8_000_000_000))
     assert "dp=2 × tp=4 (8 devices, hardware cpu)" in table
     assert "1.00 ms predicted, bound 900.0 µs, gap 10.00%" in table
-    assert "3.00 GB per device predicted, limit 8.00 GB" in table
+    assert "3.00 GB per device predicted at the peak, limit 8.00 GB" in table
     assert "elimination" in table
+
+
+def test_the_memory_at_the_peak_is_told_part_by_part() -> None:
+    memory = MemoryUse({"parameters": 1_000_000, "activations": 2_000_000, "gradients": 0})
+    table = plan_table(replace(_plan(_call("a", "head")), memory=memory))
+    assert "           activations 2.00 MB, parameters 1.00 MB\n" in table
+
+
+def test_segments_that_are_computed_again_are_told_as_ranges() -> None:
+    modes = {"model.layers.0": "full", "model.layers.1": "full", "model.layers.2": "none", "head.3": "selective"}
+    table = plan_table(replace(_plan(_call("a", "head")), recompute=modes))
+    assert "computed again in the backward: full in model.layers.0-1, selective in head.3\n" in table
+    assert "computed again" not in plan_table(replace(_plan(_call("a", "head")), recompute={"model.layers.0": "none"}))
+
+
+def test_a_weight_that_is_kept_after_it_was_gathered_is_told() -> None:
+    plan = _plan(_parameter("up.weight", "S(0) I"), _call("a", "up"))
+    kept = replace(plan, choices={"p_up.weight": "S(0) I kept"})
+    assert "kept" in plan_table(kept) and "kept" not in plan_table(plan)
 
 
 def test_a_plan_that_meets_its_bound_is_called_optimal() -> None:
@@ -124,7 +144,7 @@ def test_elementwise_calls_are_hidden_unless_they_move_something() -> None:
     rows = (
         _call("up", "up"),
         _call("relu", "relu", "relu"),
-        _call("mul", "scale", "mul", transfers=(("all_gather", "dp", 16),)),
+        _call("mul", "scale", "mul", transfers=(Moved("all_gather", "dp", 16),)),
     )
     table = plan_table(_plan(*rows))
     assert "relu" not in table
@@ -176,8 +196,8 @@ def test_parameters_stored_differently_are_named() -> None:
 
 def test_traffic_is_a_table_of_collectives_by_axis() -> None:
     rows = (
-        _call("a", "a", transfers=(ALL_REDUCE, ("all_gather", "dp", 1000))),
-        _call("b", "b", transfers=(("all_reduce", "dp", 2000),)),
+        _call("a", "a", transfers=(ALL_REDUCE, Moved("all_gather", "dp", 1000))),
+        _call("b", "b", transfers=(Moved("all_reduce", "dp", 2000),)),
     )
     table = plan_table(_plan(*rows)).split("moved per step")[-1]
     assert _line(table, "all_gather") == "all_gather 1.00 kB - 1.00 kB"
@@ -204,7 +224,7 @@ def test_notes_stand_at_the_end() -> None:
 def test_long_paths_and_many_transfers_keep_the_table_readable() -> None:
     path = "base_model.model.language_model.transformer.decoder.blocks.0.feed_forward.gate_projection"
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    transfers = tuple((name, axis, 123_456_789) for name in collectives for axis in ("dp", "tp"))
+    transfers = tuple(Moved(name, axis, 123_456_789) for name in collectives for axis in ("dp", "tp"))
     rows = (
         _parameter(f"{path}.weight", "S(0) S(1)"),
         _call("a", path, "scaled_dot_product_attention", ("replicated",) * 2, transfers),

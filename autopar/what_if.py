@@ -1,0 +1,49 @@
+"""What would a plan be with something more said about the model: planned again in the same space, without capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autopar.annotate import annotate, annotations_of
+from autopar.annotation import Annotation
+from autopar.errors import AnnotationError
+from autopar.pins import pins_of
+from autopar.plan import Plan
+from autopar.planner import PlanContext, replan
+from autopar.statement import Pins
+
+
+def what_if(context: PlanContext, said: Sequence[Annotation]) -> Plan:
+    """The best plan that keeps to the annotations beside those it was made with.
+
+    Raises AnnotationError for an annotation that matches nothing or contradicts another one, and InfeasibleError where
+    no plan keeps to all.
+    """
+    pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
+    together = (*context.annotations, *said)
+    pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
+    # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
+    asked = pins if context.mode == "manual" else _intersection(context.pins, pins)
+    return replan(replace(context, annotations=together), asked)
+
+
+def _intersection(one: Pins, other: Pins) -> Pins:
+    """What both allow."""
+    both = {number: one[number] & other[number] for number in one.keys() & other.keys()}
+    return {**one, **other, **both}
+
+
+def annotations_from(said: Sequence[str | Annotation], options: Mapping[str, Any]) -> tuple[Annotation, ...]:
+    """Annotations as they are given, or one made of a pattern and the options that `annotate` takes."""
+    if said and all(isinstance(each, Annotation) for each in said) and not options:
+        return tuple(each for each in said if isinstance(each, Annotation))
+    if len(said) == 1 and isinstance(said[0], str):
+        return annotations_of(annotate(nn.Module(), said[0], **options))
+    raise AnnotationError(
+        f"what_if({', '.join(map(repr, said))}): give a pattern and what is said about it, as in "
+        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing beside them.'
+    )

@@ -1,0 +1,190 @@
+"""`autopar calibrate`: on ranks of its own and on ranks that are there, and what it says to input that cannot work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from autopar import calibrate as module
+from autopar.calibrate import CalibrationError, add_arguments, calibrate, check, run
+from autopar.collective_cost import pieces
+from autopar.errors import InputError
+from autopar.hardware import load, parse
+from autopar.measure import COLLECTIVES, Effort
+from autopar.mesh import Mesh
+from tests.ranks import Ranks
+
+TINY = Effort((1 << 8, 1 << 12, 1 << 16), (16, 32), 1 << 12, 2)
+
+
+def _options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def _sources(profile: Any) -> list[str]:
+    """The sources of all numbers; a number without one is an error."""
+    if isinstance(profile, Mapping):
+        if "value" in profile:
+            return [profile["source"]]
+        return [source for entry in profile.values() for source in _sources(entry)]
+    if isinstance(profile, list):
+        return [source for entry in profile for source in _sources(entry)]
+    assert profile is None or isinstance(profile, str), f"{profile} has no source"
+    return []
+
+
+def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "QUICK", TINY)
+    path = tmp_path / "box.json"
+    assert run(_options(str(path), "--ranks", "2", "--quick")) == 0
+    hardware = load(path)
+    assert hardware.name == "box"
+    assert set(hardware.flops) == {"float64", "float32", "bfloat16", "float16"}
+    assert [(link.name, link.devices) for link in hardware.links] == [("gloo in a node", None)]
+    for collective in COLLECTIVES:
+        ((_, seconds_per_byte), *_) = pieces(collective, Mesh({"dp": 2}), "dp", hardware)
+        assert seconds_per_byte > 0
+    written = json.loads(path.read_text())
+    sources = _sources(written)
+    assert len(sources) > 12
+    assert all(source.startswith("measured: ") and "autopar calibrate" in source for source in sources)
+    assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
+    said = capsys.readouterr().out
+    assert "2 ranks (load " in said
+    assert f"saved in {path}" in said
+
+
+def _on_two_nodes(mesh: Mesh | int) -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        return calibrate(mesh, effort=TINY, name="two nodes")
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_ranks_that_are_there_measure_each_level(ranks: Ranks) -> None:
+    profiles = ranks.run(_on_two_nodes, 4, world_size=4)
+    assert all(profile == profiles[0] for profile in profiles), "every rank has the numbers of rank 0"
+    inner, outer = parse(profiles[0]).links
+    assert (inner.name, inner.devices, outer.name, outer.devices) == (
+        "gloo in a node",
+        2,
+        "gloo between nodes",
+        None,
+    )
+    assert [p.name for p in inner.protocols] == [p.name for p in outer.protocols]
+    source = profiles[0]["links"][1]["bytes_per_s"]["source"]
+    assert "all_reduce, all_gather, reduce_scatter, all_to_all over node=2, between nodes" in source
+
+
+def _says(mesh: Mesh) -> str:
+    with pytest.raises(InputError) as caught:
+        _on_two_nodes(mesh)
+    return str(caught.value)
+
+
+def test_an_axis_on_both_sides_of_a_node_is_refused(ranks: Ranks) -> None:
+    (said, *_) = ranks.run(_says, Mesh({"dp": 4}), world_size=4)
+    assert "axis 'dp' of dp=4 lies on both sides of a node of 2 devices; give it as two axes" in said
+
+
+@pytest.mark.parametrize(
+    ("collective", "function", "num_bytes"),
+    [
+        ("all_reduce", "all_reduce", [64]),
+        ("all_gather", "all_gather_single", [64, 16]),  # the output comes first
+        ("reduce_scatter", "reduce_scatter_single", [16, 64]),
+        ("all_to_all", "all_to_all_single", [64, 64]),
+    ],
+)
+def test_a_collective_moves_the_bytes_by_which_it_is_counted(
+    monkeypatch: pytest.MonkeyPatch, collective: str, function: str, num_bytes: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(dist, function, lambda *tensors, **_: found.extend(t.nbytes for t in tensors))
+    group: Any = SimpleNamespace(size=lambda: 4)
+    COLLECTIVES[collective](64, group, torch.device("cpu"))()
+    assert found == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "device", "message"),
+    [
+        (2, "tpu", "device 'tpu' is not known; calibrate measures 'cpu' or 'cuda'"),
+        (1, "cpu", "1 rank has no collective to measure; use at least 2 ranks, or torchrun"),
+        (0, "cpu", "0 rank"),
+        (Mesh({"dp": 1}), "cpu", "1 rank has no collective"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(mesh: Mesh | int, device: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        calibrate(mesh, device)
+    assert message in str(caught.value)
+
+
+def test_cuda_needs_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="device 'cuda' is not available here; use device 'cpu', or a machine"):
+        check(2, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="2 ranks need as many devices, found 1; ask for fewer ranks"):
+        check(2, "cuda")
+
+
+def test_under_torchrun_the_mesh_has_the_ranks_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    check(2, "cpu")
+    with pytest.raises(InputError, match="the mesh dp=2 has 2 devices, but there are 4 ranks; make them equal"):
+        check(Mesh({"dp": 2}), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("box.txt", "give it a name that ends in .json"), ("nowhere/box.json", "give a file in a folder that exists")],
+)
+def test_a_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        run(_options(str(tmp_path / name)))
+    assert message in str(caught.value)
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    (tmp_path / "box.json").mkdir()
+    with pytest.raises(InputError, match="cannot be written; give a file"):
+        run(_options(str(tmp_path / "box.json")))
+
+
+def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "calibrate", lambda *_: {})
+    monkeypatch.setattr(Path, "write_text", _full)
+    with pytest.raises(InputError, match="the profile cannot be written: no space left; give a file that can"):
+        run(_options(str(tmp_path / "box.json")))
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError("no space left")
+
+
+def test_a_rank_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise ProcessRaisedException("Traceback …\nRuntimeError: no route to host\n", 1, 4321)
+
+    monkeypatch.setattr(module, "start_processes", start)
+    with pytest.raises(CalibrationError, match="rank 1 of 2 failed: RuntimeError: no route to host"):
+        calibrate(2)

@@ -1,0 +1,104 @@
+"""The benchmark of planning: which rows it measures, what it measures of one, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.program import TensorInfo, info_of
+from benchmarks import plan_speed
+from benchmarks.plan_row import Measured, Row, measure
+from benchmarks.plan_speed import GROUPS, HEADERS, Line, main, planned, selected
+from benchmarks.unet import unet
+
+SMALL = Row("demo", (2, 2), 4, 16, layers=1, hardware="cpu")
+FOUND = Measured(1.0, 2.0, 3.0, 6.5, 6.0, 10**9, 99, step=0.5, gap=0.0, peak_bytes=10**10, solver="elimination")
+
+
+def test_without_a_choice_all_rows_are_measured() -> None:
+    assert selected((), quick=False) == GROUPS
+
+
+def test_a_group_or_a_model_can_be_chosen() -> None:
+    chosen = selected(("devices", "vit-h"), quick=False)
+    assert chosen == {"models": tuple(r for r in GROUPS["models"] if r.model == "vit-h"), "devices": GROUPS["devices"]}
+
+
+def test_quick_takes_few_layers_and_leaves_the_sweeps_out() -> None:
+    chosen = selected((), quick=True)
+    assert list(chosen) == ["models"]
+    assert {row.layers for row in chosen["models"]} == {plan_speed.QUICK_LAYERS}
+    assert [row.model for row in chosen["models"]] == [row.model for row in GROUPS["models"]]
+
+
+def test_a_name_that_is_neither_group_nor_model_ends_with_what_there_is() -> None:
+    with pytest.raises(SystemExit, match=r"--only llama: no such group or model; there are models, .*llama-8b"):
+        selected(("llama",), quick=False)
+
+
+def test_a_row_measures_the_stages_of_a_plan() -> None:
+    found = measure(SMALL)
+    assert min(found.capture, found.build, found.solve) > 0
+    assert found.capture + found.build + found.solve <= found.total
+    assert found.nodes > 50 and found.rss_bytes > 10**8
+    assert found.step and found.peak_bytes and found.gap == 0 and found.solver
+
+
+def test_a_row_that_no_plan_satisfies_is_measured_as_such() -> None:
+    found = measure(Row("demo", (2, 2), 4, 16, layers=1, memory=1, hardware="cpu"))
+    assert found.solver == "infeasible" and found.step is None and found.solve > 0
+
+
+def test_a_row_survives_the_way_to_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert Row.from_json(command[-1]) == SMALL
+        return subprocess.CompletedProcess(command, 0, "a warning\n" + json.dumps(asdict(FOUND)) + "\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert planned(SMALL) == Line(SMALL, FOUND)
+
+
+def test_a_process_that_fails_leaves_its_last_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback …\nKeyError: 'x'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert planned(SMALL).cells()[-1] == "failed with status 1: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("measured", [None, FOUND, Measured(1, 2, 3, 6, 6, 10**9, 99, solver="infeasible")])
+def test_every_line_fills_every_column(measured: Measured | None) -> None:
+    assert len(Line(SMALL, measured).cells()) == len(HEADERS)
+
+
+def test_the_limit_is_a_share_of_what_the_free_plan_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = []
+    monkeypatch.setattr(plan_speed, "planned", lambda row: limits.append(row.memory) or Line(row, FOUND))
+    main(["--only", "vit-h", "--memory", "0.5"])
+    assert limits == [None, 5 * 10**9]
+    printed = capsys.readouterr().out
+    assert "AutoParallel was skipped: git clone" in printed and "vit-h" in printed
+    main(["--only", "vit-h", "--memory", "0"])
+    assert limits == [None, 5 * 10**9, None]
+
+
+def test_the_peer_needs_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plan_speed, "planned", lambda row: Line(row, FOUND))
+    with pytest.raises(SystemExit, match=r"no autoparallel/api\.py there; give a checkout of"):
+        main(["--only", "vit-h", "--peer", str(tmp_path)])
+
+
+def test_the_unet_gives_a_loss_and_joins_every_skip() -> None:
+    model, inputs = unet(2, num_levels=2)
+    program = capture(model, inputs, {})
+    (loss,) = program.output
+    assert isinstance(loss, torch.fx.Node) and info_of(loss) == TensorInfo((), torch.float32, requires_grad=True)
+    joined = [node for node in program.graph.nodes if node.target is torch.ops.aten.cat.default]
+    assert len(joined) == len(model.down) + len(model.narrow) + 1 == len(model.up)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from autopar import progress as shown
+from autopar.progress import progress, stages
+
+
+class Terminal(io.StringIO):
+    """Text that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal as stderr; no fixture, for pytest sets stderr anew between its fixtures and the test."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
+    with stages("planning", 2) as step:
+        step("capture")
+        step("solve")
+    assert list(progress(range(3), "pairs")) == [0, 1, 2]
+    assert terminal.getvalue() == ""
+
+
+def test_long_work_shows_the_stage_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
+    monkeypatch.setattr(shown, "DELAY_SECONDS", 1e-9)
+    monkeypatch.setattr(shown, "MIN_INTERVAL_SECONDS", 0.0)
+    with stages("planning", 2) as step:
+        step("capture")
+        step("solve")
+    text = terminal.getvalue()
+    assert "planning" in text and "1/2" in text and "solve" in text
+
+
+def test_a_file_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "DELAY_SECONDS", 1e-9)
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    with stages("planning", 1) as step:
+        step("capture")
+    list(progress(range(3), "pairs"))
+    assert file.getvalue() == ""
+
+
+def test_an_error_in_a_stage_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    _terminal(monkeypatch)
+    with pytest.raises(ValueError, match="inside"), stages("planning", 1):
+        raise ValueError("inside")
