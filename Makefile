@@ -37,6 +37,7 @@ slow: $(TEST_READY)
 
 bench: $(DEMO_READY)
 	$(BIN)/python benchmarks/solve_speed.py
+	$(BIN)/python -m benchmarks.plan_speed --quick
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
