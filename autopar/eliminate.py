@@ -24,7 +24,9 @@ import numpy as np
 from autopar.problem import Floats, Integers, Problem
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
-MAX_WORK = 5_000_000_000  # entries of all steps together: about half a minute on one core
+MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
+LARGE = 1 << 62
+CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
 BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
 CROWDED = 10  # neighbours of a node whose fill is not counted
 SMALL = 1 << 14  # entries of a bag that is built whole
@@ -126,14 +128,15 @@ def _diagonal(array: np.ndarray | None) -> np.ndarray | None:
     return None if array is None else np.diagonal(array)
 
 
-def compile_elimination(problem: Problem, tables: Tables, balanced: bool, weighted: bool = False) -> Elimination:
+def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_growth: bool = False) -> Elimination:
     """Choose an order and find the steps its buckets share; computes no table.
 
-    `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps.
+    `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
+    eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
     """
     sizes = [node.num_strategies for node in problem.nodes]
     ends = [frozenset(edge.ends) for edge in problem.edges]
-    order = _order(sizes, ends, balanced, weighted)
+    order = _order(sizes, ends, balanced, by_growth)
     position = {node: place for place, node in enumerate(order)}
     factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
     edges: list[list[int]] = [[] for _ in order]
@@ -160,10 +163,14 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, weight
 
 
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
-    """The cheaper of two orders; None if the graph is too wide for either."""
-    orders = [compile_elimination(problem, tables, balanced) for balanced in (False, True)]
-    best = min(orders, key=lambda each: each.work)
-    return None if best.largest > MAX_TABLE or best.work > MAX_WORK else best
+    """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
+    found: list[Elimination] = []
+    for balanced, by_growth in ((False, False), (True, False), (False, True)):
+        found.append(compile_elimination(problem, tables, balanced, by_growth))
+        if found[-1].work <= CHEAP_WORK:
+            return found[-1]
+    narrow = [each for each in found if each.largest <= MAX_TABLE and each.work <= MAX_WORK]
+    return min(narrow, key=lambda each: each.work, default=None)
 
 
 def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
@@ -246,7 +253,7 @@ def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
     return parts
 
 
-def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool, weighted: bool = False) -> list[int]:
+def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool, by_growth: bool = False) -> list[int]:
     """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position."""
     around: list[set[int]] = [set() for _ in sizes]
     for group in ends:
@@ -255,14 +262,16 @@ def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool,
     depth = [0] * len(sizes)
 
     def priority(node: int) -> tuple[int, ...]:
+        table = sizes[node] * math.prod(sizes[other] for other in around[node])
+        if by_growth:
+            message = math.prod(sizes[other] for other in around[node])
+            pairs = sum(sizes[node] * sizes[other] for other in around[node])
+            return (message - pairs if len(around[node]) > 1 else -LARGE, table, depth[node], node)
         fill = 0
         if len(around[node]) > CROWDED:
             fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
         elif len(around[node]) > 2:
             fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
-        table = sizes[node] * math.prod(sizes[other] for other in around[node])
-        if weighted:
-            return (table, fill, depth[node], node)
         return (fill, depth[node], table, node) if balanced else (fill, table, depth[node], node)
 
     current = {node: priority(node) for node in range(len(sizes))}

@@ -50,6 +50,7 @@ class MemoryModel:
             self._outgoing[wire.source].append(wire)
         self._cache: dict[object, Bytes] = {}
         self._needs: dict[tuple[int, int], bool] = {}
+        self._wires: dict[tuple[int, int], Modes | None] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
         for segment in segments_of(space.program):
@@ -182,6 +183,12 @@ class MemoryModel:
 
     def wire(self, wire: Wire) -> Modes | None:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
+        end = wire.target, wire.target_input
+        if end not in self._wires:
+            self._wires[end] = self._wire(wire)
+        return self._wires[end]
+
+    def _wire(self, wire: Wire) -> Modes | None:
         source, target = self.space.decisions[wire.source], self.space.decisions[wire.target]
         if target.kind == "output":
             return None
