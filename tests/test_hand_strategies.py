@@ -51,16 +51,19 @@ def by_hand(name: str, mesh: str, strategy: str) -> dict[int, Any] | None:
         module.__dict__.pop("_autopar_annotations", None)
     data = [axis for axis in axes if not megatron or axis not in (split, "sp")]
     if data:
-        annotate(model, "*", **dict.fromkeys(data, "data"))
+        roles: dict[str, Any] = dict.fromkeys(data, "data")
+        annotate(model, "*", **roles)
     if strategy == "zero3":
         annotate(model, "*", storage=axes[0], regather=True)
     if megatron:
         columns, rows = PROJECTIONS[FAMILIES[name]]
         for role, patterns in (("column", columns), ("row", rows)):
             for pattern in patterns:
-                annotate(model, pattern, **{split: role})
+                said: dict[str, Any] = {split: role}
+                annotate(model, pattern, **said)
     if strategy.endswith("sequence"):
-        annotate(model, "*norm*" if name != "gpt2" else "*ln_*", **{split: "sequence"})
+        norms: dict[str, Any] = {split: "sequence"}
+        annotate(model, "*norm*" if name != "gpt2" else "*ln_*", **norms)
     return pins_of(annotations_of(model), space, "auto", {})
 
 
