@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.axes import Axis, axis_of, count
-from autopar.runtime.collectives import padded
+from autopar.runtime.collectives import gathered_rows, padded
 
 _c10d = torch.ops._c10d_functional
 FIRST, LAST = 2**64 - 1, 0  # sequence numbers: what the engine prefers, and what it leaves for the end
@@ -203,7 +203,7 @@ def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         size = recipe.axis.size
         count("all_gather", recipe.axis, flat.numel() * flat.itemsize * size)
-        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, size, recipe.axis.group)).view(size, -1)
+        rows = gathered_rows(flat, recipe.axis).view(size, -1)
         for i, shard, part in zip(numbers, shards, rows.split([s.numel() for s in shards], 1), strict=True):
             dim = recipe.dims[i]
             joined = torch.cat([row.view(shard.shape) for row in part.unbind()], dim)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.axes import Axis, axis_of, count
 
@@ -48,10 +49,21 @@ def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
     if axis.size == 1:
         return x
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
-    parts = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
+    parts = gathered_rows(x.contiguous(), axis)
     if dim:
         parts = torch.cat(parts.chunk(axis.size), dim)
     return parts.narrow(dim, 0, size) if parts.shape[dim] != size else parts
+
+
+def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
+    """The contiguous parts of all ranks one after the other in one buffer, without a gradient and without counting."""
+    if not x.is_cpu or x.is_complex() or torch.compiler.is_compiling() or local_tensor_mode() is not None:
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, axis.size, axis.group))
+    # Gloo's threads (torch 2.13, `ProcessGroupGloo::runLoop`) write the name of what they have done into one
+    # std::string, without a lock. The names of the other collectives, and of this form of an all-gather, have no more
+    # than 15 characters, which lie inside the string; "ALLGATHER_COALESCED" lies on the heap and may be freed twice.
+    whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(x, axis.size, axis.group, out=whole))
 
 
 def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:

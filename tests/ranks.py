@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -163,7 +164,8 @@ class Ranks:
                 except EOFError:
                     workers[rank].process.join()
                     code = workers[rank].process.exitcode
-                    message = f"rank {rank} of {len(workers)} died in {name} with exit code {code}."
+                    stack = workers[rank].stack.read_text()
+                    message = f"rank {rank} of {len(workers)} died in {name} with exit code {code}.\n{stack}"
                     raise RankError(rank, message) from None
                 if not succeeded:
                     text = answers[rank].decode()
@@ -195,9 +197,10 @@ def _serve(rank: int, pipe: Connection, stack: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process gets it too, and kills us
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    _run_collectives_in_one_thread()
     group = ""
     with open(stack, "w") as file, contextlib.suppress(EOFError):
+        faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         pipe.send_bytes(pickle.dumps((True, b"")))
         while True:
@@ -212,6 +215,27 @@ def _serve(rank: int, pipe: Connection, stack: str) -> None:
             except BaseException:  # pytest.fail raises no Exception
                 answer = (False, traceback.format_exc().encode())
             pipe.send_bytes(pickle.dumps(answer))
+
+
+def _run_collectives_in_one_thread() -> None:
+    """Give every gloo group of this process one thread that runs its collectives, instead of two.
+
+    Two can corrupt the heap: after a collective, `ProcessGroupGloo::runLoop` of torch 2.13 assigns the std::string
+    `pgStatus_->lastCompletedWorkName` without a lock. "ALLGATHER_COALESCED" (a functional all-gather) is too long to
+    lie inside the string: where two collectives end at once, its memory is freed twice, and the rank dies later.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    made_with_options = gloo.__init__
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface="lo0" if sys.platform == "darwin" else "lo")]
+        options._threads = 1
+        options._timeout = timeout
+        made_with_options(self, store, rank, size, options)
+
+    # torch.distributed hands no options to gloo.
+    gloo.__init__ = init
 
 
 def _join_group(store: str, rank: int, world_size: int) -> None:

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import MeshError
 from autopar.layout import I, P, Placement, R, S
 from autopar.runtime import collectives
 from autopar.runtime.axes import record_traffic, use_mesh
+from autopar.runtime.buckets import gather_parameters
 from tests.ranks import Ranks, mesh
 from tests.simulate import from_ranks, local_values, simulate
 
@@ -225,6 +227,33 @@ def _compiled_and_eager(backend: str) -> list[list[Tensor]]:
             loss = function(*inputs)
         found.append([loss, *torch.autograd.grad(loss, inputs)])
     return found
+
+
+class _Dispatched(TorchDispatchMode):
+    """Remembers every operation between ranks by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def _operations_between_ranks() -> set[str]:
+    a, b = torch.randn(4, 6, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    with use_mesh(mesh((2,), ("x",))), _Dispatched() as dispatched:
+        whole, _ = gather_parameters("x", (0, 1), (8, 10), a, b)
+        (_many_moves(a, b) + whole.sum()).backward()
+    return dispatched.names
+
+
+def test_no_collective_on_gloo_has_a_name_that_its_threads_corrupt_the_heap_with(ranks: Ranks) -> None:
+    for names in ranks.run(_operations_between_ranks):
+        assert "all_gather_into_tensor_out" in names
+        assert "all_gather_into_tensor" not in names  # "ALLGATHER_COALESCED", see `gathered_rows`
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ def _sums_over_mesh() -> tuple[torch.Tensor, torch.Tensor]:
         dist.all_reduce(total, group=two_by_two.get_group(axis))
         sums.append(total)
     return sums[0], sums[1]
+
+
+def _threads_by_name() -> Counter[str]:
+    _sums_over_mesh()
+    return Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def _row_of_shared(x: torch.Tensor) -> torch.Tensor:
@@ -90,6 +96,13 @@ def test_a_mesh_is_made_anew_for_a_new_group(ranks: Ranks) -> None:
     first = ranks.run(_sums_over_mesh, world_size=4)
     ranks.run(_rank_and_sum, 0, world_size=2)
     assert ranks.run(_sums_over_mesh, world_size=4) == first
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted where Linux lists them")
+def test_every_group_runs_its_collectives_in_one_thread(ranks: Ranks) -> None:
+    ranks.run(_rank_and_sum, 0, world_size=2)  # the groups of the world that follows are new
+    for threads in ranks.run(_threads_by_name, world_size=4):
+        assert threads["pt_gloo_runloop"] == 3  # the world, dp and tp
 
 
 def test_a_world_beyond_the_pool_is_refused(ranks: Ranks) -> None:
