@@ -14,81 +14,106 @@ strategies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.eliminate import Elimination, Step, bag_sum
 from autopar.problem import Edge, Floats, Integers, Node, Problem
+from autopar.pruning import Pruned, cut_table
+
+HAIR = 0.01  # of the grid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Excesses:
-    """What each strategy of each node, and each pair of each edge, costs above the optimum at least."""
+    """What strategies of nodes, and pairs of edges, cost above the optimum at least, for those below the margin."""
 
+    alive: tuple[Integers, ...]
+    """For each node, its strategies below the margin."""
     of_node: tuple[Floats, ...]
+    """Of every strategy."""
     of_edge: tuple[Floats, ...]
+    """Of every pair of strategies that are alive."""
     of_message: tuple[Floats, ...]
-    """For each bucket, over its neighbours: what the rest of the graph costs above its optimum."""
+    """For each bucket, over what is alive of its neighbours: what the rest of the graph costs above its optimum."""
 
 
-def excesses(problem: Problem, elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf) -> Excesses:
+def excesses(
+    problem: Problem, elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, grid: float = 0.0
+) -> Excesses:
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
-    Excesses above `margin` may be given as inf: buckets are then cut to the neighbours' strategies below it, which
-    leaves little work however wide the graph is.
+    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however wide the graph is.
+    What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then share
+    their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
     """
     children = children_of(elimination)
-    alive: dict[int, Integers] = {}
+    alive: list[Integers] = [np.empty(0, dtype=np.intp)] * len(problem.nodes)
     over_neighbours: dict[int, Floats] = {}
     of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
     of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
     of_message: list[Floats] = [np.zeros(())] * len(elimination.buckets)
+    shared: dict[object, _Calibrated] = {}
     for place in reversed(range(len(elimination.buckets))):
         bucket = elimination.buckets[place]
-        step = elimination.steps[bucket.step]
-        node, around = bucket.bag[0], bucket.bag[1:]
-        rows = tuple(alive[each] for each in around)
-        outside = over_neighbours.pop(place, np.zeros(()))
-        of_message[place] = _spread(outside, rows, step.sizes[1:])
-        message = _cut(tables[elimination.num_tables + bucket.step], rows)
-        total = _cut_bag_sum(step, tables, rows)
-        total += outside - np.where(np.isfinite(message), message, 0.0)
-        # Rounding leaves the optimum itself a hair off zero; an excess is never negative.
-        of_node[node] = np.maximum(_minimum(total, bucket.bag, bucket.bag[:1]), 0.0)
-        alive[node] = np.flatnonzero(of_node[node] <= margin)
-        total = total[alive[node]]
-        for number in bucket.edges:
-            edge = problem.edges[number]
-            if edge.is_loop:
-                of_edge[number] = np.where(np.eye(len(edge.seconds), dtype=bool), of_node[node], np.inf)
-                continue
-            least = np.maximum(_minimum(total, bucket.bag, edge.ends), 0.0)
-            of_edge[number] = _spread(least, tuple(alive[end] for end in edge.ends), edge.seconds.shape)
-        for child in children[place]:
-            over_neighbours[child] = _minimum(total, bucket.bag, elimination.buckets[child].bag[1:])
-    return Excesses(tuple(of_node), tuple(of_edge), tuple(of_message))
+        rows = tuple(alive[each] for each in bucket.bag[1:])
+        outside = of_message[place] = over_neighbours.pop(place, np.zeros(()))
+        key = (bucket.step, outside.tobytes(), *(each.tobytes() for each in rows))
+        axis = {member: number for number, member in enumerate(bucket.bag)}
+        edges = [problem.edges[number] for number in bucket.edges]
+        wanted = {tuple(axis[end] for end in edge.ends) for edge in edges if not edge.is_loop}
+        below = [tuple(axis[each] for each in elimination.buckets[child].bag[1:]) for child in children[place]]
+        if key not in shared or not shared[key].least.keys() >= {*wanted, *below}:
+            step = elimination.steps[bucket.step]
+            message = cut_table(tables[elimination.num_tables + bucket.step], rows)
+            total = _cut_bag_sum(step, tables, rows)
+            total += outside - np.where(np.isfinite(message), message, 0.0)
+            shared[key] = _calibrated(total, {*wanted, *below}, margin, grid)
+        found = shared[key]
+        node = bucket.bag[0]
+        of_node[node], alive[node] = found.of_node, found.alive
+        for number, edge in zip(bucket.edges, edges, strict=True):
+            of_edge[number] = found.loop if edge.is_loop else found.least[tuple(axis[end] for end in edge.ends)]
+        for child, axes in zip(children[place], below, strict=True):
+            over_neighbours[child] = found.least[axes]
+    return Excesses(tuple(alive), tuple(of_node), tuple(of_edge), tuple(of_message))
 
 
-def _cut(table: Floats, rows: tuple[Integers, ...]) -> Floats:
-    """The part of a table at some strategies of each of its nodes."""
-    return table[np.ix_(*rows)] if rows else table
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calibrated:
+    """What a calibrated bucket says about its node, and about some axes of its bag (in that order)."""
+
+    of_node: Floats
+    alive: Integers
+    least: dict[tuple[int, ...], Floats]
+
+    @property
+    def loop(self) -> Floats:
+        """For an edge from the node to itself."""
+        excess = self.of_node[self.alive]
+        return np.where(np.eye(len(excess), dtype=bool), excess[:, None], np.inf)
 
 
-def _spread(part: Floats, rows: tuple[Integers, ...], shape: Sequence[int]) -> Floats:
-    """A table that is `part` at some strategies of each of its nodes, and inf elsewhere."""
-    if all(len(each) == size for each, size in zip(rows, shape, strict=True)):
-        return np.broadcast_to(part, tuple(shape))
-    whole = np.full(tuple(shape), np.inf)
-    whole[np.ix_(*rows)] = part
-    return whole
+def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float, grid: float) -> _Calibrated:
+    # Rounding leaves the optimum itself a hair off zero; an excess is never negative.
+    of_node = np.maximum(total.min(axis=tuple(range(1, total.ndim)), initial=np.inf), 0.0)
+    alive = np.flatnonzero(of_node <= margin)
+    total = total[alive]
+    return _Calibrated(of_node, alive, {axes: _rounded(_minimum(total, axes), grid) for axes in wanted})
+
+
+def _rounded(excess: Floats, grid: float) -> Floats:
+    """Excesses rounded down to the grid, but for a hair: equal ones that differ in the last place stay equal."""
+    excess = np.maximum(excess, 0.0)
+    return np.floor(excess / grid + HAIR) * grid if grid else excess
 
 
 def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:
     """All tables of a step added up over its bag, at some strategies of the neighbours."""
     every = (np.arange(step.sizes[0]), *rows)
-    cut = [tables[number][np.ix_(*(every[axis] for axis in axes))] for number, axes in step.inputs]
+    cut = [cut_table(tables[number], tuple(every[axis] for axis in axes)) for number, axes in step.inputs]
     sizes = tuple(len(each) for each in every)
     if not all(sizes):
         return np.full(sizes, np.inf)
@@ -96,17 +121,25 @@ def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...
     return bag_sum(Step(sizes, inputs), cut)
 
 
-def keep_below(problem: Problem, found: Excesses, limit: float) -> Problem:
-    """The same problem with everything forbidden whose excess is above `limit` seconds."""
+def keep_below(problem: Problem, found: Excesses, limit: float) -> Pruned:
+    """The same problem without the strategies, and with the pairs forbidden, whose excess is above `limit` seconds."""
+    near = [np.flatnonzero(excess[alive] <= limit) for excess, alive in zip(found.of_node, found.alive, strict=True)]
+    kept = tuple(alive[each] for alive, each in zip(found.alive, near, strict=True))
     nodes = tuple(
-        Node(node.name, np.where(excess <= limit, node.seconds, np.inf), node.num_bytes)
-        for node, excess in zip(problem.nodes, found.of_node, strict=True)
+        Node(node.name, node.seconds[each], node.num_bytes[each])
+        for node, each in zip(problem.nodes, kept, strict=True)
     )
-    edges = tuple(
-        Edge(edge.ends, np.where(excess <= limit, edge.seconds, np.inf), edge.num_bytes)
-        for edge, excess in zip(problem.edges, found.of_edge, strict=True)
-    )
-    return Problem(nodes, edges, problem.budget)
+    edges: list[Edge] = []
+    shared: dict[object, tuple[Floats, Integers | None]] = {}  # equal edges stay one array
+    for edge, excess in zip(problem.edges, found.of_edge, strict=True):
+        rows = tuple(kept[end] for end in edge.ends)
+        key = (id(edge.seconds), id(edge.num_bytes), id(excess), *(each.tobytes() for each in rows))
+        if key not in shared:
+            below = cut_table(excess, tuple(near[end] for end in edge.ends)) <= limit
+            seconds = np.where(below, cut_table(edge.seconds, rows), np.inf)
+            shared[key] = seconds, None if edge.num_bytes is None else cut_table(edge.num_bytes, rows)
+        edges.append(Edge(edge.ends, *shared[key]))
+    return Pruned(Problem(nodes, tuple(edges), problem.budget), kept)
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:
@@ -119,9 +152,8 @@ def children_of(elimination: Elimination) -> list[list[int]]:
     return children
 
 
-def _minimum(total: Floats, bag: tuple[int, ...], kept: tuple[int, ...]) -> Floats:
-    """Minimise a table over `bag` down to the nodes `kept`, in that order."""
-    away = tuple(axis for axis, member in enumerate(bag) if member not in kept)
-    found = total.min(axis=away, initial=np.inf)
-    remaining = [member for member in bag if member in kept]
-    return found.transpose([remaining.index(member) for member in kept])
+def _minimum(total: Floats, kept: tuple[int, ...]) -> Floats:
+    """Minimise a table down to some of its axes, in that order."""
+    found = total.min(axis=tuple(axis for axis in range(total.ndim) if axis not in kept), initial=np.inf)
+    remaining = sorted(kept)
+    return found.transpose([remaining.index(axis) for axis in kept])

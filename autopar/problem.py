@@ -153,7 +153,9 @@ class Solution:
 
 def _costs(seconds: Any, where: str) -> Floats:
     """An array of seconds: finite, or inf where forbidden."""
-    array = np.asarray(seconds, dtype=np.float64)
+    array = np.asarray(seconds)
+    if array.dtype != np.float64:  # else the same object, which equal edges share
+        array = array.astype(np.float64)
     if array.size and not array.min() > -np.inf:  # min is NaN when any entry is
         raise PlanError(f"{where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
     return array

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from autopar.problem import Edge, Floats, Integers, Node, Problem
+
+Numbers = TypeVar("Numbers", Floats, Integers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ def prune(problem: Problem) -> Pruned:
         rows = tuple(kept[end] for end in edge.ends)
         key = (id(edge.seconds), id(edge.num_bytes), *(each.tobytes() for each in rows))
         if key not in matrices:
-            index = np.ix_(*rows)
-            matrices[key] = edge.seconds[index], None if edge.num_bytes is None else edge.num_bytes[index]
+            held = None if edge.num_bytes is None else cut_table(edge.num_bytes, rows)
+            matrices[key] = cut_table(edge.seconds, rows), held
         open_ends = tuple(end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1)
         if edge.is_loop or len(open_ends) == len(edge.ends):
             edges.append(Edge(edge.ends, *matrices[key]))
@@ -60,3 +63,10 @@ def prune(problem: Problem) -> Pruned:
         Node(node.name, cost, held) for node, cost, held in zip(problem.nodes, seconds, num_bytes, strict=True)
     )
     return Pruned(Problem(nodes, tuple(edges), problem.budget), kept)
+
+
+def cut_table(table: Numbers, rows: Sequence[Integers]) -> Numbers:
+    """`table[np.ix_(*rows)]` without the checks of `np.ix_`, which take longer than the rest."""
+    if all(len(each) == size for each, size in zip(rows, table.shape, strict=True)):
+        return table
+    return table[tuple(each.reshape((-1,) + (1,) * (table.ndim - 1 - axis)) for axis, each in enumerate(rows))]  # type: ignore[return-value]

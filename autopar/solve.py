@@ -1,10 +1,10 @@
-"""Solve a problem exactly and fast: elimination, a price for memory, and all trades in the little that is left.
+"""Solve a problem exactly and fast: elimination, a price for memory, and an ILP over the little that is left.
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`multiplier`).
-3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and Pareto
-   elimination solve the rest (`reduction`, `pareto`). A solution below bound + ε is optimal; else ε grows up to the
-   incumbent.
+3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and an ILP over
+   counts of equal parts solve the rest (`reduction`, `counts`). A solution below bound + ε is optimal; else ε grows up
+   to the incumbent.
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
 reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`wide`), and give the ILP a start.
@@ -21,12 +21,12 @@ from typing import Literal
 import numpy as np
 
 from autopar.conflict import describe_conflict, is_feasible
+from autopar.counts import Counted, TooManyChoicesError, best_counts
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
 from autopar.multiplier import Point, Relaxation, maximise_bound, point
-from autopar.pareto import TooManyLabelsError, best_below
 from autopar.problem import Problem, Solution
 from autopar.pruning import prune
 from autopar.reduction import reduce_problem
@@ -35,13 +35,13 @@ from autopar.wide import good_solution
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
-MANY_TRADES = "the trades of time for memory are too many to prove the plan best"
 TIME_PASSED = "the time limit passed before the plan was proven best"
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 GROWTH = 4.0  # of ε from round to round
-FINER = 0.05  # of ε: how far the answer of a round may be from its best; then of that, until it is none
+WIDER = 16.0  # times ε: what is looked at once for several rounds
+FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
 
 
 def solve(
@@ -126,40 +126,46 @@ def _by_elimination(
 def _close_the_gap(
     problem: Problem, tables: Tables, elimination: Elimination, relaxed: Relaxation, deadline: float, gap: float
 ) -> Solution:
-    """From the bound of a price to the optimum: fixing by min-marginals, and all trades of seconds for bytes."""
+    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
-    widest = incumbent.seconds - bound + TOLERANCE * abs(incumbent.seconds)
-    found = excesses(problem, elimination, evaluate(elimination, tables.weighted(relaxed.multiplier)), widest)
+    rounding = TOLERANCE * abs(incumbent.seconds)
+    weighted = evaluate(elimination, tables.weighted(relaxed.multiplier))
     epsilon = FIRST_EPSILON * abs(bound)
-    rounding = epsilon * FINER
+    found, widest = None, 0.0
     while not _is_closed(incumbent.seconds, bound, gap):
         limit = min(relaxed.bound + epsilon, incumbent.seconds)
-        finest = TOLERANCE / 2 * abs(limit)
-        tolerance = max(rounding, finest)
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
-        residual = reduce_problem(keep_below(problem, found, TOLERANCE * abs(limit) + limit - relaxed.bound))
-        least = np.inf
+        margin = limit - relaxed.bound + rounding
+        if found is None or margin > widest:
+            widest = min(WIDER * epsilon, incumbent.seconds - relaxed.bound) + rounding
+            found = excesses(problem, elimination, weighted, widest, rounding * FINE)
+        near = keep_below(problem, found, margin)
+        residual = reduce_problem(near.problem)
+        result = Counted(None, math.inf, True)
         if residual.constant < np.inf:
-            below = incumbent.seconds - residual.constant
-            try:
-                choices = best_below(residual.problem, relaxed.multiplier, below, tolerance, deadline)
-            except TooManyLabelsError:
-                late = time.monotonic() >= deadline
-                _warn(incumbent.seconds, bound, TIME_PASSED if late else MANY_TRADES)
-                break
-            if choices is not None:
-                incumbent = min(incumbent, point(problem, residual.extend(choices)), key=lambda each: each.seconds)
-            least = incumbent.seconds - tolerance
-        # What the residual leaves out costs more than `limit`, what it holds no less than its answer but for rounding.
-        bound = max(bound, min(least, limit))
-        if incumbent.seconds > limit:
-            epsilon *= GROWTH
-            rounding = epsilon * FINER
-        elif tolerance == finest:
+            below = limit - residual.constant
+            left = deadline - time.monotonic()
+            result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, left)
+        if result.choices is not None:
+            incumbent = min(
+                incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
+            )
+        # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
+        bound = max(bound, min(residual.constant + result.bound, limit))
+        if not result.is_proven:
+            _warn(incumbent.seconds, bound)
             break
-        else:
-            rounding *= FINER
-    return _solution(incumbent, bound, "multiplier + pareto", relaxed.multiplier)
+        epsilon *= GROWTH
+    return _solution(incumbent, bound, "multiplier + counts", relaxed.multiplier)
+
+
+def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, time_limit: float) -> Counted:
+    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
+    try:
+        return best_counts(problem, multiplier, limit, tolerance, time_limit)
+    except TooManyChoicesError:
+        result = solve_ilp(problem, time_limit, tolerance=tolerance)
+        return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
 
 
 def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:

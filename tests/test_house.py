@@ -30,7 +30,7 @@ FLOORS = (
     ("candidates", "problem"),
     ("space", "eliminate", "ilp", "reduction", "pruning"),
     ("build", "memory", "runtime", "repetition", "hidden_bytes", "marginals", "multiplier", "conflict"),
-    ("pareto", "wide", "peak", "symbolic_shapes", "shortage", "certificate"),
+    ("counts", "wide", "peak", "symbolic_shapes", "shortage", "certificate"),
     ("solve",),
     ("local_sizes",),
     ("memory_formulas",),

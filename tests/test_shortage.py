@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from autopar import eliminate, shortage
 from autopar.certificate import verify
 from autopar.conflict import freed
+from autopar.counts import best_counts
 from autopar.errors import InfeasibleError, PlanError
-from autopar.pareto import best_below
 from autopar.problem import Edge, Node, Problem
 from autopar.shortage import MemoryLimitError, find_conflict
 from autopar.solve import smallest_bytes, solve
@@ -151,11 +151,12 @@ def test_what_does_not_prove_itself_is_refused() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, budget=st.integers(0, 60), price=st.sampled_from([0.0, 0.01, 0.1]))
-def test_all_trades_of_seconds_for_bytes_equal_brute_force(seed: int, budget: int, price: float) -> None:
+def test_counted_choices_equal_brute_force(seed: int, budget: int, price: float) -> None:
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
     every = itertools.product(*(range(node.num_strategies) for node in problem.nodes))
     best = min((problem.seconds_of(x) for x in every if problem.fits(problem.bytes_of(x))), default=math.inf)
-    found = best_below(problem, price, 100.0)
-    assert (found is None) == (best == math.inf)
-    if found is not None:
-        assert problem.seconds_of(found) == pytest.approx(best) and problem.fits(problem.bytes_of(found))
+    found = best_counts(problem, price, 100.0, 1e-9, 60.0)
+    assert found.is_proven and (found.choices is None) == (best == math.inf)
+    if found.choices is not None:
+        assert problem.seconds_of(found.choices) == pytest.approx(best)
+        assert problem.fits(problem.bytes_of(found.choices)) and found.bound == pytest.approx(best)
