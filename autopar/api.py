@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.normalize import rehome
 from autopar.optimizers import Optimizer
 from autopar.plan import Plan
-from autopar.planner import GOOD_ENOUGH, PlanContext, choices_of, make_plan
+from autopar.planner import PlanContext, choices_of, make_plan
 from autopar.program import Program
 from autopar.progress import stages
 from autopar.runtime.agreement import from_first_rank, on_all_ranks
@@ -161,14 +161,14 @@ def plan(
     hardware: str | Hardware | None = None,
     solver: Literal["auto", "ilp"] = "auto",
     time_limit: float = 120.0,
-    gap: float = GOOD_ENOUGH,
+    gap: float = 0.0,
 ) -> Plan:
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
     With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned.
-    Without a memory limit the plan is the best there is. Under one it is proven to be within `gap` of the best, 0.1%
-    of the step unless told otherwise; after `time_limit` seconds the solver returns what it has, with its bound and a
-    warning.
+    The plan is the best there is; under a memory limit, and where the graph is too wide for elimination, one that is
+    within `gap` of the best (a share of its step) will do. After `time_limit` seconds the solver returns what it has,
+    with its bound and a warning.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP

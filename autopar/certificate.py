@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.eliminate import Tables, evaluate, narrow_elimination, optimum
 from autopar.errors import PlanError
+from autopar.hubs import lower_bound
 from autopar.problem import Problem
-from autopar.pruning import prune
 
 
 def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple[float, float]:
@@ -26,11 +25,4 @@ def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple
         raise PlanError("the choices contain a forbidden strategy or pair; solve the problem again.")
     if not problem.fits(num_bytes):
         raise PlanError(f"the choices take {num_bytes} bytes, the limit is {problem.budget}; solve the problem again.")
-    price = 0.0 if problem.budget is None else multiplier
-    pruned = prune(problem).problem
-    tables = Tables(pruned)
-    elimination = narrow_elimination(pruned, tables)
-    if elimination is None:
-        return seconds, -math.inf
-    least = optimum(elimination, evaluate(elimination, tables.weighted(price)))
-    return seconds, least - price * (problem.budget or 0)
+    return seconds, lower_bound(problem, multiplier, seconds)

@@ -23,8 +23,6 @@ from autopar.space import Decision, Space
 from autopar.statement import Pins, Statement
 from autopar.within import Answer, best_within
 
-GOOD_ENOUGH = 1e-3  # of the step
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -34,7 +32,7 @@ class Settings:
     recompute: str = "auto"
     solver: str = "auto"
     time_limit: float = 120.0
-    gap: float = GOOD_ENOUGH
+    gap: float = 0.0
     """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ def make_plan(
     solver: str = "auto",
     time_limit: float = 120.0,
     recompute: str = "auto",
-    gap: float = GOOD_ENOUGH,
+    gap: float = 0.0,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,16 +23,26 @@ import numpy as np
 
 from autopar.conflict import describe_conflict, is_feasible
 from autopar.counts import Counted, TooManyChoicesError, best_counts
-from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.eliminate import (
+    CHEAP_WORK,
+    Elimination,
+    Tables,
+    choices_of,
+    compile_elimination,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.errors import InfeasibleError, PlanError
+from autopar.hubs import GRID, ROUNDS, Levelling, Loosened, loosen
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
 from autopar.multiplier import Point, Relaxation, maximise_bound, point
-from autopar.problem import Problem, Solution
-from autopar.pruning import prune
+from autopar.problem import Node, Problem, Solution
+from autopar.pruning import Pruned, prune
 from autopar.reduction import reduce_problem
 from autopar.shortage import MemoryLimitError
-from autopar.wide import good_solution
+from autopar.wide import good_solution, with_fixed
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
@@ -81,10 +92,61 @@ def solve(
 
 def _solve_pruned(problem: Problem, deadline: float, gap: float) -> Solution:
     tables = Tables(problem)
-    elimination = narrow_elimination(problem, tables)
+    elimination = compile_elimination(problem, tables, balanced=False)
+    if elimination.work > CHEAP_WORK:
+        loose = loosen(problem)
+        solution = _by_hubs(problem, loose, deadline, gap) if loose is not None else None
+        if solution is not None:
+            return solution
+        elimination = narrow_elimination(problem, tables)
     if elimination is None:
         return _by_reduced_ilp(problem, deadline, gap)
     return _by_elimination(problem, tables, elimination, deadline, gap)
+
+
+def _by_hubs(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution | None:
+    """The graph is wide for its hubs: what a bound without them leaves is narrow. None where too much is left."""
+    best: Point | None = None
+    held: dict[int, int] = {}
+    levelling = Levelling()
+    for _ in range(ROUNDS):
+        tables = Tables(loose.problem)
+        elimination = narrow_elimination(loose.problem, tables)
+        if elimination is None or time.monotonic() > deadline:
+            return None
+        relaxed = _relaxed(loose.problem, tables, elimination, deadline)
+        price = relaxed.multiplier
+        if best is not None and _is_closed(best.seconds, relaxed.bound, gap):
+            return _solution(best, relaxed.bound, "hubs", price)
+        grid = GRID * (abs(relaxed.bound) + price * (problem.budget or 0))
+        weighted = evaluate(elimination, tables.weighted(price))
+        found = excesses(loose.problem, elimination, weighted, grid=grid)
+        if held != (held := loose.agreement(found)):
+            agreed = _narrow_solution(with_fixed(problem, held), deadline, gap)
+            best = min((each for each in (best, agreed) if each), key=lambda each: each.seconds, default=None)
+        if best is not None:
+            # Excesses carry the rounding of long sums; a strategy too many does no harm.
+            margin = best.seconds - relaxed.bound + TOLERANCE * abs(best.seconds)
+            left = _without(problem, [loose.excess(found, node) > margin for node in range(len(problem.nodes))])
+            tables = Tables(left.problem)
+            elimination = compile_elimination(left.problem, tables, balanced=False)
+            if elimination.work <= CHEAP_WORK:
+                solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
+                exact = point(problem, left.extend(solution.choices))
+                best = min(best, exact, key=lambda each: each.seconds)
+                # What is left out costs more than the best of before, and so than this.
+                return _solution(best, solution.bound, f"hubs, {solution.solver}", solution.multiplier)
+        loose = levelling.next(loose, found, relaxed.bound, grid)
+    return None
+
+
+def _without(problem: Problem, forbidden: Sequence[np.ndarray]) -> Pruned:
+    """The problem without some strategies of each node."""
+    nodes = (
+        Node(node.name, np.where(gone, np.inf, node.seconds), node.num_bytes)
+        for node, gone in zip(problem.nodes, forbidden, strict=True)
+    )
+    return prune(Problem(tuple(nodes), problem.edges, problem.budget))
 
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
@@ -108,19 +170,26 @@ def _by_elimination(
     problem: Problem, tables: Tables, elimination: Elimination, deadline: float, gap: float
 ) -> Solution:
     """The graph is narrow: everything but a small residual is dynamic programming."""
+    relaxed = _relaxed(problem, tables, elimination, deadline)
+    if relaxed.multiplier == 0 and relaxed.incumbent.seconds == relaxed.bound:
+        return _solution(relaxed.incumbent, relaxed.bound, "elimination")
+    if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
+        return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    return _close_the_gap(problem, tables, elimination, relaxed, deadline, gap)
+
+
+def _relaxed(problem: Problem, tables: Tables, elimination: Elimination, deadline: float) -> Relaxation:
+    """The optimum without the memory row if that fits, else the best bound that a price for memory proves."""
     evaluated = evaluate(elimination, tables.weighted(0.0))
     if optimum(elimination, evaluated) == np.inf:
         raise InfeasibleError(describe_conflict(problem))
     large = point(problem, choices_of(elimination, evaluated))
     if problem.fits(large.num_bytes):
-        return Solution(large.choices, large.seconds, large.num_bytes, large.seconds, "elimination")
+        return Relaxation(0.0, large.seconds, large)
     small = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
     if not problem.fits(small.num_bytes):
         raise MemoryLimitError(problem)
-    relaxed = maximise_bound(problem, elimination, tables, large, small, deadline)
-    if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
-        return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
-    return _close_the_gap(problem, tables, elimination, relaxed, deadline, gap)
+    return maximise_bound(problem, elimination, tables, large, small, deadline)
 
 
 def _close_the_gap(
@@ -133,11 +202,13 @@ def _close_the_gap(
     epsilon = FIRST_EPSILON * abs(bound)
     found, widest = None, 0.0
     while not _is_closed(incumbent.seconds, bound, gap):
+        most = incumbent.seconds - relaxed.bound
+        epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
         limit = min(relaxed.bound + epsilon, incumbent.seconds)
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
         margin = limit - relaxed.bound + rounding
         if found is None or margin > widest:
-            widest = min(WIDER * epsilon, incumbent.seconds - relaxed.bound) + rounding
+            widest = min(WIDER * epsilon, most) + rounding
             found = excesses(problem, elimination, weighted, widest, rounding * FINE)
         near = keep_below(problem, found, margin)
         residual = reduce_problem(near.problem)
@@ -196,15 +267,15 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
     return _solution(found, bound, "neighbourhoods + ilp")
 
 
-def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
-    """The best solution of a part of a wide problem, good enough to go on from."""
+def _narrow_solution(problem: Problem, deadline: float, gap: float = GOOD_START) -> Point | None:
+    """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
     pruned = prune(problem)
     tables = Tables(pruned.problem)
     elimination = narrow_elimination(pruned.problem, tables)
     if elimination is None:
         return None
     try:
-        solution = _by_elimination(pruned.problem, tables, elimination, deadline, gap=GOOD_START)
+        solution = _by_elimination(pruned.problem, tables, elimination, deadline, gap)
     except InfeasibleError:
         return None
     return point(problem, pruned.extend(solution.choices))
@@ -234,7 +305,8 @@ def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
 
 
 def _solution(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
-    return Solution(found.choices, found.seconds, found.num_bytes, min(bound, found.seconds), solver, multiplier)
+    proven = found.seconds if _is_closed(found.seconds, bound) else bound
+    return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
 
 
 def _is_closed(seconds: float, bound: float, gap: float = 0.0) -> bool:

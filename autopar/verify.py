@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from autopar.eliminate import Tables, evaluate, narrow_elimination, optimum
 from autopar.errors import PlanError
+from autopar.hubs import lower_bound
 from autopar.peak import memory_use
 from autopar.plan import Plan, PlanRow
 from autopar.planner import PlanContext, choices_of, written_down
 from autopar.planner import evaluate as seconds_of
 from autopar.problem import Problem
-from autopar.pruning import prune
 from autopar.segments import MODES
 from autopar.sizes import format_bytes, format_seconds
 from autopar.within import Answer
@@ -139,14 +138,7 @@ def _bounds(plan: Plan, problem: Problem, seconds: float, proven: float) -> Iter
 
 def _lower_bound(plan: Plan, problem: Problem) -> float:
     """L(λ) at the plan's multiplier; 0 where the graph is too wide for elimination."""
-    pruned = prune(problem).problem  # exact: without it the tables of large menus would be too wide
-    tables = Tables(pruned)
-    elimination = narrow_elimination(pruned, tables)
-    if elimination is None:
-        return 0.0
-    multiplier = 0.0 if problem.budget is None else max(plan.multiplier, 0.0)
-    limit = problem.budget or 0
-    return optimum(elimination, evaluate(elimination, tables.weighted(multiplier))) - multiplier * limit
+    return max(lower_bound(problem, max(plan.multiplier, 0.0), plan.bound), 0.0)
 
 
 def _same(claimed: Any, derived: Any) -> bool:

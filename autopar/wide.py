@@ -27,7 +27,7 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     held = _separators(problem)
     best: Point | None = None
     for start in _starts(problem, held):
-        best = solve(_fixed(problem, start), deadline)
+        best = solve(with_fixed(problem, start), deadline)
         if best is not None:
             break
     if best is None:
@@ -38,7 +38,9 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
         for node in held:
             if time.monotonic() >= deadline:
                 break
-            found = solve(_fixed(problem, {other: best.choices[other] for other in held if other != node}), deadline)
+            found = solve(
+                with_fixed(problem, {other: best.choices[other] for other in held if other != node}), deadline
+            )
             if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                 best, improved = found, True
     return best
@@ -62,7 +64,7 @@ def _separators(problem: Problem) -> tuple[int, ...]:
 
 
 def _width(problem: Problem, held: list[int]) -> int:
-    pruned = prune(_fixed(problem, dict.fromkeys(held, -1))).problem
+    pruned = prune(with_fixed(problem, dict.fromkeys(held, -1))).problem
     return compile_elimination(pruned, Tables(pruned), balanced=False).largest
 
 
@@ -78,7 +80,7 @@ def _starts(problem: Problem, held: tuple[int, ...]) -> list[dict[int, int]]:
     return [fastest, {node: int(np.argmin(sizes[node])) for node in held}]
 
 
-def _fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
+def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
     """The problem with some nodes held at a strategy; -1 is the first that is allowed."""
     nodes = list(problem.nodes)
     for number, choice in choices.items():
