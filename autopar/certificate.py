@@ -25,4 +25,4 @@ def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple
         raise PlanError("the choices contain a forbidden strategy or pair; solve the problem again.")
     if not problem.fits(num_bytes):
         raise PlanError(f"the choices take {num_bytes} bytes, the limit is {problem.budget}; solve the problem again.")
-    return seconds, lower_bound(problem, multiplier, seconds)
+    return seconds, lower_bound(problem, multiplier)

@@ -1,7 +1,7 @@
 """Graphs that are wide because of hubs, nodes with many neighbours: a bound that lets each neighbour have its own.
 
 The output of an encoder, a position bias or an embedding of the time enters every layer, and its node is in every bag
-of an elimination. Loosened, such a node h becomes a copy per neighbour, with its seconds shared among the copies:
+of an elimination. Loosened, such a node h is a copy per neighbour, its seconds and bytes shared among the copies:
 
     min Σ …  with h_1, h_2, …, h_K free to differ   ≤   min Σ …  with h_1 = h_2 = … = h_K
 
@@ -22,14 +22,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.eliminate import CHEAP_WORK, Tables, evaluate, narrow_elimination, optimum
+from autopar.eliminate import (
+    CHEAP_WORK,
+    Elimination,
+    Tables,
+    choices_of,
+    compile_elimination,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.marginals import Excesses, excesses
+from autopar.multiplier import Point, point
 from autopar.problem import Edge, Floats, Node, Problem
-from autopar.pruning import prune
+from autopar.pruning import Pruned, prune, with_fixed
 
 MANY = 8  # neighbours: a node with more is a hub
 ROUNDS = 6
+WORTHWHILE = 0.5  # of the rest that is open: a round that closes less is the last
 GRID = 1e-7  # of the bound: excesses that differ by less are the same
+TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
+
+
+class TooWideError(Exception):
+    """A problem stays too wide for elimination without its hubs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +80,6 @@ class Loosened:
         return Loosened(Problem(tuple(nodes), self.problem.edges, self.problem.budget), self.copies)
 
 
-@dataclass(slots=True)
-class Levelling:
-    """Rounds of levelling, each from the best shares so far, by half the step after one that was too long."""
-
-    best: float = -np.inf
-    """The best bound so far, in seconds."""
-    step: float = 1.0
-    start: tuple[Loosened, Excesses] | None = None
-
-    def next(self, loose: Loosened, found: Excesses, bound: float, grid: float) -> Loosened:
-        """What to try after `loose`, whose bound and excesses are known."""
-        if self.start is None or bound > self.best:
-            self.best, self.start = bound, (loose, found)
-        else:
-            self.step /= 2
-        return self.start[0].levelled(self.start[1], grid, self.step)
-
-
 def loosen(problem: Problem) -> Loosened | None:
     """Give every neighbour of a hub a copy of it; None where there is no hub."""
     around: list[set[int]] = [set() for _ in problem.nodes]
@@ -101,42 +99,136 @@ def loosen(problem: Problem) -> Loosened | None:
                 neighbour = next(other for other in edge.ends if other != end)
                 ends[place] = copy_for[end].setdefault(neighbour, len(nodes) if copy_for[end] else end)
                 if ends[place] == len(nodes):
-                    nodes.append(Node(nodes[end].name, nodes[end].seconds, np.zeros_like(nodes[end].num_bytes)))
+                    nodes.append(nodes[end])
         edges.append(edge if tuple(ends) == edge.ends else Edge(tuple(ends), edge.seconds, edge.num_bytes))
     copies = {hub: tuple(copy_for[hub].values()) for hub in hubs}
     for of_hub in copies.values():
-        for copy in of_hub:
-            nodes[copy] = Node(nodes[copy].name, nodes[copy].seconds / len(of_hub), nodes[copy].num_bytes)
+        for number, copy in enumerate(of_hub):
+            num_bytes = nodes[copy].num_bytes
+            rest = num_bytes % len(of_hub) if number == 0 else 0
+            nodes[copy] = Node(nodes[copy].name, nodes[copy].seconds / len(of_hub), num_bytes // len(of_hub) + rest)
     return Loosened(Problem(tuple(nodes), tuple(edges), problem.budget), copies)
 
 
-def lower_bound(problem: Problem, multiplier: float, goal: float) -> float:
-    """A bound on the seconds of every choice within the budget, by eliminations alone; -inf where it is too wide.
+class Hubs:
+    """The least of seconds + price · bytes over a problem with hubs, at one price after the other.
 
-    L(λ) of the problem itself where that is cheap or there are no hubs, else of the loosened one, levelled until the
-    bound is at `goal` seconds: what is claimed, above which nothing need be proven.
+    Shares that fit one price nearly fit the next, and so do the strategies on which the copies agree.
     """
+
+    def __init__(self, problem: Problem, loose: Loosened) -> None:
+        self.problem = problem
+        self.loose = loose
+        self._held: dict[int, int] = {}
+        self._narrow: dict[tuple[tuple[int, int], ...], _Narrow | None] = {}
+
+    def least(self, price: float) -> tuple[float, Point | None]:
+        """A bound on seconds + price · bytes of any choices, and good ones: the best, where they cost the same.
+
+        Raises TooWideError where even the loosened problem is too wide for elimination.
+        """
+        best, point_of_best = np.inf, None
+        bound, step, start = -np.inf, 1.0, None
+        for _ in range(ROUNDS):
+            elimination, weighted = self._evaluated(price)
+            reached = optimum(elimination, weighted)
+            best, point_of_best = min((best, point_of_best), self._with_held(price), key=lambda each: each[0])
+            if _is_closed(best, reached) or not np.isfinite(reached):
+                return reached, point_of_best
+            grid = GRID * abs(reached)
+            found = excesses(self.loose.problem, elimination, weighted, grid=grid)
+            agreed = self.loose.agreement(found)
+            if agreed != self._held:
+                self._held = agreed
+                best, point_of_best = min((best, point_of_best), self._with_held(price), key=lambda each: each[0])
+                if _is_closed(best, reached):
+                    return reached, point_of_best
+            # Each round starts from the best shares so far, by half the step after one that was too long.
+            gained = reached - bound
+            if start is None or gained > 0:
+                bound, start = reached, (self.loose, found)
+            else:
+                step /= 2
+            if 0 < gained < WORTHWHILE * (best - reached):
+                break
+            self.loose = start[0].levelled(start[1], grid, step)
+        assert start is not None
+        self.loose = start[0]
+        return bound, point_of_best
+
+    def without(self, price: float, most: float) -> Pruned:
+        """The problem without the strategies that no choices of at most `most` (seconds + price · bytes) take."""
+        elimination, weighted = self._evaluated(price)
+        bound = optimum(elimination, weighted)
+        found = excesses(self.loose.problem, elimination, weighted, grid=GRID * abs(bound))
+        nodes = (
+            Node(
+                node.name,
+                np.where(self.loose.excess(found, number) > most - bound, np.inf, node.seconds),
+                node.num_bytes,
+            )
+            for number, node in enumerate(self.problem.nodes)
+        )
+        return prune(Problem(tuple(nodes), self.problem.edges, self.problem.budget))
+
+    def _evaluated(self, price: float) -> tuple[Elimination, list[Floats]]:
+        tables = Tables(self.loose.problem)
+        elimination = narrow_elimination(self.loose.problem, tables)
+        if elimination is None:
+            raise TooWideError
+        return elimination, evaluate(elimination, tables.weighted(price))
+
+    def _with_held(self, price: float) -> tuple[float, Point | None]:
+        """What the best choices cost with the hubs held where the copies last agreed, and these; None if none exist."""
+        key = tuple(self._held.items())
+        if key not in self._narrow:
+            self._narrow[key] = _Narrow.of(prune(with_fixed(self.problem, self._held))) if key else None
+        narrow = self._narrow[key]
+        found = narrow.best(price) if narrow is not None else None
+        if found is None:
+            return np.inf, None
+        met = point(self.problem, found)
+        return met.seconds + price * met.num_bytes, met
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """A problem whose hubs are held, ready to be evaluated."""
+
+    pruned: Pruned
+    tables: Tables
+    elimination: Elimination
+
+    @staticmethod
+    def of(pruned: Pruned) -> _Narrow | None:
+        tables = Tables(pruned.problem)
+        elimination = narrow_elimination(pruned.problem, tables)
+        return None if elimination is None else _Narrow(pruned, tables, elimination)
+
+    def best(self, price: float) -> tuple[int, ...] | None:
+        """The choices of least seconds + price · bytes in the problem before it was pruned; None: all are forbidden."""
+        weighted = evaluate(self.elimination, self.tables.weighted(price))
+        if optimum(self.elimination, weighted) == np.inf:
+            return None
+        return self.pruned.extend(choices_of(self.elimination, weighted))
+
+
+def _is_closed(seconds: float, bound: float) -> bool:
+    return seconds < np.inf and seconds - bound <= TOLERANCE * abs(seconds)
+
+
+def lower_bound(problem: Problem, multiplier: float) -> float:
+    """L(λ): a bound on the seconds of every choice within the budget; -inf where the graph is too wide for it."""
     pruned = prune(problem).problem
-    budget = problem.budget or 0
     price = 0.0 if problem.budget is None else multiplier
+    free = price * (problem.budget or 0)
     tables = Tables(pruned)
-    elimination = narrow_elimination(pruned, tables)
-    loose = loosen(pruned) if elimination is None or elimination.work > CHEAP_WORK else None
-    best, levelling = -np.inf, Levelling()
-    for _ in range(ROUNDS if loose is not None else 0):
-        assert loose is not None
-        copied = Tables(loose.problem)
-        narrow = narrow_elimination(loose.problem, copied)
-        if narrow is None:
-            break
-        weighted = evaluate(narrow, copied.weighted(price))
-        bound = optimum(narrow, weighted) - price * budget
-        best = max(best, bound)
-        if best >= goal or not np.isfinite(bound):
-            return best
-        grid = GRID * (abs(bound) + price * budget)
-        found = excesses(loose.problem, narrow, weighted, grid=grid)
-        loose = levelling.next(loose, found, bound, grid)
-    if elimination is not None:
-        best = optimum(elimination, evaluate(elimination, tables.weighted(price))) - price * budget
-    return best
+    elimination = compile_elimination(pruned, tables, balanced=False)
+    loose = loosen(pruned) if elimination.work > CHEAP_WORK else None
+    if loose is not None:
+        try:
+            return Hubs(pruned, loose).least(price)[0] - free
+        except TooWideError:
+            pass
+    narrow = narrow_elimination(pruned, tables)
+    return -np.inf if narrow is None else optimum(narrow, evaluate(narrow, tables.weighted(price))) - free

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, optimum
 from autopar.problem import Problem
@@ -42,30 +43,49 @@ def point(problem: Problem, choices: tuple[int, ...]) -> Point:
     return Point(choices, problem.seconds_of(choices), problem.bytes_of(choices))
 
 
+Least = Callable[[float], tuple[float, Point | None]]
+"""Price → a bound on seconds + price · bytes of any choices, and the choices that attain it (None: none found)."""
+
+
+def least_by_elimination(problem: Problem, elimination: Elimination, tables: Tables) -> Least:
+    """Exact at every price, by one evaluation each."""
+
+    def least(price: float) -> tuple[float, Point | None]:
+        weighted = evaluate(elimination, tables.weighted(price))
+        reached = optimum(elimination, weighted)
+        return reached, point(problem, choices_of(elimination, weighted)) if reached < math.inf else None
+
+    return least
+
+
 def maximise_bound(
-    problem: Problem, elimination: Elimination, tables: Tables, large: Point, small: Point, deadline: float
+    problem: Problem, least: Least, free: float, large: Point, small: Point, deadline: float
 ) -> Relaxation:
-    """Secant steps from the optimum without the limit (`large`, over budget) and a solution that fits (`small`)."""
+    """Secant steps from the optimum without the limit (`large`, over budget) and a solution that fits (`small`).
+
+    `free` is the bound without the limit.
+    """
     budget = problem.budget
     assert budget is not None and large.num_bytes > budget >= small.num_bytes
-    best = Relaxation(0.0, large.seconds, small)
+    best = Relaxation(0.0, free, small)
     for _ in range(MAX_STEPS):
         price = max(0.0, (small.seconds - large.seconds) / (large.num_bytes - small.num_bytes))
-        weighted = evaluate(elimination, tables.weighted(price))
-        least = optimum(elimination, weighted)
-        met = point(problem, choices_of(elimination, weighted))
+        reached, met = least(price)
         # Rounding in the table sums must not let the bound pass what it bounds.
-        slack = TOLERANCE * (abs(least) + price * budget)
-        bound = least - price * budget - slack
+        slack = TOLERANCE * (abs(reached) + price * budget)
+        bound = reached - price * budget - slack
+        if met is None:
+            best = replace(best, multiplier=price, bound=bound) if bound > best.bound else best
+            break
         fits = met.num_bytes <= budget
         incumbent = met if fits and met.seconds < best.incumbent.seconds else best.incumbent
-        best = Relaxation(price, bound, incumbent) if bound > best.bound else _with_incumbent(best, incumbent)
-        on_the_line = least >= small.seconds + price * small.num_bytes - 4 * slack
+        best = Relaxation(price, bound, incumbent) if bound > best.bound else replace(best, incumbent=incumbent)
+        on_the_line = reached >= small.seconds + price * small.num_bytes - 4 * slack
         if on_the_line or met in (large, small) or time.monotonic() > deadline:
             break
         large, small = (large, met) if fits else (met, small)
     mixed = mixture(problem, large, small)
-    return _with_incumbent(best, min(best.incumbent, mixed, key=lambda each: each.seconds))
+    return replace(best, incumbent=min(best.incumbent, mixed, key=lambda each: each.seconds))
 
 
 def mixture(problem: Problem, large: Point, small: Point) -> Point:
@@ -98,10 +118,6 @@ def mixture(problem: Problem, large: Point, small: Point) -> Point:
         large.choices[node] if region_of.get(node) in taken else choice for node, choice in enumerate(small.choices)
     )
     return point(problem, tuple(choices))
-
-
-def _with_incumbent(relaxation: Relaxation, incumbent: Point) -> Relaxation:
-    return Relaxation(relaxation.multiplier, relaxation.bound, incumbent)
 
 
 def _regions(problem: Problem, large: Point, small: Point) -> dict[int, int]:

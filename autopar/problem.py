@@ -124,6 +124,24 @@ class Problem:
             if edge.num_bytes is not None
         )
 
+    def in_bytes(self) -> Problem:
+        """The same question about bytes alone: they stand for the seconds (exact below 2**53), without a limit."""
+
+        def counted(seconds: Floats, num_bytes: Integers | None) -> Floats:
+            return np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf).astype(np.float64)
+
+        nodes = (
+            Node(each.name, counted(each.seconds, each.num_bytes), np.zeros_like(each.num_bytes)) for each in self.nodes
+        )
+        shared: dict[tuple[int, int], Floats] = {}  # equal edges stay one array
+        edges = []
+        for each in self.edges:
+            key = id(each.seconds), id(each.num_bytes)
+            if key not in shared:
+                shared[key] = counted(each.seconds, each.num_bytes)
+            edges.append(Edge(each.ends, shared[key]))
+        return Problem(tuple(nodes), tuple(edges))
+
     def fits(self, num_bytes: int) -> bool:
         """Whether so many bytes are within the memory limit."""
         return self.budget is None or num_bytes <= self.budget

@@ -6,7 +6,7 @@ Both steps are exact, and keep the numbers of the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,3 +70,14 @@ def cut_table(table: Numbers, rows: Sequence[Integers]) -> Numbers:
     if all(len(each) == size for each, size in zip(rows, table.shape, strict=True)):
         return table
     return table[tuple(each.reshape((-1,) + (1,) * (table.ndim - 1 - axis)) for axis, each in enumerate(rows))]  # type: ignore[return-value]
+
+
+def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
+    """The problem with some nodes held at a strategy; -1 is the first that is allowed."""
+    nodes = list(problem.nodes)
+    for number, choice in choices.items():
+        node = nodes[number]
+        held = choice if choice >= 0 else int(np.flatnonzero(np.isfinite(node.seconds))[0])
+        seconds = np.where(np.arange(node.num_strategies) == held, node.seconds, np.inf)
+        nodes[number] = Node(node.name, seconds, node.num_bytes)
+    return Problem(tuple(nodes), problem.edges, problem.budget)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -34,15 +34,15 @@ from autopar.eliminate import (
     optimum,
 )
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hubs import GRID, ROUNDS, Levelling, Loosened, loosen
+from autopar.hubs import Hubs, Loosened, TooWideError, loosen
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
-from autopar.multiplier import Point, Relaxation, maximise_bound, point
-from autopar.problem import Node, Problem, Solution
-from autopar.pruning import Pruned, prune
+from autopar.multiplier import Least, Point, Relaxation, least_by_elimination, maximise_bound, point
+from autopar.problem import Problem, Solution
+from autopar.pruning import prune
 from autopar.reduction import reduce_problem
 from autopar.shortage import MemoryLimitError
-from autopar.wide import good_solution, with_fixed
+from autopar.wide import good_solution
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
@@ -52,6 +52,7 @@ ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave op
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
+FEW = 20  # times the work that is cheap: what is still done after the hubs
 FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
 
 
@@ -106,47 +107,41 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float) -> Solution:
 
 def _by_hubs(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution | None:
     """The graph is wide for its hubs: what a bound without them leaves is narrow. None where too much is left."""
-    best: Point | None = None
-    held: dict[int, int] = {}
-    levelling = Levelling()
-    for _ in range(ROUNDS):
-        tables = Tables(loose.problem)
-        elimination = narrow_elimination(loose.problem, tables)
-        if elimination is None or time.monotonic() > deadline:
+    hubs = Hubs(problem, loose)
+    try:
+        relaxed = _relaxed(problem, hubs.least, lambda: _smallest_by_hubs(problem), deadline)
+        if relaxed is None or time.monotonic() > deadline:
             return None
-        relaxed = _relaxed(loose.problem, tables, elimination, deadline)
-        price = relaxed.multiplier
-        if best is not None and _is_closed(best.seconds, relaxed.bound, gap):
+        best, price = relaxed.incumbent, relaxed.multiplier
+        if _is_closed(best.seconds, relaxed.bound, gap):
             return _solution(best, relaxed.bound, "hubs", price)
-        grid = GRID * (abs(relaxed.bound) + price * (problem.budget or 0))
-        weighted = evaluate(elimination, tables.weighted(price))
-        found = excesses(loose.problem, elimination, weighted, grid=grid)
-        if held != (held := loose.agreement(found)):
-            agreed = _narrow_solution(with_fixed(problem, held), deadline, gap)
-            best = min((each for each in (best, agreed) if each), key=lambda each: each.seconds, default=None)
-        if best is not None:
-            # Excesses carry the rounding of long sums; a strategy too many does no harm.
-            margin = best.seconds - relaxed.bound + TOLERANCE * abs(best.seconds)
-            left = _without(problem, [loose.excess(found, node) > margin for node in range(len(problem.nodes))])
-            tables = Tables(left.problem)
-            elimination = compile_elimination(left.problem, tables, balanced=False)
-            if elimination.work <= CHEAP_WORK:
-                solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
-                exact = point(problem, left.extend(solution.choices))
-                best = min(best, exact, key=lambda each: each.seconds)
-                # What is left out costs more than the best of before, and so than this.
-                return _solution(best, solution.bound, f"hubs, {solution.solver}", solution.multiplier)
-        loose = levelling.next(loose, found, relaxed.bound, grid)
+        # Excesses carry the rounding of long sums; a strategy too many does no harm.
+        most = best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0)
+        left = hubs.without(price, most)
+    except TooWideError:
+        return None
+    tables = Tables(left.problem)
+    elimination = narrow_elimination(left.problem, tables)
+    if elimination is None or elimination.work > FEW * CHEAP_WORK:
+        return None
+    solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
+    exact = point(problem, left.extend(solution.choices))
+    best = min(best, exact, key=lambda each: each.seconds)
+    # What is left out costs more than the best of before, and so than this.
+    return _solution(best, solution.bound, f"hubs, {solution.solver}", solution.multiplier)
+
+
+def _smallest_by_hubs(problem: Problem) -> Point | None:
+    """Choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are none."""
+    in_bytes = problem.in_bytes()
+    loose = loosen(in_bytes)
+    assert loose is not None and problem.budget is not None
+    least, found = Hubs(in_bytes, loose).least(0.0)
+    if found is not None and problem.fits(problem.bytes_of(found.choices)):
+        return point(problem, found.choices)
+    if least > problem.budget * (1 + TOLERANCE):
+        raise MemoryLimitError(problem)
     return None
-
-
-def _without(problem: Problem, forbidden: Sequence[np.ndarray]) -> Pruned:
-    """The problem without some strategies of each node."""
-    nodes = (
-        Node(node.name, np.where(gone, np.inf, node.seconds), node.num_bytes)
-        for node, gone in zip(problem.nodes, forbidden, strict=True)
-    )
-    return prune(Problem(tuple(nodes), problem.edges, problem.budget))
 
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
@@ -170,26 +165,39 @@ def _by_elimination(
     problem: Problem, tables: Tables, elimination: Elimination, deadline: float, gap: float
 ) -> Solution:
     """The graph is narrow: everything but a small residual is dynamic programming."""
-    relaxed = _relaxed(problem, tables, elimination, deadline)
-    if relaxed.multiplier == 0 and relaxed.incumbent.seconds == relaxed.bound:
+
+    def smallest() -> Point:
+        least_bytes = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
+        if not problem.fits(least_bytes.num_bytes):
+            raise MemoryLimitError(problem)
+        return least_bytes
+
+    least = least_by_elimination(problem, elimination, tables)
+    relaxed = _relaxed(problem, least, smallest, deadline)
+    assert relaxed is not None
+    if relaxed.multiplier == 0 and _is_closed(relaxed.incumbent.seconds, relaxed.bound):
         return _solution(relaxed.incumbent, relaxed.bound, "elimination")
     if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
         return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
     return _close_the_gap(problem, tables, elimination, relaxed, deadline, gap)
 
 
-def _relaxed(problem: Problem, tables: Tables, elimination: Elimination, deadline: float) -> Relaxation:
-    """The optimum without the memory row if that fits, else the best bound that a price for memory proves."""
-    evaluated = evaluate(elimination, tables.weighted(0.0))
-    if optimum(elimination, evaluated) == np.inf:
+def _relaxed(
+    problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float
+) -> Relaxation | None:
+    """The optimum without the memory row if that fits, else the best bound that a price for memory proves.
+
+    None where `least`, or `smallest` of those that fit, finds no choices.
+    """
+    free, large = least(0.0)
+    if free == np.inf:
         raise InfeasibleError(describe_conflict(problem))
-    large = point(problem, choices_of(elimination, evaluated))
+    if large is None:
+        return None
     if problem.fits(large.num_bytes):
-        return Relaxation(0.0, large.seconds, large)
-    small = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
-    if not problem.fits(small.num_bytes):
-        raise MemoryLimitError(problem)
-    return maximise_bound(problem, elimination, tables, large, small, deadline)
+        return Relaxation(0.0, free, large)
+    small = smallest()
+    return None if small is None else maximise_bound(problem, least, free, large, small, deadline)
 
 
 def _close_the_gap(

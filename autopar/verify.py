@@ -138,7 +138,7 @@ def _bounds(plan: Plan, problem: Problem, seconds: float, proven: float) -> Iter
 
 def _lower_bound(plan: Plan, problem: Problem) -> float:
     """L(λ) at the plan's multiplier; 0 where the graph is too wide for elimination."""
-    return max(lower_bound(problem, max(plan.multiplier, 0.0), plan.bound), 0.0)
+    return max(lower_bound(problem, max(plan.multiplier, 0.0)), 0.0)
 
 
 def _same(claimed: Any, derived: Any) -> bool:

@@ -8,14 +8,14 @@ neighbourhood search, Shaw 1998). The answer is no proof; the ILP begins with it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from autopar.eliminate import Tables, compile_elimination
 from autopar.multiplier import Point
-from autopar.problem import Node, Problem
-from autopar.pruning import prune
+from autopar.problem import Problem
+from autopar.pruning import prune, with_fixed
 
 NARROW = 50_000_000  # entries of a bag while one node is let go
 Solve = Callable[[Problem, float], Point | None]
@@ -78,14 +78,3 @@ def _starts(problem: Problem, held: tuple[int, ...]) -> list[dict[int, int]]:
     fastest = {node: int(np.argmin(bounds[node])) for node in held}
     sizes = [np.where(np.isfinite(b), n.num_bytes, np.inf) for b, n in zip(bounds, problem.nodes, strict=True)]
     return [fastest, {node: int(np.argmin(sizes[node])) for node in held}]
-
-
-def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
-    """The problem with some nodes held at a strategy; -1 is the first that is allowed."""
-    nodes = list(problem.nodes)
-    for number, choice in choices.items():
-        node = nodes[number]
-        held = choice if choice >= 0 else int(np.flatnonzero(np.isfinite(node.seconds))[0])
-        seconds = np.where(np.arange(node.num_strategies) == held, node.seconds, np.inf)
-        nodes[number] = Node(node.name, seconds, node.num_bytes)
-    return Problem(tuple(nodes), problem.edges, problem.budget)

@@ -77,7 +77,7 @@ def test_shares_add_up_and_what_they_prove_is_no_more_than_the_optimum(seed: int
             )
         assert _bound(loose, price) <= best + 1e-9
         loose = _levelled(loose)
-    assert lower_bound(problem, price, np.inf) <= best + 1e-9
+    assert lower_bound(problem, price) <= best + 1e-9
 
 
 @settings(deadline=None, max_examples=40)
@@ -93,7 +93,7 @@ def test_the_optimum_is_found_with_hubs(seed: int, num_hubs: int, budget: float 
         found = solve(problem)
         assert found.seconds == pytest.approx(expected, rel=1e-7) and problem.fits(found.num_bytes)
         assert found.gap == 0 and problem.seconds_of(found.choices) == pytest.approx(found.seconds)
-        proven = lower_bound(problem, found.multiplier, found.bound)
+        proven = lower_bound(problem, found.multiplier)
     assert proven <= expected + 1e-9
     if found.solver == "hubs":
         assert proven == pytest.approx(expected, rel=1e-7)

@@ -34,10 +34,18 @@ def plan_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], mo
     return replace(plan, context=replace(plan.context, annotations=annotations, mode=mode))
 
 
+def _split_llama() -> nn.Module:
+    """A Llama whose plan moves something however small the model is."""
+    model = FAMILIES["llama"].build()
+    annotate(model, "*", dp="data")
+    return model
+
+
 @pytest.fixture(scope="module")
 def llama() -> Plan:
-    family = FAMILIES["llama"]
-    return plan_of(family.build(), family.inputs(0))
+    plan = plan_of(_split_llama(), FAMILIES["llama"].inputs(0))
+    assert plan.traffic
+    return plan
 
 
 @pytest.mark.parametrize("name", ["mlp", "llama", "gpt2", "resnet"])
@@ -56,7 +64,7 @@ def test_a_plan_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loaded_plan_holds_with_its_model(llama: Plan) -> None:
     family = FAMILIES["llama"]
     loaded = Plan.from_json(llama.to_json())
-    attached = loaded.attach(family.build(), family.inputs(0)[1])
+    attached = loaded.attach(_split_llama(), family.inputs(0)[1])
     assert attached == loaded and attached.verify() == llama.verify()
     assert attached.explain("lm_head", False) == llama.explain("lm_head", False)
 
@@ -69,7 +77,7 @@ def test_a_plan_is_not_attached_to_another_model(llama: Plan) -> None:
 
 def test_a_plan_attached_with_other_options_does_not_hold(llama: Plan) -> None:
     family = FAMILIES["llama"]
-    loaded = Plan.from_json(llama.to_json()).attach(family.build(), family.inputs(0)[1], optimizer="sgd")
+    loaded = Plan.from_json(llama.to_json()).attach(_split_llama(), family.inputs(0)[1], optimizer="sgd")
     with pytest.raises(PlanError, match=r"it says .*, its choices take "):
         loaded.verify()
 
