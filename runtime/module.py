@@ -24,7 +24,7 @@ from autopar.runtime.buckets import Regather
 from autopar.runtime.code import readable_code
 from autopar.runtime.dropout import use_randomness
 from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of, local_input
-from autopar.runtime.parameters import as_stored, local_part, placements_of, tie, ties_of
+from autopar.runtime.parameters import as_stored, local_parts, placements_of, tie, ties_of
 from autopar.runtime.recompute import Step, run, steps_of
 from autopar.runtime.rewrite import LocalProgram
 
@@ -41,6 +41,8 @@ class GraphParameter:
     """A parameter as a graph takes it: its name, its placeholder, and the shape and dtype of a rank's part."""
 
     name: str
+    path: tuple[str, ...]
+    """The parts of its name."""
     placeholder: str
     local_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +71,7 @@ class Executable:
         for name, placeholder in program.parameters.items():
             info = info_of(nodes[placeholder])
             shape = local.layouts[placeholder].local_shape(info.shape, mesh.shape)
-            parameters.append(GraphParameter(name, placeholder, shape, info.dtype))
+            parameters.append(GraphParameter(name, tuple(name.split(".")), placeholder, shape, info.dtype))
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
         steps = steps_of(local.module.graph)
@@ -197,8 +199,9 @@ class ParallelModule(nn.Module):
         executable = self._prepared(arguments)
         program, layouts = executable.program, executable.local.layouts
         given: dict[str, torch.Tensor] = dict(executable.constants)
-        for parameter in executable.parameters:
-            given[parameter.placeholder] = self._parameter(parameter)
+        stored = [self._parameter(parameter) for parameter in executable.parameters]
+        parts = local_parts(stored, [parameter.local_shape for parameter in executable.parameters])
+        given.update(zip((parameter.placeholder for parameter in executable.parameters), parts, strict=True))
         for name, placeholder in program.buffers.items():
             buffer = self.get_buffer(name)
             # The graph may keep the old value for its backward.
@@ -209,8 +212,12 @@ class ParallelModule(nn.Module):
         return executable, [given[name] for name in executable.local.placeholders]
 
     def _parameter(self, wanted: GraphParameter) -> torch.Tensor:
-        """A parameter's local part; InputError where it is no longer what the graph was made for."""
-        parameter = self.get_parameter(wanted.name)
+        """A parameter as it is stored; InputError where it is no longer what the graph was made for."""
+        owner: nn.Module = self
+        for part in wanted.path[:-1]:
+            owner = owner._modules[part]  # pyright: ignore[reportAssignmentType]
+        parameter = owner._parameters[wanted.path[-1]]
+        assert parameter is not None
         if parameter.is_meta:
             raise InputError(
                 f"{wanted.name} is on the meta device and has no values; call "
@@ -221,7 +228,7 @@ class ParallelModule(nn.Module):
                 f"{wanted.name} is {parameter.dtype} now and was {wanted.dtype} when the model was compiled; "
                 "convert the model before autopar.compile."
             )
-        return local_part(parameter, wanted.local_shape)
+        return parameter
 
     @contextlib.contextmanager
     def _surroundings(self, executable: Executable) -> Iterator[None]:

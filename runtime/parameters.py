@@ -1,12 +1,16 @@
 """Parameters as DTensors under their original names, and their local parts as the graph takes them."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -83,10 +87,43 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: split(name, value) for name, value in state.items()}
 
 
-def local_part(parameter: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
-    """The rank's part of a stored parameter, padded with zeros to the shape that the graph takes."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if tuple(local.shape) == local_shape:
+def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
+
+    What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph.
+    """
+    stored = [p for p in parameters if isinstance(p, DTensor)]
+    learning = [p for p in stored if p.requires_grad] if torch.is_grad_enabled() else []
+    local: dict[int, torch.Tensor] = {id(p): p._local_tensor.detach() for p in stored}
+    if learning:
+        local.update(zip(map(id, learning), _LocalParts.apply(*learning), strict=True))
+    parts = (local.get(id(p), p) for p in parameters)
+    return [_padded(part, shape) for part, shape in zip(parts, local_shapes, strict=True)]
+
+
+class _LocalParts(torch.autograd.Function):
+    """DTensors → their local tensors; gradients become DTensors that lie as their parameters do."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parameters = [(p._spec, p._local_tensor.stride()) for p in parameters]
+        return tuple(p._local_tensor.detach() for p in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        found: list[DTensor | None] = []
+        for grad, (spec, stride) in zip(grads, ctx.parameters, strict=True):
+            if grad is not None and grad.stride() != stride:
+                grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            found.append(None if grad is None else DTensor(grad, spec, requires_grad=False))
+        return tuple(found)
+
+
+def _padded(local: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
+    """A part with zeros at the end of each dim that is too short."""
+    if local.shape == local_shape:
         return local
     padding: list[int] = []
     for have, want in zip(reversed(local.shape), reversed(local_shape), strict=True):

@@ -1,0 +1,223 @@
+"""Seconds and peak memory of a training step by autopar, beside PyTorch's own tools, on gloo ranks of one thread each.
+
+A step is forward, backward and AdamW (foreach) in fp32. The two of a pair take turns, step by step, so that what else
+the machine does weighs on both alike; a step takes as long as its slowest rank, and the median of the steps counts.
+Seconds of processor time, which a busy machine bends less, are measured beside. Memory is what tensors of a rank hold
+at the highest moment of a step, with parameters and optimizer state.
+
+    python -m benchmarks.runtime_speed                     both sizes: some minutes
+    python -m benchmarks.runtime_speed --compile           with torch.compile on top of every contestant
+    python -m benchmarks.runtime_speed --only zero3 --steps 50
+
+target: data_parallel ≤ 1.0 × DDP, zero3 ≤ 1.0 × FSDP2 in time and memory, megatron ≤ 0.75 and megatron_sequence ≤ 0.8 ×
+DTensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.contestants import PAIRS, Contestant, Pair, Size
+
+SIZES = {
+    "d256": Size(4, 256, 4),
+    "d1024": Size(2, 1024, 16),
+    "tiny": Size(1, 32, 4, vocabulary=64, batch=4, sequence=8),
+}
+WARM_UP = 3  # steps; the first ones plan, compile and fill the optimizer's state
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is run, as its ranks need it."""
+
+    sizes: tuple[str, ...]
+    only: tuple[str, ...]
+    steps: int
+    compiled: bool
+    world_size: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A pair on one size: seconds and bytes of ours and theirs, and how far apart their losses are after all steps."""
+
+    size: str
+    ours: str
+    theirs: str
+    seconds: tuple[float, float]
+    processor_seconds: tuple[float, float]
+    num_bytes: tuple[int, int]
+    apart: float
+    goal: float
+    memory_goal: float | None
+
+    def cells(self) -> tuple[object, ...]:
+        """What the table shows of it."""
+        return (
+            self.size,
+            f"{self.ours} / {self.theirs}",
+            *(f"{1e3 * each:.1f}" for each in self.seconds),
+            f"{self.seconds[0] / self.seconds[1]:.2f}",
+            f"{self.goal:.2f}",
+            *(f"{1e3 * each:.1f}" for each in self.processor_seconds),
+            f"{self.processor_seconds[0] / self.processor_seconds[1]:.2f}",
+            *(f"{each / 2**20:.1f}" for each in self.num_bytes),
+            f"{self.num_bytes[0] / self.num_bytes[1]:.2f}",
+            "" if self.memory_goal is None else f"{self.memory_goal:.2f}",
+            f"{self.apart:.0e}",
+        )
+
+
+HEADERS = (
+    "model",
+    "pair",
+    "ms",
+    "ms",
+    "ratio",
+    "goal",
+    "cpu ms",
+    "cpu ms",
+    "ratio",
+    "MiB",
+    "MiB",
+    "ratio",
+    "goal",
+    "loss apart",
+)
+
+
+class Trained:
+    """A contestant with its optimizer, and the seconds of its steps."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant = contestant
+        # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
+        kinds: dict[type, list[torch.nn.Parameter]] = {}
+        for parameter in contestant.model.parameters():
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        self.optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
+        self.seconds: list[tuple[float, float]] = []
+        """By the clock and of the processor."""
+        self.loss = 0.0
+
+    def step(self) -> tuple[float, float]:
+        """Train one step from a common start; returns this rank's seconds by the clock and of the processor."""
+        dist.barrier()
+        start, processor_start = time.perf_counter(), time.process_time()
+        with self.contestant.context():
+            loss = self.contestant.model(*self.contestant.inputs)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - start, time.process_time() - processor_start
+        self.loss = float(loss.detach())
+        return seconds
+
+    def resident_bytes(self) -> int:
+        """Bytes of parameters and optimizer state on this rank."""
+        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        held = [*self.contestant.model.parameters(), *states]
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in held]
+        return sum(x.numel() * x.itemsize for x in local)
+
+    def peak_bytes(self) -> int:
+        """Bytes at the highest moment of a step, as the allocator sees them."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            self.step()
+            self.step()
+        assert found.profiler is not None and found.profiler.kineto_results is not None
+        live, highest = 0, 0
+        for event in found.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+                highest = max(highest, live)
+        return self.resident_bytes() + highest
+
+
+def _measured(pair: Pair, size: str, options: Options) -> Line:
+    """A pair on one size, its contestants in turns (runs on every rank; the line is the same on all)."""
+    mesh = init_device_mesh("cpu", (options.world_size,), mesh_dim_names=("ranks",))
+    both = [Trained(build(SIZES[size], mesh, options.compiled)) for build in (pair.ours, pair.theirs)]
+    for turn in range(WARM_UP + options.steps):
+        for each in both:
+            seconds = each.step()
+            if turn >= WARM_UP:
+                each.seconds.append(seconds)
+    ours, theirs = (_over_ranks(each) for each in both)
+    return Line(
+        str(SIZES[size]),
+        pair.ours.__name__,
+        pair.theirs.__name__,
+        (ours[0], theirs[0]),
+        (ours[1], theirs[1]),
+        (ours[2], theirs[2]),
+        abs(ours[3] - theirs[3]),
+        pair.goal,
+        pair.memory_goal,
+    )
+
+
+def _over_ranks(trained: Trained) -> tuple[float, float, int, float]:
+    """Of the slowest rank, the medians of its seconds; of any rank, the largest peak; the mean of the losses."""
+    shared: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, (trained.seconds, trained.loss, trained.peak_bytes()))
+    seconds, losses, peaks = zip(*shared, strict=True)
+    clock, processor = (
+        statistics.median(max(times[kind] for times in step) for step in zip(*seconds, strict=True)) for kind in (0, 1)
+    )
+    return clock, processor, max(peaks), statistics.fmean(losses)
+
+
+def _rank(rank: int, folder: str, options: Options) -> None:
+    """The life of a rank; rank 0 leaves the lines in the folder."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.world_size)
+    pairs = [pair for pair in PAIRS if not options.only or pair.ours.__name__ in options.only]
+    lines = [_measured(pair, size, options) for size in options.sizes for pair in pairs]
+    if rank == 0:
+        Path(folder, "lines.json").write_text(json.dumps([asdict(line) for line in lines]))
+    dist.destroy_process_group()
+
+
+def run(options: Options) -> list[Line]:
+    """The lines of all sizes and pairs, measured on ranks of their own."""
+    with tempfile.TemporaryDirectory(prefix="autopar-speed-") as folder:
+        spawn(_rank, (folder, options), options.world_size)
+        lines = json.loads(Path(folder, "lines.json").read_text())
+    return [Line(**line) for line in lines]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["d256", "d1024"])
+    parser.add_argument("--only", nargs="*", choices=[pair.ours.__name__ for pair in PAIRS], default=[])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args(arguments)
+    lines = run(Options(tuple(given.sizes), tuple(given.only), given.steps, given.compile))
+    print(tabulate([line.cells() for line in lines], HEADERS, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
