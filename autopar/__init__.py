@@ -16,6 +16,7 @@ from autopar.errors import (
     MeshError,
     PlanError,
     RuleError,
+    StrategyError,
 )
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RuleError",
+    "StrategyError",
     "annotate",
     "annotate_plan",
     "compile",

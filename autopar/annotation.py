@@ -7,6 +7,9 @@ tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distr
 slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
 storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
 regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
+
+A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it;
+of such a node a factor of its rule may be named, too: tp="factor:h".
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autopar.errors import AnnotationError
 
 ROLES = ("data", "column", "row", "sequence", "expert", "replicated")
+NODE = "%"
+"""Begins a pattern that is the name of one node."""
+FACTOR = "factor:"
+"""Begins what is said where it is the name of a factor."""
 
 Said = str | int | None
-"""A role, a dim, or None: replicated."""
+"""A role, a dim, None (replicated), or "factor:" with the name of a factor."""
 Slices = tuple[tuple[int, ...], ...]
 
 
@@ -41,6 +48,8 @@ class Annotation:
     regather: bool | None = None
     within: str = ""
     """Dotted path of the module that was annotated, below which the pattern matches; "" for the whole model."""
+    strategy: str = ""
+    """Name of the preset that says it; "" for the user, before whom a preset gives way."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
@@ -71,7 +80,8 @@ class Annotation:
         if self.regather is not None:
             words.append(f"regather={self.regather}")
         where = f' on module "{self.within}"' if self.within else ""
-        return f"annotate({', '.join(words)}){where}"
+        who = f"{self.strategy}: " if self.strategy else ""
+        return f"{who}annotate({', '.join(words)}){where}"
 
     def _check_said(self, axis: str, said: object) -> None:
         if said is None or (isinstance(said, int) and not isinstance(said, bool)):
@@ -81,6 +91,13 @@ class Annotation:
                 f"{self}: found {said!r} for axis {axis}, needed a role ({', '.join(ROLES)}), a dim, None, "
                 "Shard(dim) or Replicate()."
             )
+        if said.startswith(FACTOR):
+            if not self.pattern.startswith(NODE):
+                raise AnnotationError(
+                    f'{self}: a factor belongs to the rule of one operation, and "{self.pattern}" may match many; '
+                    f'name one node, as in annotate("{NODE}linear_default", {axis}="{said}"), or give a role.'
+                )
+            return
         if said not in ROLES:
             near = difflib.get_close_matches(said, ROLES, n=1)
             hint = f' Did you mean "{near[0]}"?' if near else ""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.annotate import annotations_of, pins_of
+from autopar.annotate import Annotation, annotations_of, pins_of
 from autopar.build import build_space
 from autopar.capture import capture, skeleton
 from autopar.errors import InputError, MeshError
@@ -35,6 +35,7 @@ from autopar.runtime.rewrite import rewrite
 from autopar.search import best_mesh
 from autopar.sizes import parse_bytes
 from autopar.space import Space
+from autopar.strategies.presets import annotations_for
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Recompute = Literal["auto", "none", "selective", "full"]
@@ -47,6 +48,7 @@ def compile(
     example_inputs: ExampleInputs | None = None,
     *,
     mode: Mode = "auto",
+    strategy: str | None = None,
     plan: Plan | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
@@ -67,6 +69,8 @@ def compile(
             dtypes count. Without them the model is planned on its first call.
         mode: "auto" (the solver decides; pins hold), "semi_auto" (the same, and every annotation must match
             something), "manual" (what is not annotated is data parallel).
+        strategy: name of a preset, as "zero3" or "megatron" (autopar/strategies/presets): its annotations are added to
+            the model's own, before which they give way.
         plan: a plan made before; nothing is solved.
         memory: hard limit per device at every moment of a step, in bytes or as text ("8GB").
         recompute: "auto" (layers are computed again in the backward where the limit asks for it), or one of "none",
@@ -84,6 +88,8 @@ def compile(
     """
     _check_mesh(mesh)
     _check_options(mode, outputs, solver)
+    if plan is not None and strategy is not None:
+        raise InputError(f"strategy={strategy!r} beside a plan, which has decided everything; give one of them.")
     abstract = Mesh.of(mesh)
     profile = profile_of(hardware, abstract)
     limit = None if memory is None else parse_bytes(memory)
@@ -113,9 +119,10 @@ def compile(
         def solved() -> str:
             if plan is not None and originals:
                 return plan.to_json()
-            pins = pins_of(annotations, space, mode, storage)
+            said = _with_preset(annotations, strategy, space.program, abstract)
+            pins = pins_of(said, space, mode, storage)
             made, _ = make_plan(space, pins, limit, solver, recompute=recompute)
-            contexts.append(replace(made.context, annotations=tuple(annotations), mode=mode))
+            contexts.append(replace(made.context, annotations=said, mode=mode))
             return made.to_json()
 
         agreed = Plan.from_json(from_first_rank(solved, mesh))
@@ -153,6 +160,7 @@ def plan(
     devices: int | None = None,
     max_axes: int = 2,
     mode: Mode = "auto",
+    strategy: str | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
@@ -189,14 +197,22 @@ def plan(
 
     def solved(mesh: Mesh, step: Callable[[str], None]) -> Plan:
         space = build_space(program, mesh, profile_of(hardware, mesh), outputs == "full", optimizer=trained_by)
-        pins = pins_of(annotations, space, mode, {})
+        said = _with_preset(annotations, strategy, program, mesh)
+        pins = pins_of(said, space, mode, {})
         step("solving")
         found, _ = make_plan(space, pins, limit, solver, time_limit, recompute, gap)
-        return replace(found, context=replace(found.context, annotations=tuple(annotations), mode=mode))
+        return replace(found, context=replace(found.context, annotations=said, mode=mode))
 
     if isinstance(mesh, str):
         return best_mesh(on, mesh, devices, hardware, max_axes)
     return on(Mesh.of(mesh))
+
+
+def _with_preset(
+    annotations: tuple[Annotation, ...], strategy: str | None, program: Program, mesh: Mesh
+) -> tuple[Annotation, ...]:
+    """What the user says, and what a preset adds to it."""
+    return annotations if strategy is None else (*annotations, *annotations_for(strategy, program, mesh))
 
 
 def profile_of(hardware: str | Hardware | None, mesh: Mesh) -> Hardware:

@@ -25,6 +25,10 @@ class AnnotationError(AutoparError, ValueError):
     """An annotation that matches nothing, does not divide or contradicts another."""
 
 
+class StrategyError(AnnotationError):
+    """A preset that is not known, or that a model or a mesh has no place for."""
+
+
 class PlanError(AutoparError, ValueError):
     """A plan that belongs to another model or mesh, or a problem without any plan."""
 

@@ -2,6 +2,7 @@
 
 Names are dotted. `*` stands for anything, dots included (fnmatch). In this order, the first that finds something:
 whole names of modules and parameters, whole names of operations, then both again as the end of a name.
+"%name" is one node of the graph: a call, or the placeholder of a parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.annotation import Annotation
+from autopar.annotation import NODE, Annotation
 from autopar.cost import base_name
 from autopar.space import Decision, Space, is_call
 
@@ -54,6 +55,8 @@ class Catalog:
 
     def find(self, annotation: Annotation) -> Found | None:
         """What an annotation is about; None where no name matches."""
+        if annotation.pattern.startswith(NODE):
+            return self._node(annotation.pattern.removeprefix(NODE))
         within = annotation.within
         for pattern in (annotation.pattern, f"*.{annotation.pattern}"):
             modules = [path for path in self.modules if _matches(path, pattern, within)]
@@ -72,8 +75,19 @@ class Catalog:
                 return Found("operation", operations, operations, ())
         return None
 
+    def _node(self, name: str) -> Found | None:
+        """One node, by its name in the graph."""
+        number = self.space.index.get(name)
+        kind = None if number is None else self.space.decisions[number].kind
+        if number is not None and kind == "call":
+            return Found("operation", (number,), (number,), ())
+        return Found("parameter", (), (), (number,)) if number is not None and kind == "parameter" else None
+
     def near(self, annotation: Annotation) -> list[str]:
         """Names that look like the pattern, layers written as `*`, best first."""
+        if annotation.pattern.startswith(NODE):
+            nodes = [f"{NODE}{d.name}" for d in self.space.decisions if d.kind in ("call", "parameter")]
+            return difflib.get_close_matches(annotation.pattern, nodes, n=3)
         names = {*self.modules, *self.parameters} - {""}
         names |= {_NUMBER.sub("*", name) for name in names}
         names |= {operation_of(self.space.decisions[number]) for number in self.calls}

@@ -82,6 +82,15 @@ def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str
     )
 
 
+def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> str:
+    """Why one operation cannot be split by a factor of its rule on an axis."""
+    index, bound = space.mesh.index(axis), decision.menu.bound
+    assert bound is not None
+    offered = dict.fromkeys(strategy.choices[index] for strategy in decision.menu.strategies)
+    words = _quoted(f"factor:{each}" for each in offered if each in bound.rule.factors)
+    return f'the rule of {decision.name} is "{bound.rule}", which offers {words} on axis {axis}. Name one of these.'
+
+
 def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, said: Said) -> str:
     """Why there is no tensor with such a dim."""
     if not numbers:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from autopar import offers
-from autopar.annotation import Annotation, Said
+from autopar.annotation import FACTOR, NODE, Annotation, Said
 from autopar.candidates import Strategy
 from autopar.errors import AnnotationError
 from autopar.layout import I, Layout, Placement, R, S
@@ -39,7 +39,7 @@ def pins_of(
     """
     pins = _Pins(space, frozenset(storage))
     catalog = Catalog(space)
-    for annotation in annotations:
+    for annotation in (each for each in annotations if not each.strategy):
         _check_axes(annotation, space)
         found = catalog.find(annotation)
         if found is not None:
@@ -51,6 +51,10 @@ def pins_of(
         warnings.warn(text, UserWarning, stacklevel=2)
     for number in catalog.calls:
         pins.constrain(number)
+    for annotation in (each for each in annotations if each.strategy):
+        found = catalog.find(annotation)
+        assert found is not None, f"{annotation} matches nothing"
+        pins.annotate(annotation, found)
     pins.store(storage)
     if mode == "manual":
         pins.data_parallel(catalog.calls)
@@ -67,11 +71,14 @@ class _Pins:
         self.sources: dict[int, list[tuple[str, Mask]]] = defaultdict(list)
         """Decision → what was asked of it: the text of the annotation, and its mask."""
         self.known_roles: dict[object, np.ndarray] = {}
+        self.known_masks: dict[object, Mask] = {}
 
     def annotate(self, annotation: Annotation, found: Found) -> None:
         """Everything an annotation says about what it matches."""
         for axis, said in annotation.axes:
-            if isinstance(said, str):
+            if isinstance(said, str) and said.startswith(FACTOR):
+                self._factor(annotation, found, axis, said.removeprefix(FACTOR))
+            elif isinstance(said, str):
                 self._role(annotation, found, axis, said)
             else:
                 self._dim(annotation, found, axis, said)
@@ -90,7 +97,22 @@ class _Pins:
         if not offered:
             raise AnnotationError(f"{annotation}: {offers.why_no_role(self.space, calls, axis, role)}")
         for number in offered:
-            self._add(number, str(annotation), self._roles(number)[:, index] == role)
+            self._add(number, annotation, self._roles(number)[:, index] == role)
+
+    def _factor(self, annotation: Annotation, found: Found, axis: str, factor: str) -> None:
+        """A factor of one operation's rule."""
+        index = self.space.mesh.index(axis)
+        for number in found.calls:
+            mask = self._mask_of(number, ("factor", index, factor), lambda s: s.choices[index] == factor)
+            if not mask.any():
+                decision = self._decision(number)
+                raise AnnotationError(f"{annotation}: {offers.why_no_factor(self.space, decision, axis, factor)}")
+            self._add(number, annotation, mask)
+        if not found.calls:
+            raise AnnotationError(
+                f"{annotation}: {annotation.pattern} is a parameter, and only operations have factors; "
+                f"say along which dim it is stored, as in {axis}=0."
+            )
 
     def _dim(self, annotation: Annotation, found: Found, axis: str, said: Said) -> None:
         assert not isinstance(said, str)
@@ -103,10 +125,10 @@ class _Pins:
             decision = self._decision(number)
             if number in self.fixed:
                 continue
-            mask = _mask(decision, lambda strategy, d=decision: _gives(strategy, d, index, said))
+            mask = self._mask_of(number, ("dim", index, said), lambda s, d=decision: _gives(s, d, index, said))
             if not mask.any():
                 raise AnnotationError(f"{annotation}: {offers.why_no_split(self.space, decision, axis, said)}")
-            self._add(number, str(annotation), mask)
+            self._add(number, annotation, mask)
 
     def _slices(self, annotation: Annotation, found: Found) -> None:
         slices = annotation.slices
@@ -121,7 +143,7 @@ class _Pins:
             mask = np.array([each is not None and each[: len(slices)] == slices for each in counts])
             if not mask.any():
                 raise AnnotationError(f"{annotation}: {offers.why_no_slices(self.space, decision, slices)}")
-            self._add(number, str(annotation), mask)
+            self._add(number, annotation, mask)
 
     def _storage(self, annotation: Annotation, found: Found) -> None:
         """Parameters too small for the axes stay free, unless none of those matched can be split."""
@@ -135,7 +157,7 @@ class _Pins:
             raise AnnotationError(f"{annotation}: {offers.why_no_storage(self.space, found, annotation.storage)}")
         for number, mask in possible.items():
             if number not in self.fixed:
-                self._add(number, str(annotation), mask)
+                self._add(number, annotation, mask)
 
     def _regather(self, annotation: Annotation, found: Found) -> None:
         """Parameters whose weight the backward does not need, or that several calls share, have no such choice."""
@@ -143,7 +165,7 @@ class _Pins:
             strategies = self._decision(number).menu.strategies
             if any(strategy.kept for strategy in strategies) and number not in self.fixed:
                 mask = np.array([not s.outputs[0].is_split or s.kept != annotation.regather for s in strategies])
-                self._add(number, str(annotation), mask)
+                self._add(number, annotation, mask)
 
     def constrain(self, number: int) -> None:
         """The pin that a call of `autopar.constrain` carries; every other call carries none."""
@@ -182,16 +204,29 @@ class _Pins:
             if not mask.all():
                 self.masks[number] = mask
 
-    def _add(self, number: int, text: str, mask: Mask) -> None:
-        """Intersect a decision's pin with `mask`; AnnotationError naming both sides where nothing is left."""
+    def _add(self, number: int, asking: Annotation | str, mask: Mask) -> None:
+        """Intersect a decision's pin with `mask`; AnnotationError naming both sides where nothing is left.
+
+        A preset gives way instead: the pin stays as it was.
+        """
         before = self.masks.get(number)
         both = mask if before is None else before & mask
+        if isinstance(asking, Annotation) and asking.strategy and not both.any():
+            return
+        text = str(asking)
         if not both.any():
             others = self.sources[number]
             other = next((text for text, each in others if not (each & mask).any()), others[-1][0])
             raise AnnotationError(offers.contradiction(self.space, self._decision(number), text, other))
         self.masks[number] = both
         self.sources[number].append((text, mask))
+
+    def _mask_of(self, number: int, key: tuple[object, ...], allowed: Callable[[Strategy], bool]) -> Mask:
+        """A mask over a decision's menu, made once for the equal decisions of all layers."""
+        menu = self._decision(number).menu
+        if (id(menu), *key) not in self.known_masks:
+            self.known_masks[id(menu), *key] = _mask(self._decision(number), allowed)
+        return self.known_masks[id(menu), *key]
 
     def _roles(self, number: int) -> np.ndarray:
         """`offers.roles` of a decision, made once for the equal calls of all layers."""
@@ -221,6 +256,9 @@ def _check_axis(axis: str, text: str, space: Space) -> None:
 def _matches_nothing(annotation: Annotation, catalog: Catalog) -> str:
     near = catalog.near(annotation)
     hint = f"Near it are {', '.join(near)}." if near else "Use `*` for the numbers of layers, or an operation's name."
+    if annotation.pattern.startswith(NODE):
+        hint = hint if near else "The names are those of the rows of plan.save(path)."
+        return f'{annotation}: the graph has no call and no parameter "{annotation.pattern}". {hint}'
     return (
         f"{annotation}: no module, parameter or operation that the model uses matches "
         f'"{annotation.pattern}" or "*.{annotation.pattern}". {hint}'

@@ -27,13 +27,16 @@ def what_if(context: PlanContext, said: Sequence[Annotation]) -> Plan:
     together = (*context.annotations, *said)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
     # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
-    asked = pins if context.mode == "manual" else _intersection(context.pins, pins)
+    preset = any(each.strategy for each in context.annotations)
+    asked = pins if context.mode == "manual" else _intersection(context.pins, pins, preset)
     return replan(replace(context, annotations=together), asked)
 
 
-def _intersection(one: Pins, other: Pins) -> Pins:
-    """What both allow."""
+def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
+    """What both allow; where that is nothing, `one` may give way, as a preset does."""
     both = {number: one[number] & other[number] for number in one.keys() & other.keys()}
+    if gives_way:
+        both = {number: mask if mask.any() else other[number] for number, mask in both.items()}
     return {**one, **other, **both}
 
 

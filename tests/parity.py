@@ -39,6 +39,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Patterns in parameter names whose parameters are frozen."""
     dropout: float = 0.0
+    masked: bool = False
+    """Whether the inputs bring an attention mask along, as padded texts do."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ class Case:
     @property
     def graph(self) -> tuple[Any, ...]:
         """What the captured graph depends on."""
-        return self.family, self.dtype, self.frozen, self.dropout
+        return self.family, self.dtype, self.frozen, self.dropout, self.masked
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh))
@@ -83,7 +85,12 @@ def inputs(case: Case, step: int, micro: int) -> tuple[tuple[Any, ...], dict[str
     """The global batch of a micro-step, floats in the case's dtype."""
     args, kwargs = FAMILIES[case.family].inputs(step * case.micro_steps + micro)
     cast = lambda x: x.to(case.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    kwargs = {name: cast(value) for name, value in kwargs.items()}
+    if case.masked:
+        mask_BS = torch.ones_like(kwargs["input_ids"])
+        mask_BS[0, -3:] = 0
+        kwargs["attention_mask"] = mask_BS
+    return tuple(map(cast, args)), kwargs
 
 
 def whole(value: Any) -> Tensor | None:
@@ -128,10 +135,17 @@ def train(case: Case, model: nn.Module, traffic: Any = None) -> Training:
 
 @functools.lru_cache(maxsize=8)
 def train_alone(
-    family: str, dtype: torch.dtype, frozen: tuple[str, ...], dropout: float, steps: int, micro_steps: int
+    family: str,
+    dtype: torch.dtype,
+    frozen: tuple[str, ...],
+    dropout: float,
+    masked: bool,
+    steps: int,
+    micro_steps: int,
 ) -> Training:
     """Train on one process; the same for all cases that differ only in how they are split."""
-    case = Case(family, (1,), dtype=dtype, frozen=frozen, dropout=dropout, steps=steps, micro_steps=micro_steps)
+    kind: dict[str, Any] = {"dtype": dtype, "frozen": frozen, "dropout": dropout, "masked": masked}
+    case = Case(family, (1,), steps=steps, micro_steps=micro_steps, **kind)
     torch.manual_seed(0)
     return train(case, build(case))
 
@@ -184,7 +198,9 @@ def check_rounding(ranks: Ranks, case: Case) -> list[Training]:
 
     One process rounds as well, and by how much depends on the model: it is the measure of what rounding explains.
     """
-    precise = train_alone(case.family, torch.float32, case.frozen, case.dropout, case.steps, case.micro_steps)
+    precise = train_alone(
+        case.family, torch.float32, case.frozen, case.dropout, case.masked, case.steps, case.micro_steps
+    )
     alone = distance(train_alone(*case.graph, case.steps, case.micro_steps), precise)
     found = ranks.run(parallel, case, world_size=int(torch.tensor(case.mesh).prod()), timeout=180)
     for training in found:

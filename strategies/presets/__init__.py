@@ -1,0 +1,73 @@
+"""Strategies that people write by hand, each a function from a program and a mesh to annotations.
+
+A preset finds its places in the captured graph and pins every call and every parameter on every axis, so that a plan
+under it is the strategy itself; what a user says comes first, and the planner decides what neither says.
+
+Each docstring says what a step moves on a decoder as Llama's (no biases, a gated MLP, a head of its own, a mean loss):
+
+    collective/axis = bytes        the axis by the letter that its size has in the formulas; 1 where the mesh has it not
+
+in NCCL's convention (the whole tensor of an all_reduce, the output of an all_gather, the input of the others), in the
+bytes that one device has to do with. The symbols are bytes of whole tensors, over the whole batch:
+
+    P  all parameters                              A  hidden states [batch, positions, features]
+    W  weights of matrix products, the head too    K  the keys that attention is given; its values are as large
+    N  weights of norms                            F  what an up projection puts out
+    T  the table that token ids look up            V  logits
+    H  the head                                    R  one number (float32) for each token
+    U  parameters whose values the backward has    L  number of layers (a number, as are the sizes of axes)
+       no use for: tables, biases, what is added,
+       weights that meet inputs
+
+A mean loss adds 12 to each axis that splits the batch: its number of tokens, 8, and its value, 4. The layouts are a
+preset's, the way from one to the next is the planner's, and the formulas are those of the fewest bytes: where latency
+counts for more, or axes differ in size, it may go another.
+"""
+
+if __name__ != "autopar.strategies.presets":
+    raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies.presets` instead.")
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from autopar.annotation import Annotation
+from autopar.errors import StrategyError
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.strategies.presets import data, grid, sequence, tensor
+
+__all__ = ["PRESETS", "Preset", "annotations_for"]
+
+Preset = Callable[[Program, Mesh], tuple[Annotation, ...]]
+
+PRESETS: Mapping[str, Preset] = {
+    preset.__name__: preset
+    for preset in (
+        data.fully_replicated,
+        data.data_parallel,
+        data.zero1,
+        data.zero2,
+        data.zero3,
+        data.hsdp,
+        tensor.megatron,
+        tensor.megatron_sequence,
+        sequence.ulysses,
+        sequence.gather_kv,
+        grid.tensor_2d,
+        grid.tensor_2_5d,
+        grid.tensor_3d,
+        tensor.fsdp_megatron,
+    )
+}
+
+
+def annotations_for(name: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """What a preset says about a program on a mesh.
+
+    Raises StrategyError for a name that is not known, and where the model or the mesh has no place for the preset.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        raise StrategyError(f"strategy={name!r} is not known; strategies are {', '.join(PRESETS)}.{hint}")
+    return PRESETS[name](program, mesh)

@@ -1,0 +1,70 @@
+"""Which mesh axes a preset uses: those with a telling name, else by position.
+
+tensor      "tp", "tensor", "mp" or "model", else the last axis
+sequence    "sp", "cp", "seq", "sequence" or "context", else the last axis
+shard       "fsdp", "shard" or "zero", else the last axis
+data        all the others
+"""
+
+from __future__ import annotations
+
+from autopar.errors import StrategyError
+from autopar.mesh import Mesh
+
+TENSOR = ("tp", "tensor", "mp", "model")
+SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
+SHARD = ("fsdp", "shard", "zero")
+
+
+def axis_of(mesh: Mesh, names: tuple[str, ...]) -> str:
+    """The axis with one of these names, else the last."""
+    return next((axis for axis in mesh.names if axis in names), mesh.names[-1])
+
+
+def others(mesh: Mesh, *axes: str) -> tuple[str, ...]:
+    """The axes that are none of these."""
+    return tuple(axis for axis in mesh.names if axis not in axes)
+
+
+def need_axes(strategy: str, mesh: Mesh, count: int, what: str) -> None:
+    """Raise StrategyError where the mesh has fewer axes than the preset needs."""
+    if mesh.ndim < count:
+        raise StrategyError(
+            f"{strategy} needs {count} mesh axes, {what}; the mesh is {mesh}. "
+            "Split an axis in two, or use a preset for fewer axes."
+        )
+
+
+def need_exactly(strategy: str, mesh: Mesh, count: int, what: str) -> None:
+    """Raise StrategyError where the mesh has more or fewer axes than the preset uses."""
+    need_axes(strategy, mesh, count, what)
+    if mesh.ndim > count:
+        raise StrategyError(
+            f"{strategy} needs exactly {count} mesh axes, {what}; the mesh is {mesh}. Join axes of the mesh into one."
+        )
+
+
+def need_positions(strategy: str, positions: int, mesh: Mesh, axis: str) -> None:
+    """Raise StrategyError where no input has a dim of positions, or these do not divide over the axis."""
+    if not positions:
+        raise StrategyError(
+            f"{strategy} splits the positions of a sequence; found no input with a dim of them, as token ids "
+            "[batch, positions] or embedded tokens [batch, positions, features] have. Use another preset."
+        )
+    if positions % mesh.size(axis):
+        raise StrategyError(
+            f"{strategy} splits the positions of a sequence into {mesh.size(axis)} parts over {axis}; found "
+            f"{positions} positions. Pad the sequences, or use an axis whose size divides them."
+        )
+
+
+def need_batch(strategy: str, samples: int, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Raise StrategyError where the batch does not divide over the axes that are to split it."""
+    parts = 1
+    for axis in axes:
+        parts *= mesh.size(axis)
+    if parts > 1 and (samples == 0 or samples % parts):
+        raise StrategyError(
+            f"{strategy} splits the batch into {parts} parts over {', '.join(axes)}; found a batch of {samples}. "
+            f"Use a batch that {parts} divides, or smaller axes."
+        )

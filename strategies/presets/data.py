@@ -1,0 +1,103 @@
+"""Presets that split the batch over every axis and differ in how parameters are stored."""
+
+from __future__ import annotations
+
+import warnings
+
+from autopar.annotation import Annotation
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.graph import Graph
+from autopar.strategies.presets.split import Split, data, whole
+
+
+def fully_replicated(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Every device computes everything: nothing is split and nothing is sent.
+
+    It is what all others are measured by: the memory and the time of one device.
+    """
+    split = Split(Graph.of(program), mesh, "fully_replicated")
+    for axis in mesh.names:
+        split.along(axis, whole)
+    return split.annotations()
+
+
+def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """The batch split over all axes, parameters whole: DDP (Li et al., "PyTorch Distributed", VLDB 2020).
+
+    On any model, over an outer axis n and an inner one m:
+
+        all_reduce/n = P + 12
+        all_reduce/m = P + 12
+    """
+    return _batch_split("data_parallel", program, mesh).annotations()
+
+
+def zero1(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020), run as `zero2`, which a warning says.
+
+    What it moves is what `zero2` moves.
+    """
+    warnings.warn(
+        "zero1: autopar stores gradients and optimizer state as it stores their parameter, so this is zero2: "
+        "the same bytes are sent, and gradients are held in parts, too.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return _batch_split("zero1", program, mesh).stored_over(mesh.names, False).annotations()
+
+
+def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
+
+    Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts (the others are whole, and
+    their gradients are all-reduced):
+
+        all_gather/n = P
+        all_gather/m = P/n
+        reduce_scatter/n = P
+        reduce_scatter/m = P/n
+        all_reduce/n = 12
+        all_reduce/m = 12
+    """
+    return _batch_split("zero2", program, mesh).stored_over(mesh.names, False).annotations()
+
+
+def zero3(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Parameters in parts as well, gathered for the forward and again for the backward (ZeRO, SC 2020; FSDP).
+
+    Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts:
+
+        all_gather/n = 2·P - U
+        all_gather/m = (2·P - U)/n
+        reduce_scatter/n = P
+        reduce_scatter/m = P/n
+        all_reduce/n = 12
+        all_reduce/m = 12
+    """
+    return _batch_split("zero3", program, mesh).stored_over(mesh.names, True).annotations()
+
+
+def hsdp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """ZeRO-3 over one axis, plain data parallel over the others (Zhao et al., "PyTorch FSDP", VLDB 2023).
+
+    Over an axis r of replicas, and an axis s over which parameters are stored:
+
+        all_reduce/r = P/s + 12
+        all_gather/s = 2·P - U
+        reduce_scatter/s = P
+        all_reduce/s = 12
+    """
+    axes.need_axes("hsdp", mesh, 2, "one to replicate over and one to store parameters over")
+    stored = axes.axis_of(mesh, axes.SHARD)
+    return _batch_split("hsdp", program, mesh).stored_over((stored,), True).annotations()
+
+
+def _batch_split(strategy: str, program: Program, mesh: Mesh) -> Split:
+    graph = Graph.of(program)
+    axes.need_batch(strategy, graph.samples, mesh, mesh.names)
+    split = Split(graph, mesh, strategy)
+    for axis in mesh.names:
+        split.along(axis, data)
+    return split

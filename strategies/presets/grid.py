@@ -1,0 +1,99 @@
+"""Presets that split the matrix products over a grid of devices: two, two and a half, and three dimensions."""
+
+from __future__ import annotations
+
+from autopar.annotation import Annotation
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.blocks import COLUMN, INNER, LOSS, ROW
+from autopar.strategies.presets.graph import Graph, Step
+from autopar.strategies.presets.split import Split, Wish, data
+from autopar.strategies.presets.tensor import found_blocks
+
+
+def tensor_2d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Activations and weights split over both axes of a grid, as in SUMMA (Xu et al., "Optimus", 2021).
+
+    Over an axis r of rows (the batch, and storage) and an axis c of columns (features); what goes into a product is
+    gathered over c, its weight over r, and a norm sums one number a token each way:
+
+        all_gather/r = (2·(P - N) - T)/c
+        reduce_scatter/r = (P - N)/c
+        all_reduce/r = N/c + 12
+        all_gather/c = (L·(3·A + F) + A)/r
+        reduce_scatter/c = (L·(3·A + F) + A)/r
+        all_reduce/c = 2·(2·L + 1)·R/r + 3·R/r
+    """
+    axes.need_exactly("tensor_2d", mesh, 2, "the rows and the columns of the grid")
+    return _grid("tensor_2d", program, mesh)
+
+
+def tensor_2_5d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Several grids of `tensor_2d`, each with a part of the batch (Wang et al., "Tesseract", 2022).
+
+    Over an axis z of grids, and the rows r and columns c of each:
+
+        all_reduce/z = ((P - N)/r + N)/c + 12
+        all_gather/r = (2·(P - N) - T)/c
+        reduce_scatter/r = (P - N)/c
+        all_reduce/r = N/c + 12
+        all_gather/c = (L·(3·A + F) + A)/(z·r)
+        reduce_scatter/c = (L·(3·A + F) + A)/(z·r)
+        all_reduce/c = 2·(2·L + 1)·R/(z·r) + 3·R/(z·r)
+    """
+    axes.need_exactly("tensor_2_5d", mesh, 3, "the depth, and the rows and the columns of each grid")
+    return _grid("tensor_2_5d", program, mesh)
+
+
+def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Activations and weights split over all three axes of a cube (Bian et al., "Maximizing Parallelism", 2021).
+
+    Over axes s (the batch, and storage), i (of a column: its inputs) and o (of a column: its outputs). Between blocks
+    o splits the batch and i the features, inside them the other way round. A weight's parts over s are not neighbours,
+    and change places over o before and after they are gathered:
+
+        all_gather/s = W/(i·o) + T/i
+        reduce_scatter/s = W/(i·o) + T/i
+        all_reduce/s = N/i + 12
+        all_gather/i = (2·L·(A + K) + 3·L·F + V)/(s·o)
+        reduce_scatter/i = (2·L·(A + K) + 3·L·F + V)/(s·o)
+        all_reduce/i = 2·(2·L + 1)·R/(s·o) + 12
+        all_gather/o = (4·L + 1)·A/(s·i)
+        reduce_scatter/o = (4·L + 1)·A/(s·i)
+        all_to_all/o = 2·(W/(s·i·o) + W/(i·o))
+        all_reduce/o = N/i + T/(s·i) + 3·R/(s·i)
+    """
+    axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
+    graph = Graph.of(program)
+    samples, inputs, outputs = mesh.names
+    axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
+    axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
+    regions = found_blocks("tensor_3d", graph, mesh, outputs).regions
+
+    def over(inner: str, column: str, row: str, outer: str) -> Wish:
+        """A role for each region."""
+        roles = {INNER: inner, LOSS: inner, COLUMN: column, ROW: row}
+        return lambda step: step.factor_of(roles.get(regions[step.name], outer))
+
+    split = Split(graph, mesh, "tensor_3d")
+    split.along(samples, data)
+    split.along(inputs, over("data", "row", "column", "column"))
+    split.along(outputs, over("column", "column", "row", "data"))
+    return split.stored_over((samples,), True).annotations()
+
+
+def _grid(strategy: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """The batch over all axes but the last, features over the last; weights stored over the last but one, too."""
+    graph = Graph.of(program)
+    *batch, columns = mesh.names
+    axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
+    split = Split(graph, mesh, strategy)
+    for axis in batch:
+        split.along(axis, data)
+    return split.along(columns, features).stored_over((batch[-1],), True).annotations()
+
+
+def features(step: Step) -> str | None:
+    """Every product by columns, and features, heads and classes where they are."""
+    return step.factor_of("column")

@@ -1,0 +1,103 @@
+"""Presets that split the positions of every sequence over one axis, and differ in what attention does."""
+
+from __future__ import annotations
+
+from autopar.annotation import Annotation
+from autopar.errors import StrategyError
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.blocks import LOSS, blocks_of
+from autopar.strategies.presets.graph import Graph, Step
+from autopar.strategies.presets.split import Split, data
+
+
+def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split, heads instead of them in attention, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023).
+
+    Over an axis c of positions and an axis d of the batch; parameters are whole, except the head, which is split by
+    classes where the loss flattens positions into rows:
+
+        all_to_all/c = 4·L·(A + K)/(c·d)
+        all_gather/c = A/d
+        reduce_scatter/c = A/d
+        all_reduce/c = P - H + 3·R/d
+        all_reduce/d = P - H + H/c + 12
+    """
+    return _sequence_split("ulysses", program, mesh, "column")
+
+
+def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split, also the queries' in attention, for which keys and values are gathered (Dubey et al., "The Llama
+    3 Herd", 2024).
+
+    Over an axis c of positions and an axis d of the batch. A causal model has to be given its attention mask, as the
+    causal mask of the call itself is counted from the first query:
+
+        all_gather/c = 2·L·K/d + A/d
+        reduce_scatter/c = 2·L·K/d + A/d
+        all_reduce/c = P - H + 3·R/d
+        all_reduce/d = P - H + H/c + 12
+    """
+    return _sequence_split("gather_kv", program, mesh, "sequence")
+
+
+def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: str) -> tuple[Annotation, ...]:
+    graph = Graph.of(program)
+    sequence = axes.axis_of(mesh, axes.SEQUENCE)
+    batch = axes.others(mesh, sequence)
+    axes.need_batch(strategy, graph.samples, mesh, batch)
+    axes.need_positions(strategy, graph.positions, mesh, sequence)
+    attentions = [step for step in graph.learned if step.is_attention]
+    if not attentions:
+        raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
+    for step in attentions:
+        _check_attention(strategy, step, in_attention, mesh, sequence)
+    classes = _class_factors(graph, mesh.size(sequence))
+
+    def wish(step: Step) -> str | None:
+        if step.name in classes:
+            return classes[step.name]
+        return step.factor_of(in_attention if step.is_attention else "sequence")
+
+    split = Split(graph, mesh, strategy)
+    for axis in mesh.names:
+        split.along(axis, wish if axis == sequence else data)
+    return split.annotations()
+
+
+def _check_attention(strategy: str, step: Step, role: str, mesh: Mesh, axis: str) -> None:
+    """Raise StrategyError where a call cannot be split by its heads, or by its queries."""
+    what = "heads" if role == "column" else "queries"
+    factor = step.factor_of(role)
+    if factor is None:
+        causal = step.call.arguments.get("is_causal")
+        why = (
+            "its causal mask is counted from the first query, so that all are needed (unless the model is given an "
+            "attention mask)"
+            if causal
+            else "it has none"
+        )
+        raise StrategyError(
+            f"{strategy} splits the {what} of attention over {axis}; {step.name} cannot be split by them: {why}. "
+            f"Use {'ulysses' if role == 'sequence' else 'gather_kv'} or megatron_sequence."
+        )
+    if step.bound.sizes[factor] % mesh.size(axis):
+        raise StrategyError(
+            f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {step.name} has "
+            f"{step.bound.sizes[factor]} of them{' (of keys and values)' if what == 'heads' else ''}. "
+            "Use an axis whose size divides them."
+        )
+
+
+def _class_factors(graph: Graph, parts: int) -> dict[str, str]:
+    """The factors of the calls that make a loss whose rows are no positions any more, split by classes.
+
+    A loss over (batch, positions) flattened to rows cannot keep the positions split, unless the batch is one sample:
+    its classes are split instead, from the product that makes the logits on.
+    """
+    blocks = blocks_of(graph, parts)
+    losses = [graph.steps[name] for name in blocks.names(LOSS)]
+    if not losses or all(step.factor_of("sequence") for step in losses):
+        return {}
+    return {name: blocks.factors[name] for name in blocks.heads}

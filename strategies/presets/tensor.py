@@ -1,0 +1,115 @@
+"""Presets that split the matrix products of every block over one axis, as Megatron-LM does."""
+
+from __future__ import annotations
+
+import warnings
+
+from autopar.annotation import Annotation
+from autopar.errors import StrategyError
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.blocks import COLUMN, OUTER, Blocks, blocks_of
+from autopar.strategies.presets.graph import Graph, Step
+from autopar.strategies.presets.split import Split, Wish, data
+
+
+def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Columns and rows of every block over one axis, the batch over the others (Shoeybi et al., "Megatron-LM", 2019).
+
+    Over an axis t of columns and rows and an axis d of the batch; a block is summed once forward and once backward, the
+    table's rows once, what goes into the head once, and the loss joins three numbers a token:
+
+        all_reduce/t = (4·L + 2)·A/d + 3·R/d
+        all_reduce/d = (P - N)/t + N + 12
+
+    A projection of queries, keys and values in one weight (GPT-2) is stored whole, as the three are cut out of every
+    part of it: its gradient is all-reduced over t, too.
+    """
+    return _tensor_split("megatron", program, mesh).annotations()
+
+
+def fsdp_megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Megatron on one axis, ZeRO-3 on the others (2-D parallel training: Dubey et al., "The Llama 3 Herd", 2024).
+
+    Over an axis t of columns and rows and an axis d of the batch:
+
+        all_reduce/t = (4·L + 2)·A/d + 3·R/d
+        all_gather/d = (2·(P - N) - T)/t + 2·N
+        reduce_scatter/d = (P - N)/t + N
+        all_reduce/d = 12
+    """
+    axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the blocks")
+    split = _tensor_split("fsdp_megatron", program, mesh)
+    return split.stored_over(axes.others(mesh, axes.axis_of(mesh, axes.TENSOR)), True).annotations()
+
+
+def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Megatron, and between blocks positions are split over the same axis (Korthikanti et al., "Reducing Activation
+    Recomputation", 2022).
+
+    Over an axis t and an axis d of the batch; what goes into a block is gathered, what comes out is reduced in parts:
+
+        all_gather/t = (4·L + 2)·A/d
+        reduce_scatter/t = (4·L + 2)·A/d
+        all_reduce/t = N + 3·R/d
+        all_reduce/d = (P - N)/t + N + 12
+    """
+    tensor = axes.axis_of(mesh, axes.TENSOR)
+    graph = Graph.of(program)
+    axes.need_positions("megatron_sequence", graph.positions, mesh, tensor)
+    return _tensor_split("megatron_sequence", program, mesh, between="sequence").annotations()
+
+
+def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "") -> Split:
+    """Blocks split over the tensor axis, the batch over the others; `between` is the role of what lies between."""
+    graph = Graph.of(program)
+    tensor = axes.axis_of(mesh, axes.TENSOR)
+    batch = axes.others(mesh, tensor)
+    axes.need_batch(strategy, graph.samples, mesh, batch)
+    blocks = found_blocks(strategy, graph, mesh, tensor)
+    split = Split(graph, mesh, strategy)
+    for axis in mesh.names:
+        split.along(axis, data if axis in batch else in_blocks(graph, blocks, between))
+    return split
+
+
+def found_blocks(strategy: str, graph: Graph, mesh: Mesh, axis: str) -> Blocks:
+    """The blocks of a model; StrategyError where there are none, a warning where an attention stays whole."""
+    blocks = blocks_of(graph, mesh.size(axis))
+    if not blocks.names(COLUMN):
+        found = "; ".join(f"{name}: {why}" for name, why in list(blocks.reasons.items())[:3])
+        raise StrategyError(
+            f"{strategy} needs pairs of matrix products with nothing between them that needs their outputs whole; "
+            f"found none that divide into {mesh.size(axis)} parts over {axis}"
+            f"{f' ({found})' if found else ', as the model has no product by a weight'}. "
+            "Use a smaller axis, or a preset that splits the batch."
+        )
+    whole = [step.name for step in graph.learned if step.is_attention and blocks.regions.get(step.name) == OUTER]
+    if whole:
+        reasons = dict.fromkeys(blocks.reasons.values())
+        warnings.warn(
+            f"{strategy}: attention stays whole on {axis} in {len(whole)} calls ({whole[0]} …): "
+            f"{'; '.join(list(reasons)[:2])}. Its work is repeated on {mesh.size(axis)} devices.",
+            UserWarning,
+            stacklevel=5,
+        )
+    return blocks
+
+
+def in_blocks(graph: Graph, blocks: Blocks, between: str) -> Wish:
+    """Columns, rows, what lies between, and the largest table that the inputs look up (the vocabulary)."""
+    rows = vocabulary(graph)
+
+    def wish(step: Step) -> str | None:
+        return "k" if step.name in rows else blocks.factors.get(step.name, step.factor_of(between))
+
+    return wish
+
+
+def vocabulary(graph: Graph) -> frozenset[str]:
+    """The lookups by inputs in the largest table there is: token embeddings, not types or positions."""
+    lookups = {
+        step.name: step.bound.sizes.get("k", 0) for step in graph.learned if step.is_lookup and not step.weight_only
+    }
+    return frozenset(name for name, size in lookups.items() if size == max(lookups.values()))
