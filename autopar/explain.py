@@ -140,10 +140,10 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
                 t.collective,
                 t.axis,
                 t.num_bytes,
-                transfer_seconds(t, space.mesh, space.hardware, wire.tensor.bucketed),
+                transfer_seconds(t, space.mesh, space.hardware, bucketed),
                 t.backward,
             )
-            for t in path.transfers
+            for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
         )
         before = layout_words(str(path.moves[0].before), space.mesh.names)
         after = layout_words(str(path.moves[-1].after), space.mesh.names)

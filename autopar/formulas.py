@@ -34,7 +34,7 @@ from autopar.plan import Plan
 from autopar.program import TensorInfo
 from autopar.repetition import Repetition, stacks_of
 from autopar.repricing import COLLECTIVES, FIXED, WHOLE, rate, rate_name
-from autopar.reshard import LOCAL_MOVE_SECONDS, transfers
+from autopar.reshard import LOCAL_MOVE_SECONDS, in_bucket, transfers
 from autopar.rule import BoundRule
 from autopar.space import Decision, Space, Wire
 from autopar.strategies import rule_of
@@ -285,7 +285,7 @@ class _Ledger:
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS))
         for move, twice in zip(path.moves, path.regathered, strict=True):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                self._wait(transfer, count, wire.tensor.bucketed)
+                self._wait(transfer, count, in_bucket(move, tensor))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)

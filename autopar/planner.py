@@ -135,8 +135,8 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     for wire in space.wires:
         path = space.path(wire, choices)
         moved[wire.target].extend(
-            (t, transfer_seconds(t, space.mesh, space.hardware, wire.tensor.bucketed))
-            for t in path.transfers
+            (t, transfer_seconds(t, space.mesh, space.hardware, bucketed))
+            for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
             if not (t.backward and wire.target in unused)
         )
         waits[wire.target] += path.seconds

@@ -54,7 +54,7 @@ class Tensor:
     padded: frozenset[int] = frozenset()
     """Dims that may be split unevenly, padded to equal parts."""
     bucketed: bool = False
-    """A parameter: its collectives run in buckets with others, so that latency does not count."""
+    """A parameter: those of its moves that `in_bucket` tells run with others, so that their latency does not count."""
     regather: bool = False
     """A parameter that the backward needs: gathered again there, and not kept in between."""
 
@@ -119,6 +119,11 @@ def is_gather(move: Move, tensor: Tensor) -> bool:
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
+def in_bucket(move: Move, tensor: Tensor) -> bool:
+    """Whether the collectives of the move run together with those of other parameters (see `runtime.bucketing`)."""
+    return tensor.bucketed and (is_gather(move, tensor) or (move.source is I and move.target is R))
+
+
 def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
     """Which moves gather a weight that is freed after use and gathered again for the backward.
 
@@ -143,6 +148,8 @@ class Path:
     seconds: float
     """As the planner prices it: a gather that another kind of move follows counts twice, though it runs once."""
     transfers: tuple[Transfer, ...]
+    bucketed: tuple[bool, ...]
+    """For each transfer, whether it runs in a bucket."""
 
     def __str__(self) -> str:
         return " → ".join(str(layout) for layout in (*(m.before for m in self.moves), self.moves[-1].after)) or "-"
@@ -176,12 +183,13 @@ class ReshardTable:
             moves.append(Move(axis, before_layout, after_layout))
             here = after
         again = regathered(moves, self._tensor)
-        moved = tuple(
-            t
+        moved = [
+            (t, in_bucket(move, self._tensor))
             for move, twice in zip(moves, again, strict=True)
             for t in transfers(move, self._tensor, self._mesh, twice)
-        )
-        return Path(tuple(moves), again, float(self.seconds[self.index[source], there]), moved)
+        ]
+        seconds = float(self.seconds[self.index[source], there])
+        return Path(tuple(moves), again, seconds, tuple(t for t, _ in moved), tuple(bucketed for _, bucketed in moved))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,7 +211,8 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
             kind = (move.axis, move.source, move.target, local[i], local[j])
             if kind not in priced:
                 found = transfers(move, tensor, mesh, tensor.regather)
-                priced[kind] = sum(transfer_seconds(t, mesh, hardware, tensor.bucketed) for t in found)
+                bucketed = in_bucket(move, tensor)
+                priced[kind] = sum(transfer_seconds(t, mesh, hardware, bucketed) for t in found)
             seconds[i, j] = priced[kind] + LOCAL_MOVE_SECONDS
     return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
 

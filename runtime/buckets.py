@@ -108,7 +108,9 @@ class _ReduceGradients(torch.autograd.Function):
         for numbers in _by_dtype(grads):
             flat = torch.cat([grads[i].reshape(-1) for i in numbers])
             count("all_reduce", ctx.axis, flat.numel() * flat.itemsize)
-            flat = _started(_c10d.all_reduce(flat, "sum", ctx.axis.group), ctx.pending)
+            # In place where it can be: nothing else holds the copy.
+            reduce = _c10d.all_reduce if ctx.pending is None else _c10d.all_reduce_
+            flat = _started(reduce(flat, "sum", ctx.axis.group), ctx.pending)
             for i, piece in zip(numbers, flat.split([grads[i].numel() for i in numbers]), strict=True):
                 reduced[i] = piece.view(grads[i].shape)
         return None, None, *reduced

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.hardware import load
 from autopar.layout import I, Layout, P, Placement, R, S
 from autopar.mesh import Mesh
-from autopar.reshard import Tensor, reshard_table, transfers
+from autopar.reshard import Move, Tensor, in_bucket, reshard_table, transfers
 from autopar.runtime.axes import use_mesh
 from autopar.runtime.moves import move_call
 from tests.simulate import from_ranks, local_values, simulate
@@ -158,3 +158,28 @@ def test_a_regathered_parameter_is_gathered_twice() -> None:
         names[tensor.regather] = [t.collective for t in transfers(move, tensor, MESH, tensor.regather)]
     assert names[False] == ["all_gather", "reduce_scatter"]
     assert names[True] == ["all_gather", "reduce_scatter", "all_gather"]
+
+
+def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
+    alone, bucketed = (Tensor(SHAPE, torch.float32, True, bucketed=each) for each in (False, True))
+    seconds = {}
+    for tensor in (alone, bucketed):
+        paths = reshard_table(tensor, frozenset(), MESH, HARDWARE)
+        for source, target in ((I, R), (P, I)):  # a gradient reduced in the backward, a sum made in the forward
+            path = paths.path(Layout((source, I)), Layout((target, I)))
+            seconds[tensor.bucketed, source] = path.seconds
+            assert path.bucketed == (tensor.bucketed and source is I,)
+    assert seconds[True, I] < seconds[False, I] / 10
+    assert seconds[True, P] == seconds[False, P]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [(I, R, True), (S(0), R, True), (S(0), I, False), (S(0), S(1), False), (P, S(0), False), (R, I, False)],
+)
+def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
+    source: Placement, target: Placement, expected: bool
+) -> None:
+    move = Move(0, Layout((source, I)), Layout((target, I)))
+    assert in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True)) is expected
+    assert not in_bucket(move, Tensor(SHAPE, torch.float32, True))
