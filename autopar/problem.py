@@ -156,7 +156,7 @@ class Solution:
     num_bytes: int
     bound: float
     solver: str
-    """What produced it, for reports: "elimination", "multiplier", "multiplier + ilp", "ilp" …"""
+    """What produced it, for reports: "elimination", "multiplier + counts", "hubs", "ilp" …"""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
 

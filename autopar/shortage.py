@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from autopar.conflict import ORACLE_SECONDS, conflicting_nodes, freed, is_feasible, minimal_conflict
-from autopar.eliminate import Tables, evaluate, narrow_elimination, optimum
 from autopar.errors import InfeasibleError
+from autopar.hubs import lower_bound
 from autopar.ilp import solve_ilp
 from autopar.problem import Problem
 from autopar.pruning import prune
@@ -104,14 +104,12 @@ def describe_shortage(problem: Problem, found: Conflict) -> str:
 
 
 def least_bytes(problem: Problem) -> float:
-    """A lower bound on the bytes of any choice that avoids what is forbidden; exact where elimination can answer."""
-    pruned = prune(problem).problem
-    tables = Tables(pruned)
-    elimination = narrow_elimination(pruned, tables)
-    if elimination is None:
-        result = solve_ilp(pruned, ORACLE_SECONDS, by_bytes=True)
-        return math.inf if result.status == "infeasible" else result.bound
-    return optimum(elimination, evaluate(elimination, tables.bytes_only()))
+    """A lower bound on the bytes of any choice that avoids what is forbidden; exact where the graph is narrow."""
+    least = lower_bound(problem.in_bytes(), 0.0)
+    if least > -math.inf:
+        return least
+    result = solve_ilp(prune(problem).problem, ORACLE_SECONDS, by_bytes=True)
+    return math.inf if result.status == "infeasible" else result.bound
 
 
 def _least_without(problem: Problem, pinned: Sequence[int], nodes: Sequence[int]) -> Mapping[int, int | None]:

@@ -81,10 +81,12 @@ def solve(
         raise InfeasibleError(describe_conflict(problem))
     try:
         solution = _solve_pruned(pruned.problem, deadline, gap)
+    except MemoryLimitError:
+        raise MemoryLimitError(problem) from None  # with the pins that were pruned away
     except InfeasibleError:
         if is_feasible(problem):
             raise MemoryLimitError(problem) from None
-        raise InfeasibleError(describe_conflict(problem)) from None  # with the pins that were pruned away
+        raise InfeasibleError(describe_conflict(problem)) from None
     choices = pruned.extend(solution.choices)
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
     bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
