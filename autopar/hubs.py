@@ -23,11 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.eliminate import (
-    CHEAP_WORK,
     Elimination,
     Tables,
     choices_of,
-    compile_elimination,
     evaluate,
     narrow_elimination,
     optimum,
@@ -37,6 +35,7 @@ from autopar.multiplier import Point, point
 from autopar.problem import Edge, Floats, Node, Problem
 from autopar.pruning import Pruned, prune, with_fixed
 
+DEAR_WORK = 2_000_000_000  # entries: an elimination of more takes longer than one of the loosened graph
 MANY = 8  # neighbours: a node with more is a hub
 ROUNDS = 6
 WORTHWHILE = 0.5  # of the rest that is open: a round that closes less is the last
@@ -223,12 +222,13 @@ def lower_bound(problem: Problem, multiplier: float) -> float:
     price = 0.0 if problem.budget is None else multiplier
     free = price * (problem.budget or 0)
     tables = Tables(pruned)
-    elimination = compile_elimination(pruned, tables, balanced=False)
-    loose = loosen(pruned) if elimination.work > CHEAP_WORK else None
+    elimination = narrow_elimination(pruned, tables)
+    loose = loosen(pruned) if elimination is None or elimination.work > DEAR_WORK else None
     if loose is not None:
         try:
             return Hubs(pruned, loose).least(price)[0] - free
         except TooWideError:
             pass
-    narrow = narrow_elimination(pruned, tables)
-    return -np.inf if narrow is None else optimum(narrow, evaluate(narrow, tables.weighted(price))) - free
+    return (
+        -np.inf if elimination is None else optimum(elimination, evaluate(elimination, tables.weighted(price))) - free
+    )

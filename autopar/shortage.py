@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.conflict import ORACLE_SECONDS, conflicting_nodes, freed, is_feasible, minimal_conflict
+from autopar.conflict import ORACLE_SECONDS, conflicting_nodes, freed, minimal_conflict
 from autopar.errors import InfeasibleError
 from autopar.hubs import lower_bound
 from autopar.ilp import solve_ilp
@@ -67,11 +67,11 @@ class MemoryLimitError(InfeasibleError):
 def find_conflict(problem: Problem) -> Conflict:
     """The conflict of an infeasible problem, with the memory limit where the pins alone can hold."""
     pinned = tuple(i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all())
-    if not is_feasible(problem):
+    least = least_bytes(problem)
+    if least == math.inf:
         nodes = conflicting_nodes(problem)
         return Conflict(nodes, False, None, _least_without(problem, pinned, nodes))
     budget, num_questions = problem.budget, 0
-    least = least_bytes(problem)
     assert budget is not None and least > budget, "a feasible problem has no conflict"
 
     def conflicts(kept: Sequence[int]) -> bool:

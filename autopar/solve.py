@@ -24,17 +24,15 @@ import numpy as np
 from autopar.conflict import describe_conflict, is_feasible
 from autopar.counts import Counted, TooManyChoicesError, best_counts
 from autopar.eliminate import (
-    CHEAP_WORK,
     Elimination,
     Tables,
     choices_of,
-    compile_elimination,
     evaluate,
     narrow_elimination,
     optimum,
 )
 from autopar.errors import InfeasibleError, PlanError
-from autopar.hubs import Hubs, Loosened, TooWideError, loosen
+from autopar.hubs import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
 from autopar.ilp import IlpResult, solve_ilp
 from autopar.marginals import excesses, keep_below
 from autopar.multiplier import Least, Point, Relaxation, least_by_elimination, maximise_bound, point
@@ -52,7 +50,6 @@ ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave op
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
-FEW = 20  # times the work that is cheap: what is still done after the hubs
 FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
 
 
@@ -95,13 +92,12 @@ def solve(
 
 def _solve_pruned(problem: Problem, deadline: float, gap: float) -> Solution:
     tables = Tables(problem)
-    elimination = compile_elimination(problem, tables, balanced=False)
-    if elimination.work > CHEAP_WORK:
+    elimination = narrow_elimination(problem, tables)
+    if elimination is None or elimination.work > DEAR_WORK:
         loose = loosen(problem)
         solution = _by_hubs(problem, loose, deadline, gap) if loose is not None else None
         if solution is not None:
             return solution
-        elimination = narrow_elimination(problem, tables)
     if elimination is None:
         return _by_reduced_ilp(problem, deadline, gap)
     return _by_elimination(problem, tables, elimination, deadline, gap)
@@ -124,7 +120,7 @@ def _by_hubs(problem: Problem, loose: Loosened, deadline: float, gap: float) -> 
         return None
     tables = Tables(left.problem)
     elimination = narrow_elimination(left.problem, tables)
-    if elimination is None or elimination.work > FEW * CHEAP_WORK:
+    if elimination is None or elimination.work > DEAR_WORK:
         return None
     solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
     exact = point(problem, left.extend(solution.choices))

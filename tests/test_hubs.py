@@ -88,8 +88,8 @@ def test_the_optimum_is_found_with_hubs(seed: int, num_hubs: int, budget: float 
     problem = _with_hubs(seed, 10, num_hubs, 3, budget)
     expected = solve(problem, solver="ilp").seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solving, "CHEAP_WORK", cheap)
-        patch.setattr(hubs, "CHEAP_WORK", cheap)
+        patch.setattr(solving, "DEAR_WORK", cheap)
+        patch.setattr(hubs, "DEAR_WORK", cheap)
         found = solve(problem)
         assert found.seconds == pytest.approx(expected, rel=1e-7) and problem.fits(found.num_bytes)
         assert found.gap == 0 and problem.seconds_of(found.choices) == pytest.approx(found.seconds)
@@ -105,7 +105,7 @@ def test_copies_that_want_different_things_are_levelled(monkeypatch: pytest.Monk
     assert loose is not None
     apart, level = _bound(loose, 0.0), _bound(_levelled(loose), 0.0)
     assert apart < best * (1 - 1e-4) and apart < level <= best * (1 + 1e-12)
-    monkeypatch.setattr(solving, "CHEAP_WORK", 1000)
+    monkeypatch.setattr(solving, "DEAR_WORK", 1000)
     found = solve(problem)
     assert found.solver.startswith("hubs") and found.seconds == pytest.approx(best)
 
@@ -119,7 +119,7 @@ def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.Monkey
     problem = _with_hubs(1, 12, 2, 3, 0.0)
     assert problem.budget is not None
     tighter = Problem(problem.nodes, problem.edges, problem.budget - 1)
-    monkeypatch.setattr(solving, "CHEAP_WORK", 100)
+    monkeypatch.setattr(solving, "DEAR_WORK", 100)
     assert solve(problem).num_bytes == problem.budget
     with pytest.raises(InfeasibleError, match=str(problem.budget)):
         solve(tighter)
