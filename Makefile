@@ -1,7 +1,8 @@
 # make demo    plan and train a small model on this machine's CPU
 # make test    lint, format, types and tests: all that must pass before a change lands
 # make slow    the tests that `make test` leaves out
-# make bench   the benchmarks
+# make bench   strategies measured beside their predictions and beside PyTorch's own tools, on small models
+# make bench-planner   how long planning and solving take
 #
 # The environment is made in .venv on first use, and again when pyproject.toml changes.
 # torch comes first and alone, so that TORCH decides which build it is, for example
@@ -14,8 +15,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
+BENCH_READY := .venv/ready-bench
 
-.PHONY: demo test lint format slow bench clean
+.PHONY: demo test lint format slow bench bench-planner clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
@@ -35,7 +37,11 @@ format: $(TEST_READY)
 slow: $(TEST_READY)
 	$(BIN)/python -m pytest -m slow
 
-bench: $(DEMO_READY)
+bench: $(BENCH_READY)
+	mkdir -p build/bench
+	$(BIN)/autopar bench --suite small --steps 8 --csv build/bench/small.csv --json build/bench/small.json --plots build/bench
+
+bench-planner: $(DEMO_READY)
 	$(BIN)/python benchmarks/solve_speed.py
 	$(BIN)/python -m benchmarks.plan_speed --quick
 
@@ -50,6 +56,10 @@ $(BIN)/python:
 $(DEMO_READY): pyproject.toml | $(BIN)/python
 	$(PIP) install $(TORCH)
 	$(PIP) install -e ".[hf]"
+	@touch $@
+
+$(BENCH_READY): $(DEMO_READY)
+	$(PIP) install -e ".[hf,bench]"
 	@touch $@
 
 $(TEST_READY): $(DEMO_READY)

@@ -6,6 +6,7 @@ rewrites the graph into one readable per-rank program with collectives, and trai
 
 from autopar.annotate import annotate, annotate_plan, constrain
 from autopar.api import compile, plan
+from autopar.contest import bench
 from autopar.errors import (
     AnnotationError,
     AutoparError,
@@ -36,6 +37,7 @@ __all__ = [
     "StrategyError",
     "annotate",
     "annotate_plan",
+    "bench",
     "compile",
     "constrain",
     "plan",

@@ -15,8 +15,6 @@ import datetime
 import json
 import os
 import platform
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,18 +25,21 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from autopar.collective_cost import Level, levels_of, steps_and_share
 from autopar.errors import AutoparError, InputError
 from autopar.fit import Fit, Sample, fit, relative_error
 from autopar.hardware import Link, parse
+from autopar.launch import BACKENDS, RankError, World, on_ranks
 from autopar.measure import CUDA, QUICK, Effort, Timer
 from autopar.mesh import Mesh
 from autopar.sizes import format_bytes, format_seconds
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+BUCKET_LATENCY = {
+    "value": 0.25,
+    "source": "assumed: four parameters in a bucket (runtime.bucketing makes one or more per layer, or six per step)",
+}
 HIDDEN = {"gradient_reduction": "all_reduce", "weight_gathering": "all_gather"}
 PROTOCOLS = {1: ("messages",), 2: ("small messages", "large messages")}
 IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
@@ -123,26 +124,10 @@ def check(mesh: Mesh | int, device: str) -> None:
 def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
     """Start ranks on this host, measure, and end them."""
     ranks = mesh if isinstance(mesh, int) else mesh.num_devices
-    with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
-        try:
-            start_processes(_rank, (ranks, mesh, device, effort, name, folder), ranks, start_method="spawn")
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise CalibrationError(f"rank {error.error_index} of {ranks} failed: {reason}") from None
-        return json.loads(Path(folder, "profile").read_text())
-
-
-def _rank(rank: int, ranks: int, mesh: Mesh | int, device: str, effort: Effort, name: str, folder: str) -> None:
-    """The life of a rank."""
-    torch.set_num_threads(1)  # ranks share the cores
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    profile = _measured(mesh, device, effort, name)
-    if rank == 0:
-        Path(folder, "profile").write_text(json.dumps(profile))
-    dist.destroy_process_group()
+    try:
+        return on_ranks(World(ranks, device), _measured, (mesh, device, effort, name))
+    except RankError as error:
+        raise CalibrationError(str(error)) from None
 
 
 def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
@@ -169,10 +154,13 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
             for level in levels
         ],
         "overlap": {
-            field: stamp.number(
-                timer.hidden_share(collective, device_mesh.get_group(innermost)), f"{collective} {hidden}"
-            )
-            for field, collective in HIDDEN.items()
+            **{
+                field: stamp.number(
+                    timer.hidden_share(collective, device_mesh.get_group(innermost)), f"{collective} {hidden}"
+                )
+                for field, collective in HIDDEN.items()
+            },
+            "bucket_latency": BUCKET_LATENCY,
         },
     }
     answer = [profile]

@@ -4,32 +4,30 @@ autopar plan        prints a plan without any device, as a table; saves it as JS
 autopar explain     says why one part of a plan is as it is
 autopar demo        trains a small model on this machine's CPU, beside one process
 autopar calibrate   measures this machine and writes its hardware profile
+autopar bench       measures strategies on this machine, beside their predictions and beside PyTorch's own tools
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
-from autopar import api, calibrate
+from autopar import api, calibrate, contest_command
 from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh
-from autopar.models import NAMES, built_in
+from autopar.models import NAMES
 from autopar.optimizers import NAMES as OPTIMIZERS
 from autopar.plan import Plan
 from autopar.report import plan_table
 from autopar.segments import MODES
+from autopar.strategies.presets import PRESETS
+from autopar.subjects import named
 
 DEFAULT_AXES = ("dp", "tp")
-FAILED, DISAGREES = 2, 1  # exit statuses: an error, and a demo whose losses or bytes are not as predicted
+FAILED, DISAGREES = 2, 1  # exit statuses: an error, and losses or bytes that are not as expected
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     measuring = commands.add_parser("calibrate", help="measure this machine and write its hardware profile")
     calibrate.add_arguments(measuring)
     measuring.set_defaults(command=calibrate.run)
+    comparing = commands.add_parser("bench", help="measure strategies on this machine, beside their predictions")
+    contest_command.add_arguments(comparing)
+    comparing.set_defaults(command=_bench)
     return parser
 
 
@@ -118,6 +119,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
+    parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {', '.join(PRESETS)}")
     parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
@@ -135,6 +137,11 @@ def _demo(options: argparse.Namespace) -> int:
     mesh = _demo_mesh(options.ranks, options.mesh)
     settings = demo.Settings(mesh, options.steps, options.layers, options.batch, options.sequence)
     return 0 if demo.run(settings) else DISAGREES
+
+
+def _bench(options: argparse.Namespace) -> int:
+    meshes = [parse_mesh(text) for text in options.mesh or ()]
+    return 0 if contest_command.run(options, meshes) else DISAGREES
 
 
 def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
@@ -168,7 +175,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _made(options: argparse.Namespace) -> Plan:
     """The plan that the options ask for."""
-    model, example_inputs = _model(options)
+    model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
     auto = options.mesh == "auto"
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
         return api.plan(
@@ -179,6 +186,7 @@ def _made(options: argparse.Namespace) -> Plan:
             max_axes=options.max_axes,
             hardware=options.hardware,
             mode=options.mode,
+            strategy=options.strategy,
             memory=options.memory,
             recompute=options.recompute,
             optimizer=options.optimizer,
@@ -186,36 +194,3 @@ def _made(options: argparse.Namespace) -> Plan:
             solver=options.solver,
             time_limit=options.time_limit,
         )
-
-
-def _model(options: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """The model that was named and inputs for it."""
-    if ":" not in options.model:
-        return built_in(options.model, options.batch, options.sequence, options.layers)
-    made = _call(options.model)
-    model, example_inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{options.model} returned a {type(model).__name__}; return an nn.Module, or (module, inputs)."
-        )
-    return model, _tokens(model, options.batch, options.sequence) if example_inputs is None else example_inputs
-
-
-def _tokens(model: nn.Module, batch: int, sequence: int) -> tuple[torch.Tensor, ...]:
-    """Token ids, and labels for a model that takes them."""
-    ids_BS = torch.zeros(batch, sequence, dtype=torch.int64)
-    return (ids_BS, ids_BS) if "labels" in inspect.signature(model.forward).parameters else (ids_BS,)
-
-
-def _call(spec: str) -> Any:
-    """What MODULE:FUNCTION returns; modules of the current folder are found, as with `python -m`."""
-    module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"{spec}: {error}; write MODULE:FUNCTION, with the module importable from here.") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputError(f"{spec}: the module {module_name} has no function {function_name!r}.")
-    return function()

@@ -89,8 +89,9 @@ def pieces(
 ) -> tuple[tuple[float, float], ...]:
     """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency.
 
-    A bucketed collective joins many parameters in one message, large enough that its latency and the protocols for
-    small messages do not matter; of the rest, the share that the hardware's `overlap` states is hidden.
+    A bucketed collective joins many parameters in one message, large enough that the protocols for small messages do
+    not matter. The hardware's `overlap` states which share of its latency each parameter pays, and which share of the
+    rest is hidden.
     """
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
@@ -98,7 +99,8 @@ def pieces(
     found = [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
     if bucketed:
         exposed = 1 - getattr(hardware.overlap, HIDDEN_AS.get(collective, "weight_gathering"))
-        return ((0.0, exposed * min(seconds_per_byte for _, seconds_per_byte in found)),)
+        seconds_per_byte, latency = min((per_byte, latency) for latency, per_byte in found)
+        return ((hardware.overlap.bucket_latency * latency, exposed * seconds_per_byte),)
     best: list[tuple[float, float]] = []
     for piece in sorted(found):
         if not best or piece[1] < best[-1][1]:

@@ -1,22 +1,17 @@
 """The demonstration: a small language model trained on gloo ranks of this machine, beside one process on the same data.
 
-The parent trains alone first, then starts the ranks; rank 0 prints and leaves its measurements in a file. The run
-succeeds where the losses agree and the bytes that moved are the bytes that the plan predicted.
+The parent trains alone first, then starts the ranks; rank 0 prints, and its measurements come back. The run succeeds
+where the losses agree and the bytes that moved are the bytes that the plan predicted.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,10 +19,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from autopar import api
-from autopar.errors import AutoparError
+from autopar.launch import World, on_ranks
 from autopar.mesh import Mesh
 from autopar.models import LanguageModel, language_model, require_transformers
 from autopar.runtime.axes import record_traffic
@@ -36,8 +30,7 @@ from autopar.text import batches, library_text
 
 LEARNING_RATE = 1e-3
 RELATIVE_TOLERANCE = 1e-3  # of a loss: fp32 sums in another order, amplified by the steps before
-FAILED = 2  # exit status of a rank whose error is written down
-PRELOADED = ["autopar.demo", "transformers.models.llama.modeling_llama", "torch.export", "networkx"]
+PRELOADED = ["autopar.demo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +67,6 @@ class Measured:
     process: list[int]
 
 
-class RankError(AutoparError, RuntimeError):
-    """A rank of the demonstration failed; the message is that of the rank."""
-
-
 def run(settings: Settings) -> bool:
     """Train alone, then on the ranks, and print both; whether losses and bytes are as they should be.
 
@@ -88,10 +77,7 @@ def run(settings: Settings) -> bool:
     model = settings.model()
     alone, seconds = _train(model, _adamw(model), settings.data())
     print(f"  loss {alone[0]:.4f} → {alone[-1]:.4f}, {format_seconds(statistics.median(seconds))} a step\n", flush=True)
-    with tempfile.TemporaryDirectory(prefix="autopar-demo-") as folder:
-        _start(settings, alone, Path(folder))
-        measured = Measured(**json.loads(Path(folder, "measured").read_text()))
-    return _report(measured, alone, statistics.median(seconds))
+    return _report(_start(settings, alone), alone, statistics.median(seconds))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -119,36 +105,9 @@ def _train(
     return losses, seconds
 
 
-def _start(settings: Settings, alone: list[float], folder: Path) -> None:
+def _start(settings: Settings, alone: list[float]) -> Measured:
     """Run the ranks to their end. The first that fails ends them all."""
-    multiprocessing.set_forkserver_preload(PRELOADED)  # import once, then fork: imports take longer than the training
-    sys.stdout.flush()
-    try:
-        start_processes(
-            _rank, (settings, alone, str(folder)), settings.mesh.num_devices, daemon=True, start_method="forkserver"
-        )
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        said = sorted(folder.glob("error*"))
-        reason = said[0].read_text() if said else str(error).strip()
-        rank = int(said[0].suffix[1:]) if said else error.error_index
-        raise RankError(f"rank {rank} of {settings.mesh.num_devices} failed: {reason}") from None
-
-
-def _rank(rank: int, settings: Settings, alone: list[float], folder: str) -> None:
-    """The life of a rank."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings.mesh.num_devices
-    )
-    try:
-        measured = _train_on_mesh(settings, alone)
-    except AutoparError as error:
-        Path(folder, f"error.{rank}").write_text(str(error))
-        sys.exit(FAILED)
-    if rank == 0:
-        Path(folder, "measured").write_text(json.dumps(asdict(measured)))
-    dist.destroy_process_group()
+    return on_ranks(World(settings.mesh.num_devices), _train_on_mesh, (settings, alone), PRELOADED)
 
 
 def _train_on_mesh(settings: Settings, alone: Sequence[float]) -> Measured:

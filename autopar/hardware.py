@@ -103,16 +103,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Which share of the collectives of parameters hides behind computation; assumptions of the profile, in [0, 1]."""
+    """What the collectives of parameters, which run in buckets, do not cost; assumptions of the profile, in [0, 1]."""
 
     gradient_reduction: float = 0.0
+    """Share of the seconds that its bytes take which computation hides; the next is the same of gathers."""
     weight_gathering: float = 0.0
+    bucket_latency: float = 0.0
+    """Share of a collective's latency that each parameter of a bucket pays; none hides."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             share = getattr(self, field.name)
             if not 0 <= share <= 1:
-                raise PlanError(f"overlap.{field.name} is {share}; give the share that is hidden, from 0 to 1.")
+                raise PlanError(f"overlap.{field.name} is {share}; give a share, from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+MOST_CALLS = 20_000  # of one timing
 Start = Callable[[], dist.Work | None]
 """Starts a collective on buffers of its own."""
 ENOUGH_SECONDS = 0.3  # of a matmul: one that would take longer says no more
-CALL_SECONDS = 5e-3  # a timing repeats short calls until about here
+CALL_SECONDS = 5e-3  # a timing repeats short collectives until about here,
+COMPUTE_SECONDS = 5e-2  # and what a rank computes alone: ranks that share a core take turns of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Effort:
 
 
 CUDA = Effort(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20)
+BRIEF = Effort(tuple(1 << power for power in range(10, 25, 2)), (512,), 1 << 26, 5)
 QUICK = Effort((1 << 10, 1 << 14, 1 << 18, 1 << 22), (256, 512), 1 << 25, 3)
 
 
@@ -52,11 +55,16 @@ class Timer:
         self._wait()
         return (time.perf_counter() - start) / inner
 
-    def best_seconds(self, calls: Sequence[Callable[[], object]], what: str) -> list[float]:
+    def best_seconds(
+        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = CALL_SECONDS
+    ) -> list[float]:
         """The least seconds of each call: over the repetitions, those of the rank that took longest."""
         for call in calls:
             call()
-        inner = [max(1, min(500, int(CALL_SECONDS / each))) for each in self._slowest([self.seconds(c) for c in calls])]
+        inner = [
+            max(1, min(MOST_CALLS, int(repeated_for / each)))
+            for each in self._slowest([self.seconds(c) for c in calls])
+        ]
         times = []
         silent = None if dist.get_rank() == 0 else True
         for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False):
@@ -79,7 +87,7 @@ class Timer:
             if best[0] and 2 * size**3 / best[0] > ENOUGH_SECONDS:
                 break
             a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-            (seconds,) = self.best_seconds([lambda a=a, b=b: a @ b], f"matmul {_name(dtype)} {size}")
+            (seconds,) = self.best_seconds([lambda a=a, b=b: a @ b], f"matmul {_name(dtype)} {size}", COMPUTE_SECONDS)
             best = max(best, (2 * size**3 / seconds, size))
         return best
 
@@ -87,13 +95,13 @@ class Timer:
         """Bytes read plus bytes written per second of a large copy."""
         source = torch.zeros(self.effort.copy_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        (seconds,) = self.best_seconds([lambda: target.copy_(source)], "copy")
+        (seconds,) = self.best_seconds([lambda: target.copy_(source)], "copy", COMPUTE_SECONDS)
         return 2 * self.effort.copy_bytes / seconds
 
     def op_latency_s(self) -> float:
         """Seconds of an addition of one element, one after the other."""
         x = torch.ones(1, device=self.device)
-        (seconds,) = self.best_seconds([lambda: x + x], "operation")
+        (seconds,) = self.best_seconds([lambda: x + x], "operation", COMPUTE_SECONDS)
         return seconds
 
     def collectives(self, group: dist.ProcessGroup, what: str) -> dict[tuple[str, int], float]:
@@ -109,7 +117,9 @@ class Timer:
         move = _waiting(start)
         size = self.effort.matmul_sizes[0]
         x, product = (torch.randn(size, size, device=self.device) for _ in range(2))
-        moving, one = self.best_seconds([move, lambda: torch.mm(x, x, out=product)], f"{collective} alone")
+        moving, one = self.best_seconds(
+            [move, lambda: torch.mm(x, x, out=product)], f"{collective} alone", COMPUTE_SECONDS
+        )
         count = max(1, round(moving / one))
 
         def compute() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException
 
 from autopar import calibrate as module
 from autopar.calibrate import CalibrationError, add_arguments, calibrate, check, run
 from autopar.collective_cost import pieces
 from autopar.errors import InputError
 from autopar.hardware import load, parse
+from autopar.launch import RankError
 from autopar.measure import COLLECTIVES, Effort
 from autopar.mesh import Mesh
 from tests.ranks import Ranks
@@ -61,7 +61,9 @@ def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     written = json.loads(path.read_text())
     sources = _sources(written)
     assert len(sources) > 12
-    assert all(source.startswith("measured: ") and "autopar calibrate" in source for source in sources)
+    measured = [source for source in sources if source.startswith("measured: ") and "autopar calibrate" in source]
+    (assumed,) = set(sources) - set(measured)
+    assert assumed == written["overlap"]["bucket_latency"]["source"] and assumed.startswith("assumed: ")
     assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
     said = capsys.readouterr().out
     assert "2 ranks (load " in said
@@ -183,8 +185,8 @@ def _full(*_: object, **__: object) -> None:
 
 def test_a_rank_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
-        raise ProcessRaisedException("Traceback …\nRuntimeError: no route to host\n", 1, 4321)
+        raise RankError("rank 1 of 2 failed: RuntimeError: no route to host")
 
-    monkeypatch.setattr(module, "start_processes", start)
-    with pytest.raises(CalibrationError, match="rank 1 of 2 failed: RuntimeError: no route to host"):
+    monkeypatch.setattr(module, "on_ranks", start)
+    with pytest.raises(CalibrationError, match=r"^rank 1 of 2 failed: RuntimeError: no route to host"):
         calibrate(2)

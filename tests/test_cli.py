@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import cli, demo
+from autopar import demo, subjects
 from autopar.cli import main, parse_mesh
 from autopar.errors import InputError
 from autopar.mesh import Mesh
@@ -154,4 +154,4 @@ def test_the_module_of_a_model_is_found_in_the_current_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
     (tmp_path / "model_of_this_folder.py").write_text("def make():\n    return 7\n")
-    assert cli._call("model_of_this_folder:make") == 7
+    assert subjects.called("model_of_this_folder:make") == 7

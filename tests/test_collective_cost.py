@@ -168,6 +168,14 @@ def test_a_bucketed_collective_pays_for_bytes_that_no_computation_hides() -> Non
     assert pieces("all_reduce", PAIR, "dp", hardware) == pieces("all_reduce", PAIR, "dp", TWO)
 
 
+def test_a_parameter_pays_its_share_of_the_latency_of_its_bucket() -> None:
+    protocols = (Protocol("quick", "ring", 1.0, 0.0, 0.1), Protocol("wide", "ring", 8.0, 0.0, 1.0))
+    overlap = Overlap(gradient_reduction=0.5, bucket_latency=0.25)
+    hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), overlap=overlap)
+    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=True) == ((0.25 * 8.0, 0.5 * 1.0),)
+    assert pieces("all_reduce", PAIR, "dp", hardware)[0][0] == 1.0
+
+
 def test_an_axis_of_one_device_costs_nothing() -> None:
     assert transfer_seconds(Transfer("all_reduce", "dp", 100), Mesh({"dp": 1, "tp": 2}), TWO) == 0.0
 

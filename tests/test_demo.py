@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from autopar import demo
 from autopar.cli import main
 from autopar.demo import Measured
+from autopar.launch import RankError
 from autopar.mesh import Mesh
 
 MEASURED = Measured(
@@ -63,17 +63,17 @@ def test_a_short_demo_trains_like_one_process() -> None:
     assert "bytes       as predicted" in out
 
 
-def test_an_error_of_autopar_on_a_rank_ends_the_demo_with_its_message(tmp_path: Path) -> None:
+def test_an_error_of_autopar_on_a_rank_ends_the_demo_with_its_message() -> None:
     settings = demo.Settings(Mesh({"dp": 2}), steps=1, layers=1, sequence=5_000_000)
-    with pytest.raises(demo.RankError, match=r"^rank \d of 2 failed: a text of \d+ bytes has no piece of 5000001"):
-        demo._start(settings, [1.0], tmp_path)
+    with pytest.raises(RankError, match=r"^rank \d of 2 failed: a text of \d+ bytes has no piece of 5000001"):
+        demo._start(settings, [1.0])
 
 
-def test_a_rank_that_breaks_ends_the_others_and_shows_where(tmp_path: Path) -> None:
+def test_a_rank_that_breaks_ends_the_others_and_shows_where() -> None:
     settings = demo.Settings(Mesh({"dp": 2}), steps=1, layers=1, sequence=16)
     losses_too_few_for_rank_0_to_print: list[float] = []
-    with pytest.raises(demo.RankError, match=r"(?s)^rank 0 of 2 failed: .*IndexError"):
-        demo._start(settings, losses_too_few_for_rank_0_to_print, tmp_path)
+    with pytest.raises(RankError, match=r"(?s)^rank 0 of 2 failed: .*IndexError"):
+        demo._start(settings, losses_too_few_for_rank_0_to_print)
 
 
 @pytest.mark.slow

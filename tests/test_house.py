@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("errors",),
     ("mesh", "layout", "sizes", "text", "annotation", "folding", "progress"),
+    ("launch", "plain_models", "ranking", "measurement", "peer_plans"),
     ("program", "rule", "hardware", "models", "symbols", "expressions", "repriced"),
+    ("subjects", "contest_tables", "contest_plots", "peers"),
     ("operation", "optimizers", "plan", "equations", "collective_cost", "fit", "measure"),
     ("strategies", "reshard", "saved", "size_rules", "repricing", "draft", "guards", "calibrate"),
     ("cost", "segments", "casts", "functionalize", "identities", "pieces", "views"),
@@ -44,9 +46,11 @@ FLOORS = (
     ("pins", "foreign_plans", "naming"),
     ("annotate", "explain"),
     ("api", "what_if"),
-    ("attach",),
+    ("attach", "meters", "contestants"),
+    ("race",),
+    ("contest",),
     ("__init__",),
-    ("demo",),
+    ("demo", "contest_command"),
     ("cli",),
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

@@ -1,0 +1,110 @@
+"""Ranks on this host: one process each, in one process group, started for one piece of work and ended with it.
+
+A fork server imports once and forks every rank, as imports take longer than small models train.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autopar.errors import AutoparError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+FAILED = 2  # exit status of a rank whose error is written down
+PATIENCE = timedelta(minutes=10)  # of a collective whose other ranks do not come
+PRELOADED = ["transformers.models.llama.modeling_llama", "torch.export", "networkx"]
+
+
+class RankError(AutoparError, RuntimeError):
+    """A rank failed; the message is that of the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How many ranks there are, on which device; of a fake world only rank 0 runs, and its collectives do nothing."""
+
+    num_ranks: int
+    device: str = "cpu"
+    fake: bool = False
+
+
+def on_ranks(world: World, work: Callable[..., Any], arguments: Sequence[Any], preload: Sequence[str] = ()) -> Any:
+    """What `work(*arguments)`, a function of a module, returns on rank 0.
+
+    Raises RankError where a rank fails, with the message of that rank, after ending the others.
+    """
+    multiprocessing.set_forkserver_preload([*preload, *PRELOADED])
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as name:
+        folder = Path(name)
+        started = 1 if world.fake else world.num_ranks
+        try:
+            start_processes(_rank, (world, work, arguments, folder), started, daemon=True, start_method="forkserver")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise _reported(error, folder, started) from None
+        return pickle.loads(Path(folder, "result").read_bytes())
+
+
+def _reported(error: ProcessRaisedException | ProcessExitedException, folder: Path, num_ranks: int) -> RankError:
+    """The error of the first rank that wrote one down, else what is known of the one that died."""
+    said = sorted(folder.glob("error.*"))
+    if said:
+        rank, reason = int(said[0].suffix[1:]), said[0].read_text()
+    else:
+        rank, reason = error.error_index, f"{str(error).strip()}; it may have been killed for its memory"
+    return RankError(f"rank {rank} of {num_ranks} failed: {reason}")
+
+
+def _rank(rank: int, world: World, work: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
+    """The life of a rank."""
+    torch.set_num_threads(1)  # ranks share the cores
+    if world.device == "cuda":
+        torch.cuda.set_device(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        _join(rank, world, folder)
+        result = work(*arguments)
+    except AutoparError as error:
+        _fail(rank, folder, str(error))
+    except Exception:
+        _fail(rank, folder, traceback.format_exc())
+    else:
+        if rank == 0:
+            Path(folder, "result").write_bytes(pickle.dumps(result))
+        dist.destroy_process_group()
+
+
+def _join(rank: int, world: World, folder: Path) -> None:
+    if world.fake:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.num_ranks)
+        return
+    dist.init_process_group(
+        BACKENDS[world.device],
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world.num_ranks,
+        timeout=PATIENCE,
+    )
+
+
+def _fail(rank: int, folder: Path, message: str) -> None:
+    """Write the error down, complete before it has its name, and end the rank."""
+    draft = Path(folder, f"draft.{rank}")
+    draft.write_text(message)
+    draft.rename(Path(folder, f"error.{rank}"))
+    sys.exit(FAILED)
