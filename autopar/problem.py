@@ -31,21 +31,26 @@ class Node:
     num_bytes: Integers
 
     def __post_init__(self) -> None:
-        where = f"node {self.name!r}"
-        seconds = _costs(self.seconds, where)
+        seconds = _costs(self.seconds, self)
         if seconds.ndim != 1 or not len(seconds):
             raise PlanError(
-                f"{where} has seconds of shape {seconds.shape}; give one number per strategy, at least one."
+                f"{self.where} has seconds of shape {seconds.shape}; give one number per strategy, at least one."
             )
         num_bytes = np.asarray(self.num_bytes)
         if num_bytes.shape != seconds.shape:
-            raise PlanError(f"{where} has {len(seconds)} strategies but num_bytes of shape {num_bytes.shape}.")
+            raise PlanError(f"{self.where} has {len(seconds)} strategies but num_bytes of shape {num_bytes.shape}.")
         if not np.issubdtype(num_bytes.dtype, np.integer):
-            raise PlanError(f"{where} has num_bytes of type {num_bytes.dtype}; bytes are whole numbers (int64).")
+            raise PlanError(f"{self.where} has num_bytes of type {num_bytes.dtype}; bytes are whole numbers (int64).")
         if num_bytes.min() < 0:
-            raise PlanError(f"{where} has {num_bytes.min()} bytes at strategy {num_bytes.argmin()}; the least is 0.")
+            raise PlanError(
+                f"{self.where} has {num_bytes.min()} bytes at strategy {num_bytes.argmin()}; the least is 0."
+            )
         object.__setattr__(self, "seconds", seconds)
         object.__setattr__(self, "num_bytes", num_bytes.astype(np.int64, copy=False))
+
+    @property
+    def where(self) -> str:
+        return f"node {self.name!r}"
 
     @property
     def num_strategies(self) -> int:
@@ -65,22 +70,21 @@ class Edge:
     """Bytes of every combination; None: none."""
 
     def __post_init__(self) -> None:
-        where = self.where
         if len(self.ends) not in (2, 3) or (len(self.ends) == 3 and len(set(self.ends)) < 3):
-            raise PlanError(f"{where} has {len(self.ends)} ends; give two, or three different ones.")
-        seconds = _costs(self.seconds, where)
+            raise PlanError(f"{self.where} has {len(self.ends)} ends; give two, or three different ones.")
+        seconds = _costs(self.seconds, self)
         if seconds.ndim != len(self.ends):
-            raise PlanError(f"{where} has seconds of shape {seconds.shape}; give a dim per end, {len(self.ends)}.")
+            raise PlanError(f"{self.where} has seconds of shape {seconds.shape}; give a dim per end, {len(self.ends)}.")
         object.__setattr__(self, "seconds", seconds)
         if self.num_bytes is None:
             return
         if self.num_bytes.shape != seconds.shape or not np.issubdtype(self.num_bytes.dtype, np.integer):
             raise PlanError(
-                f"{where} has num_bytes of shape {self.num_bytes.shape} and type {self.num_bytes.dtype}; "
+                f"{self.where} has num_bytes of shape {self.num_bytes.shape} and type {self.num_bytes.dtype}; "
                 f"give whole numbers in the shape of its seconds, {seconds.shape}."
             )
         if self.num_bytes.size and self.num_bytes.min() < 0:
-            raise PlanError(f"{where} has {self.num_bytes.min()} bytes somewhere; the least is 0.")
+            raise PlanError(f"{self.where} has {self.num_bytes.min()} bytes somewhere; the least is 0.")
 
     @property
     def where(self) -> str:
@@ -169,11 +173,11 @@ class Solution:
         return 0.0 if self.seconds == self.bound else (self.seconds - self.bound) / abs(self.seconds or self.bound)
 
 
-def _costs(seconds: Any, where: str) -> Floats:
+def _costs(seconds: Any, owner: Node | Edge) -> Floats:
     """An array of seconds: finite, or inf where forbidden."""
     array = np.asarray(seconds)
     if array.dtype != np.float64:  # else the same object, which equal edges share
         array = array.astype(np.float64)
     if array.size and not array.min() > -np.inf:  # min is NaN when any entry is
-        raise PlanError(f"{where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
+        raise PlanError(f"{owner.where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
     return array
