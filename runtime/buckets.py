@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,33 @@ _c10d = torch.ops._c10d_functional
 FIRST, LAST = 2**64 - 1, 0  # sequence numbers: what the engine prefers, and what it leaves for the end
 
 
+MOST_RUNNING = 2  # buckets: a collective holds what it sends until it is waited for
+
+
 class _Pending:
-    """Collectives that the inner backward has started and the outer one waits for."""
+    """Collectives that the inner backward has started and the outer one waits for.
+
+    The oldest are waited for sooner where others are running, so that what they send is freed.
+    """
 
     __slots__ = ("results",)
+    running: ClassVar[list[_Pending]] = []
 
     def __init__(self) -> None:
         self.results: list[Tensor] = []
 
+    def started(self, result: Tensor) -> None:
+        """Remember a collective to wait for."""
+        if not self.results:
+            self.running.append(self)
+        self.results.append(result)
+        while len(self.running) > MOST_RUNNING:
+            self.running[0].wait()
+
     def wait(self) -> None:
+        """Wait for all of them; nothing the second time."""
+        if self.results:
+            self.running.remove(self)
         for result in self.results:
             _c10d.wait_tensor(result)
         self.results.clear()
@@ -120,7 +138,7 @@ def _started(result: Tensor, pending: _Pending | None) -> Tensor:
     """The collective's result: to be waited for later, or waited for now."""
     if pending is None:
         return _c10d.wait_tensor(result)
-    pending.results.append(result)
+    pending.started(result)
     return result
 
 

@@ -107,6 +107,27 @@ def test_a_reduction_starts_while_the_backward_goes_on_and_is_waited_for_at_its_
         assert events == ["layer 3", "layer 2", "start", "layer 1", "layer 0", "start", "wait", "wait"]
 
 
+def _running() -> list[int]:
+    """How many of four buckets are running after each has started, and after the backward."""
+    line = mesh((2,), ("x",))
+    counts: list[int] = []
+    started = buckets._started
+    buckets._started = lambda *args: (started(*args), counts.append(len(buckets._Pending.running)))[0]
+    try:
+        with use_mesh(line):
+            x = _input(line.get_rank())
+            for weight in _weights():
+                x = torch.tanh(torch.nn.functional.linear(x, *reduce_gradients("x", weight)))
+            x.sum().backward()
+    finally:
+        buckets._started = started
+    return [*counts, len(buckets._Pending.running)]
+
+
+def test_the_oldest_reduction_is_waited_for_when_too_many_run(ranks: Ranks) -> None:
+    assert ranks.run(_running) == [[1, buckets.MOST_RUNNING, buckets.MOST_RUNNING, buckets.MOST_RUNNING, 0]] * 2
+
+
 def _mixed() -> tuple[list[Tensor | None], dict[tuple[str, str], int]]:
     """A bucket of two dtypes with a frozen parameter, one that is not used and one that is no leaf."""
     line = mesh((2,), ("x",))
