@@ -132,8 +132,8 @@ class _Counting:
             for entry, variable in zip(self.steps[step].entries.tolist(), self.steps[step].variables, strict=True):
                 given[tuple(entry[1:])].append(variable)
             for around in given.keys() | asked.keys():
-                sums = (cp_model.LinearExpr.sum(each.get(around, [])) for each in (given, asked))
-                self.model.add(next(sums) == next(sums))
+                taken = cp_model.LinearExpr.sum(given.get(around, []))
+                self.model.add(taken == cp_model.LinearExpr.sum(asked.get(around, [])))
         return True
 
     def _allowed(self, step: int) -> np.ndarray:

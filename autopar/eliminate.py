@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem import Floats, Integers, Problem
+from autopar.problem import Floats, Integers, Problem, only_bytes
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
@@ -113,15 +113,12 @@ class Tables:
         """The tables of `seconds + multiplier * bytes`."""
         return [
             seconds if num_bytes is None or multiplier == 0 else seconds + multiplier * num_bytes
-            for seconds, num_bytes in (*self._menus, *self._matrices)
+            for seconds, num_bytes in self.pairs()
         ]
 
     def bytes_only(self) -> list[Floats]:
         """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
-        return [
-            np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf)
-            for seconds, num_bytes in (*self._menus, *self._matrices)
-        ]
+        return [only_bytes(seconds, num_bytes) for seconds, num_bytes in self.pairs()]
 
 
 def _diagonal(array: np.ndarray | None) -> np.ndarray | None:

@@ -22,14 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.eliminate import (
-    Elimination,
-    Tables,
-    choices_of,
-    evaluate,
-    narrow_elimination,
-    optimum,
-)
+from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.marginals import Excesses, excesses
 from autopar.multiplier import Point, point
 from autopar.problem import Edge, Floats, Node, Problem

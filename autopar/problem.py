@@ -130,19 +130,16 @@ class Problem:
 
     def in_bytes(self) -> Problem:
         """The same question about bytes alone: they stand for the seconds (exact below 2**53), without a limit."""
-
-        def counted(seconds: Floats, num_bytes: Integers | None) -> Floats:
-            return np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf).astype(np.float64)
-
         nodes = (
-            Node(each.name, counted(each.seconds, each.num_bytes), np.zeros_like(each.num_bytes)) for each in self.nodes
+            Node(each.name, only_bytes(each.seconds, each.num_bytes), np.zeros_like(each.num_bytes))
+            for each in self.nodes
         )
         shared: dict[tuple[int, int], Floats] = {}  # equal edges stay one array
         edges = []
         for each in self.edges:
             key = id(each.seconds), id(each.num_bytes)
             if key not in shared:
-                shared[key] = counted(each.seconds, each.num_bytes)
+                shared[key] = only_bytes(each.seconds, each.num_bytes)
             edges.append(Edge(each.ends, shared[key]))
         return Problem(tuple(nodes), tuple(edges))
 
@@ -171,6 +168,11 @@ class Solution:
     def gap(self) -> float:
         """How far the solution may be from the optimum, as a share of its seconds."""
         return 0.0 if self.seconds == self.bound else (self.seconds - self.bound) / abs(self.seconds or self.bound)
+
+
+def only_bytes(seconds: Floats, num_bytes: Integers | None) -> Floats:
+    """Bytes in the place of seconds: what is forbidden stays so; exact below 2**53 bytes."""
+    return np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf)
 
 
 def _costs(seconds: Any, owner: Node | Edge) -> Floats:

@@ -21,16 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.conflict import describe_conflict, is_feasible
+from autopar.conflict import describe_conflict
 from autopar.counts import Counted, TooManyChoicesError, best_counts
-from autopar.eliminate import (
-    Elimination,
-    Tables,
-    choices_of,
-    evaluate,
-    narrow_elimination,
-    optimum,
-)
+from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.errors import InfeasibleError, PlanError
 from autopar.hubs import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
 from autopar.ilp import IlpResult, solve_ilp
@@ -81,8 +74,6 @@ def solve(
     except MemoryLimitError:
         raise MemoryLimitError(problem) from None  # with the pins that were pruned away
     except InfeasibleError:
-        if is_feasible(problem):
-            raise MemoryLimitError(problem) from None
         raise InfeasibleError(describe_conflict(problem)) from None
     choices = pruned.extend(solution.choices)
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
@@ -273,7 +264,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
     return _solution(found, bound, "neighbourhoods + ilp")
 
 
-def _narrow_solution(problem: Problem, deadline: float, gap: float = GOOD_START) -> Point | None:
+def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
     """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
     pruned = prune(problem)
     tables = Tables(pruned.problem)
@@ -281,7 +272,7 @@ def _narrow_solution(problem: Problem, deadline: float, gap: float = GOOD_START)
     if elimination is None:
         return None
     try:
-        solution = _by_elimination(pruned.problem, tables, elimination, deadline, gap)
+        solution = _by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START)
     except InfeasibleError:
         return None
     return point(problem, pruned.extend(solution.choices))

@@ -139,14 +139,12 @@ def test_the_rank_correlation_of_a_result_is_over_all_cells() -> None:
 
 
 def test_plots_are_written_into_a_folder(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     written = BenchResult(ALL).save_plots(tmp_path / "plots")
     assert [path.name for path in written] == ["time.png", "memory.png", "traffic.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
 def test_plots_of_nothing_are_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(InputError, match="nothing was measured"):
         BenchResult((REFUSED,)).save_plots(tmp_path)
 
@@ -158,7 +156,6 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_plots_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="the plots cannot be written"):
         BenchResult(ALL).save_plots(tmp_path / "file")
