@@ -6,15 +6,12 @@ are split alike by both sides, and so is the batch.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,9 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar import peers
+from autopar.peers import Peer
 
 SEED = 20240613
 
@@ -117,38 +115,21 @@ def batch(size: Size) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-@dataclass(slots=True)
-class Contestant:
-    """A model with what it takes on this rank."""
-
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """What forward and backward run in."""
+def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+    """DistributedDataParallel as `autopar bench` runs it."""
+    peer = peers.ddp(transformer(size), mesh, batch(size))
+    if compiled:
+        peer.model.compile()
+    return peer
 
 
-def _part(size: Size, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    """This rank's rows of the global batch."""
-    return tuple(x.chunk(mesh.size())[mesh.get_local_rank()].contiguous() for x in batch(size))
-
-
-def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
-    """DistributedDataParallel with gradients as views of its buckets."""
-    model: nn.Module = DistributedDataParallel(
-        transformer(size), process_group=mesh.get_group(), gradient_as_bucket_view=True
-    )
-    return Contestant(_compiled(model) if compiled else model, _part(size, mesh))
-
-
-def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
-    """`fully_shard` of every layer and of the root."""
+def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+    """`fully_shard` as `autopar bench` runs it, its layers compiled one by one."""
     model = transformer(size)
-    for block in model.blocks:
-        if compiled:
+    if compiled:
+        for block in model.blocks:
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Contestant(model, _part(size, mesh))
+    return peers.fsdp2(model, mesh, batch(size))
 
 
 def _split_block(sequence: bool) -> Mapping[str, ParallelStyle]:
@@ -164,8 +145,8 @@ def _split_block(sequence: bool) -> Mapping[str, ParallelStyle]:
     return styles
 
 
-def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Contestant:
-    model: nn.Module = transformer(size)
+def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Peer:
+    model = transformer(size)
     between = Shard(1) if sequence else Replicate()
     around: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -175,61 +156,49 @@ def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Co
         around["norm"] = SequenceParallel()
     blocks = {f"blocks.*.{name}": style for name, style in _split_block(sequence).items()}
     parallelize_module(model, mesh, {**around, **blocks})
-    return Contestant(_compiled(model) if compiled else model, batch(size), context=loss_parallel)
+    if compiled:
+        model.compile()
+    return Peer(model, batch(size), loss_parallel)
 
 
-def dtensor(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
+def dtensor(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
     """`parallelize_module`: tensor parallelism with the loss split over the vocabulary."""
     return _dtensor(size, mesh, compiled, sequence=False)
 
 
-def dtensor_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
+def dtensor_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
     """The same with sequence parallelism between the split projections."""
     return _dtensor(size, mesh, compiled, sequence=True)
 
 
-def _planned(size: Size, mesh: DeviceMesh, compiled: bool, said: Mapping[str, Mapping[str, Any]]) -> Contestant:
-    model = transformer(size)
-    for pattern, keywords in said.items():
-        autopar.annotate(model, pattern, **keywords)
-    found: nn.Module = autopar.compile(model, mesh, batch(size), mode="semi_auto", recompute="none")
-    return Contestant(_compiled(found) if compiled else found, batch(size))
+def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str) -> Peer:
+    found = autopar.compile(transformer(size), mesh, batch(size), strategy=strategy, recompute="none")
+    if compiled:
+        found.compile()
+    return Peer(found, batch(size))
 
 
-def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
-    """autopar, told to split the batch, and to store parameters whole."""
-    whole = {"*.weight": {"ranks": None}, "*.bias": {"ranks": None}}
-    return _planned(size, mesh, compiled, {"*": {"ranks": "data"}, **whole})
+def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+    """The preset of that name; so are the next three."""
+    return _planned(size, mesh, compiled, "data_parallel")
 
 
-def zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
-    """autopar, told to split the batch and the storage of all parameters, and to gather them where they are used."""
-    return _planned(size, mesh, compiled, {"*": {"ranks": "data", "storage": "ranks", "regather": True}})
+def zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+    """Parameters in parts, gathered where they are used."""
+    return _planned(size, mesh, compiled, "zero3")
 
 
-COLUMNS = ("*.q", "*.k", "*.v", "*.up", "head", "cross_entropy_loss")
-ROWS = ("*.o", "*.down", "embedding")
-NORMS = ("*norm",)
+def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+    """Projections and vocabulary split."""
+    return _planned(size, mesh, compiled, "megatron")
 
 
-def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
-    """autopar, told to split projections and vocabulary as Megatron-LM does."""
-    said = {name: {"ranks": "column"} for name in COLUMNS} | {name: {"ranks": "row"} for name in ROWS}
-    return _planned(size, mesh, compiled, said)
-
-
-def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Contestant:
+def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
     """The same with norms on parts of the sequence."""
-    said = {name: {"ranks": "column"} for name in COLUMNS} | {name: {"ranks": "row"} for name in ROWS}
-    return _planned(size, mesh, compiled, said | {name: {"ranks": "sequence"} for name in NORMS})
+    return _planned(size, mesh, compiled, "megatron_sequence")
 
 
-def _compiled(model: nn.Module) -> nn.Module:
-    model.compile()
-    return model
-
-
-Build = Callable[[Size, DeviceMesh, bool], Contestant]
+Build = Callable[[Size, DeviceMesh, bool], Peer]
 
 
 @dataclass(frozen=True, slots=True)

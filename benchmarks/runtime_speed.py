@@ -16,26 +16,21 @@ DTensor.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contestants import PAIRS, Contestant, Pair, Size
+from autopar.launch import World, on_ranks
+from autopar.meters import peak_bytes
+from autopar.peers import Peer
+from benchmarks.contestants import PAIRS, Pair, Size
 
 SIZES = {
     "d256": Size(4, 256, 4),
@@ -108,7 +103,7 @@ HEADERS = (
 class Trained:
     """A contestant with its optimizer, and the seconds of its steps."""
 
-    def __init__(self, contestant: Contestant) -> None:
+    def __init__(self, contestant: Peer) -> None:
         self.contestant = contestant
         # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
         kinds: dict[type, list[torch.nn.Parameter]] = {}
@@ -132,25 +127,10 @@ class Trained:
         self.loss = float(loss.detach())
         return seconds
 
-    def resident_bytes(self) -> int:
-        """Bytes of parameters and optimizer state on this rank."""
+    def held(self) -> list[torch.Tensor]:
+        """Parameters and optimizer state; a step ends without gradients."""
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        held = [*self.contestant.model.parameters(), *states]
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in held]
-        return sum(x.numel() * x.itemsize for x in local)
-
-    def peak_bytes(self) -> int:
-        """Bytes at the highest moment of a step, as the allocator sees them."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-            self.step()
-            self.step()
-        assert found.profiler is not None and found.profiler.kineto_results is not None
-        live, highest = 0, 0
-        for event in found.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-                highest = max(highest, live)
-        return self.resident_bytes() + highest
+        return [*self.contestant.model.parameters(), *states]
 
 
 def _measured(pair: Pair, size: str, options: Options) -> Line:
@@ -179,7 +159,9 @@ def _measured(pair: Pair, size: str, options: Options) -> Line:
 def _over_ranks(trained: Trained) -> tuple[float, float, int, float]:
     """Of the slowest rank, the medians of its seconds; of any rank, the largest peak; the mean of the losses."""
     shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shared, (trained.seconds, trained.loss, trained.peak_bytes()))
+    dist.all_gather_object(
+        shared, (trained.seconds, trained.loss, peak_bytes(trained.step, trained.optimizer.zero_grad, trained.held))
+    )
     seconds, losses, peaks = zip(*shared, strict=True)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*seconds, strict=True)) for kind in (0, 1)
@@ -187,24 +169,10 @@ def _over_ranks(trained: Trained) -> tuple[float, float, int, float]:
     return clock, processor, max(peaks), statistics.fmean(losses)
 
 
-def _rank(rank: int, folder: str, options: Options) -> None:
-    """The life of a rank; rank 0 leaves the lines in the folder."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.world_size)
+def _lines(options: Options) -> list[Line]:
+    """The lines of all sizes and pairs; runs on every rank."""
     pairs = [pair for pair in PAIRS if not options.only or pair.ours.__name__ in options.only]
-    lines = [_measured(pair, size, options) for size in options.sizes for pair in pairs]
-    if rank == 0:
-        Path(folder, "lines.json").write_text(json.dumps([asdict(line) for line in lines]))
-    dist.destroy_process_group()
-
-
-def run(options: Options) -> list[Line]:
-    """The lines of all sizes and pairs, measured on ranks of their own."""
-    with tempfile.TemporaryDirectory(prefix="autopar-speed-") as folder:
-        spawn(_rank, (folder, options), options.world_size)
-        lines = json.loads(Path(folder, "lines.json").read_text())
-    return [Line(**line) for line in lines]
+    return [_measured(pair, size, options) for size in options.sizes for pair in pairs]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -215,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args(arguments)
-    lines = run(Options(tuple(given.sizes), tuple(given.only), given.steps, given.compile))
+    options = Options(tuple(given.sizes), tuple(given.only), given.steps, given.compile)
+    lines: list[Line] = on_ranks(World(options.world_size), _lines, (options,))
     print(tabulate([line.cells() for line in lines], HEADERS, disable_numparse=True))
 
 
