@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar.annotate import Annotation, annotations_of, pins_of
 from autopar.build import build_space
 from autopar.capture import capture, skeleton
+from autopar.collector import uncollected
 from autopar.errors import InputError, MeshError
 from autopar.hardware import Hardware, load
 from autopar.layout import Layout, replicated
@@ -106,6 +107,7 @@ def compile(
             for name, parameter in traced.named_parameters():
                 parameter.requires_grad_(name not in frozen)
 
+        @uncollected()
         def captured() -> Space:
             program = capture(traced, *without_placements(arguments), training=training)
             rehome(program.graph, torch.device(mesh.device_type))
@@ -116,6 +118,7 @@ def compile(
 
         contexts: list[PlanContext] = []
 
+        @uncollected()
         def solved() -> str:
             if plan is not None and originals:
                 return plan.to_json()
@@ -186,7 +189,7 @@ def plan(
     trained_by = Optimizer(optimizer, master_copies)
     annotations = annotations_of(model)
     args, kwargs = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
-    with stages("planning", 1) as step:
+    with stages("planning", 1) as step, uncollected():
         step("capture")
         program = capture(skeleton(model), args, kwargs, training=model.training)
 
@@ -195,6 +198,7 @@ def plan(
             step("strategies and costs")
             return solved(mesh, step)
 
+    @uncollected()
     def solved(mesh: Mesh, step: Callable[[str], None]) -> Plan:
         space = build_space(program, mesh, profile_of(hardware, mesh), outputs == "full", optimizer=trained_by)
         said = _with_preset(annotations, strategy, program, mesh)

@@ -81,26 +81,34 @@ class Tables:
 
     def __init__(self, problem: Problem) -> None:
         numbers: dict[object, int] = {}
+        by_object: dict[tuple[int, int, bool], int] = {}  # the problem holds the arrays: an id names one of them
         content = _ContentKeys()
         self._menus: list[tuple[Floats, Integers]] = []
         self._matrices: list[tuple[Floats, Integers | None]] = []
         self.of_node: list[int] = []
         self.of_edge: list[int] = []
         for node in problem.nodes:
-            key = (content.key(node.seconds), content.key(node.num_bytes))
-            if key not in numbers:
-                numbers[key] = len(self._menus)
-                self._menus.append((node.seconds, node.num_bytes))
-            self.of_node.append(numbers[key])
+            objects = id(node.seconds), id(node.num_bytes), False
+            if objects not in by_object:
+                key = (content.key(node.seconds), content.key(node.num_bytes))
+                if key not in numbers:
+                    numbers[key] = len(self._menus)
+                    self._menus.append((node.seconds, node.num_bytes))
+                by_object[objects] = numbers[key]
+            self.of_node.append(by_object[objects])
+        by_object.clear()
         for edge in problem.edges:
-            # An edge from a node to itself is chosen on its diagonal.
-            by_bytes = None if edge.num_bytes is None else content.key(edge.num_bytes)
-            edge_key = (content.key(edge.seconds), by_bytes, edge.is_loop)
-            if edge_key not in numbers:
-                numbers[edge_key] = len(self._menus) + len(self._matrices)
-                arrays = edge.seconds, edge.num_bytes
-                self._matrices.append(tuple(map(_diagonal, arrays)) if edge.is_loop else arrays)  # type: ignore[arg-type]
-            self.of_edge.append(numbers[edge_key])
+            objects = id(edge.seconds), id(edge.num_bytes), edge.is_loop
+            if objects not in by_object:
+                # An edge from a node to itself is chosen on its diagonal.
+                by_bytes = None if edge.num_bytes is None else content.key(edge.num_bytes)
+                edge_key = (content.key(edge.seconds), by_bytes, edge.is_loop)
+                if edge_key not in numbers:
+                    numbers[edge_key] = len(self._menus) + len(self._matrices)
+                    arrays = edge.seconds, edge.num_bytes
+                    self._matrices.append(tuple(map(_diagonal, arrays)) if edge.is_loop else arrays)  # type: ignore[arg-type]
+                by_object[objects] = numbers[edge_key]
+            self.of_edge.append(by_object[objects])
 
     def __len__(self) -> int:
         return len(self._menus) + len(self._matrices)
@@ -186,14 +194,18 @@ def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
 
 def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int, ...]:
     """A choice per node that attains the optimum, from the tables of `evaluate`; the first index among equals."""
-    chosen: dict[int, int] = {}
+    chosen = [0] * len(elimination.buckets)
+    best: dict[tuple[int, ...], int] = {}  # of a step, where its neighbours are chosen: equal layers choose alike
     for bucket in reversed(elimination.buckets):
-        row: Floats | float = 0.0
-        for table, axes in elimination.steps[bucket.step].inputs:
-            index = tuple(slice(None) if axis == 0 else chosen[bucket.bag[axis]] for axis in axes)
-            row = row + tables[table][index]
-        chosen[bucket.bag[0]] = int(np.argmin(row))
-    return tuple(chosen[node] for node in range(len(chosen)))
+        node, *neighbours = bucket.bag
+        given = (bucket.step, *[chosen[other] for other in neighbours])
+        if given not in best:
+            row: Floats | float = 0.0
+            for table, axes in elimination.steps[bucket.step].inputs:
+                row = row + tables[table][tuple(given[axis] if axis else slice(None) for axis in axes)]
+            best[given] = int(np.argmin(row))
+        chosen[node] = best[given]
+    return tuple(chosen)
 
 
 def bag_sum(step: Step, tables: Sequence[Floats], out: Floats | None = None) -> Floats:

@@ -123,23 +123,30 @@ def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...
 
 def keep_below(problem: Problem, found: Excesses, limit: float) -> Pruned:
     """The same problem without the strategies, and with the pairs forbidden, whose excess is above `limit` seconds."""
-    near = [np.flatnonzero(excess[alive] <= limit) for excess, alive in zip(found.of_node, found.alive, strict=True)]
-    kept = tuple(alive[each] for alive, each in zip(found.alive, near, strict=True))
-    nodes = tuple(
-        Node(node.name, node.seconds[each], node.num_bytes[each])
-        for node, each in zip(problem.nodes, kept, strict=True)
-    )
+    cheap: dict[tuple[int, int], tuple[Integers, Integers]] = {}  # equal nodes stay one array, and so do equal edges
+    for excess, alive in zip(found.of_node, found.alive, strict=True):
+        if (id(excess), id(alive)) not in cheap:
+            near = np.flatnonzero(excess[alive] <= limit)
+            cheap[id(excess), id(alive)] = near, alive[near]
+    rows = [cheap[id(excess), id(alive)] for excess, alive in zip(found.of_node, found.alive, strict=True)]
+    menus: dict[tuple[int, int, int], tuple[Floats, Integers]] = {}
+    nodes: list[Node] = []
+    for node, (_, kept) in zip(problem.nodes, rows, strict=True):
+        menu = (id(node.seconds), id(node.num_bytes), id(kept))
+        if menu not in menus:
+            menus[menu] = node.seconds[kept], node.num_bytes[kept]
+        nodes.append(Node(node.name, *menus[menu]))
+    pairs: dict[object, tuple[Floats, Integers | None]] = {}
     edges: list[Edge] = []
-    shared: dict[object, tuple[Floats, Integers | None]] = {}  # equal edges stay one array
     for edge, excess in zip(problem.edges, found.of_edge, strict=True):
-        rows = tuple(kept[end] for end in edge.ends)
-        key = (id(edge.seconds), id(edge.num_bytes), id(excess), *(each.tobytes() for each in rows))
-        if key not in shared:
-            below = cut_table(excess, tuple(near[end] for end in edge.ends)) <= limit
-            seconds = np.where(below, cut_table(edge.seconds, rows), np.inf)
-            shared[key] = seconds, None if edge.num_bytes is None else cut_table(edge.num_bytes, rows)
-        edges.append(Edge(edge.ends, *shared[key]))
-    return Pruned(Problem(nodes, tuple(edges), problem.budget), kept)
+        ends = [rows[end] for end in edge.ends]
+        pair = (id(edge.seconds), id(edge.num_bytes), id(excess), *[id(kept) for _, kept in ends])
+        if pair not in pairs:
+            near, kept = zip(*ends, strict=True)
+            seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)
+            pairs[pair] = seconds, None if edge.num_bytes is None else cut_table(edge.num_bytes, kept)
+        edges.append(Edge(edge.ends, *pairs[pair]))
+    return Pruned(Problem(tuple(nodes), tuple(edges), problem.budget), tuple(kept for _, kept in rows))
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:

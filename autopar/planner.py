@@ -132,28 +132,32 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     waits: dict[int, float] = defaultdict(float)
     held: dict[int, int] = defaultdict(int)
     unused = outputs_without_gradient(space)
+    paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for wire in space.wires:
-        path = space.path(wire, choices)
-        moved[wire.target].extend(
-            (t, transfer_seconds(t, space.mesh, space.hardware, bucketed))
-            for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
-            if not (t.backward and wire.target in unused)
-        )
-        waits[wire.target] += path.seconds
+        ends = choices[wire.source], choices[wire.target]
+        menus = id(space.decisions[wire.source].menu), id(space.decisions[wire.target].menu)
+        key = menus, wire.source_output, wire.target_input, wire.tensor, ends
+        if key not in paths:
+            path = space.path(wire, choices)
+            each = zip(path.transfers, path.bucketed, strict=True)
+            paths[key] = [(t, transfer_seconds(t, space.mesh, space.hardware, b)) for t, b in each], path.seconds
+        transfers, seconds = paths[key]
+        moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
+        waits[wire.target] += seconds
         kept = context.memory_model.wire(wire)
         if kept is not None:
             mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0
-            held[wire.target] += int(kept[mode][choices[wire.source], choices[wire.target]])
+            held[wire.target] += int(kept[mode][ends])
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         own = decision.menu.strategies[choice].transfers
-        transfers = (*moved[number], *((t, transfer_seconds(t, space.mesh, space.hardware)) for t in own))
-        for transfer, _ in transfers:
+        every = (*moved[number], *((t, transfer_seconds(t, space.mesh, space.hardware)) for t in own))
+        for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or str(decision.node.meta.get("module", ""))
-        rows.append(_row(context, answer, number, module, transfers, waits[number], held[number]))
+        rows.append(_row(context, answer, number, module, every, waits[number], held[number]))
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,

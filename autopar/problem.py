@@ -4,14 +4,14 @@
     subject to  Σ_v bytes_v[x_v] + Σ_(u,v) bytes_uv[x_u, x_v] ≤ budget
 
 A forbidden strategy or pair costs np.inf; a pin is a node in which all but some strategies are forbidden.
-Arrays are kept as they are given (nodes and edges may share them) and must not be changed afterwards.
+Arrays are kept as they are given (nodes and edges may share them), are checked when a problem is made of them, and
+must not be changed afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,23 +30,25 @@ class Node:
     seconds: Floats
     num_bytes: Integers
 
-    def __post_init__(self) -> None:
-        seconds = _costs(self.seconds, self)
-        if seconds.ndim != 1 or not len(seconds):
+    def check(self) -> None:
+        """Raise PlanError where the arrays are no menu."""
+        _check_costs(self.seconds, self.where)
+        if self.seconds.ndim != 1 or not len(self.seconds):
             raise PlanError(
-                f"{self.where} has seconds of shape {seconds.shape}; give one number per strategy, at least one."
+                f"{self.where} has seconds of shape {self.seconds.shape}; give one number per strategy, at least one."
             )
-        num_bytes = np.asarray(self.num_bytes)
-        if num_bytes.shape != seconds.shape:
-            raise PlanError(f"{self.where} has {len(seconds)} strategies but num_bytes of shape {num_bytes.shape}.")
-        if not np.issubdtype(num_bytes.dtype, np.integer):
-            raise PlanError(f"{self.where} has num_bytes of type {num_bytes.dtype}; bytes are whole numbers (int64).")
-        if num_bytes.min() < 0:
+        if self.num_bytes.shape != self.seconds.shape:
             raise PlanError(
-                f"{self.where} has {num_bytes.min()} bytes at strategy {num_bytes.argmin()}; the least is 0."
+                f"{self.where} has {len(self.seconds)} strategies but num_bytes of shape {self.num_bytes.shape}."
             )
-        object.__setattr__(self, "seconds", seconds)
-        object.__setattr__(self, "num_bytes", num_bytes.astype(np.int64, copy=False))
+        if self.num_bytes.dtype != np.int64:
+            raise PlanError(
+                f"{self.where} has num_bytes of type {self.num_bytes.dtype}; bytes are whole numbers (int64)."
+            )
+        if self.num_bytes.min() < 0:
+            raise PlanError(
+                f"{self.where} has {self.num_bytes.min()} bytes at strategy {self.num_bytes.argmin()}; the least is 0."
+            )
 
     @property
     def where(self) -> str:
@@ -70,18 +72,22 @@ class Edge:
     """Bytes of every combination; None: none."""
 
     def __post_init__(self) -> None:
-        if len(self.ends) not in (2, 3) or (len(self.ends) == 3 and len(set(self.ends)) < 3):
+        if len(self.ends) != 2 and (len(self.ends) != 3 or len(set(self.ends)) < 3):
             raise PlanError(f"{self.where} has {len(self.ends)} ends; give two, or three different ones.")
-        seconds = _costs(self.seconds, self)
-        if seconds.ndim != len(self.ends):
-            raise PlanError(f"{self.where} has seconds of shape {seconds.shape}; give a dim per end, {len(self.ends)}.")
-        object.__setattr__(self, "seconds", seconds)
+
+    def check(self) -> None:
+        """Raise PlanError where the arrays do not belong to the ends, or hold what is no cost."""
+        _check_costs(self.seconds, self.where)
+        if self.seconds.ndim != len(self.ends):
+            raise PlanError(
+                f"{self.where} has seconds of shape {self.seconds.shape}; give a dim per end, {len(self.ends)}."
+            )
         if self.num_bytes is None:
             return
-        if self.num_bytes.shape != seconds.shape or not np.issubdtype(self.num_bytes.dtype, np.integer):
+        if self.num_bytes.shape != self.seconds.shape or self.num_bytes.dtype != np.int64:
             raise PlanError(
                 f"{self.where} has num_bytes of shape {self.num_bytes.shape} and type {self.num_bytes.dtype}; "
-                f"give whole numbers in the shape of its seconds, {seconds.shape}."
+                f"give whole numbers (int64) in the shape of its seconds, {self.seconds.shape}."
             )
         if self.num_bytes.size and self.num_bytes.min() < 0:
             raise PlanError(f"{self.where} has {self.num_bytes.min()} bytes somewhere; the least is 0.")
@@ -106,10 +112,18 @@ class Problem:
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"the memory limit is {self.budget} bytes; give at least 0, or None for no limit.")
+        checked: set[tuple[int, int, int]] = set()  # arrays that nodes or edges share are looked at once
+        for part in (*self.nodes, *self.edges):
+            ends = len(part.ends) if isinstance(part, Edge) else 1
+            key = (id(part.seconds), id(part.num_bytes), ends)
+            if key not in checked:
+                part.check()
+                checked.add(key)
+        sizes = [len(node.seconds) for node in self.nodes]
         for edge in self.edges:
-            if not all(0 <= end < len(self.nodes) for end in edge.ends):
+            if not all(0 <= end < len(sizes) for end in edge.ends):
                 raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
-            needed = tuple(self.nodes[end].num_strategies for end in edge.ends)
+            needed = tuple([sizes[end] for end in edge.ends])
             if edge.seconds.shape != needed:
                 ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
                 raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
@@ -175,11 +189,9 @@ def only_bytes(seconds: Floats, num_bytes: Integers | None) -> Floats:
     return np.where(np.isfinite(seconds), 0 if num_bytes is None else num_bytes, np.inf)
 
 
-def _costs(seconds: Any, owner: Node | Edge) -> Floats:
-    """An array of seconds: finite, or inf where forbidden."""
-    array = np.asarray(seconds)
-    if array.dtype != np.float64:  # else the same object, which equal edges share
-        array = array.astype(np.float64)
-    if array.size and not array.min() > -np.inf:  # min is NaN when any entry is
-        raise PlanError(f"{owner.where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
-    return array
+def _check_costs(seconds: Floats, where: str) -> None:
+    """Costs are finite, or inf where forbidden."""
+    if seconds.dtype != np.float64:
+        raise PlanError(f"{where} has seconds of type {seconds.dtype}; give float64.")
+    if seconds.size and not seconds.min() > -np.inf:  # min is NaN when any entry is
+        raise PlanError(f"{where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")

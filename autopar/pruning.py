@@ -31,19 +31,26 @@ class Pruned:
 
 def prune(problem: Problem) -> Pruned:
     """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed."""
-    kept = tuple(np.flatnonzero(np.isfinite(node.seconds)) for node in problem.nodes)
-    assert all(len(each) for each in kept), "a node without an allowed strategy"
-    seconds = [node.seconds[each] for node, each in zip(problem.nodes, kept, strict=True)]
+    allowed = {id(node.seconds): node.seconds for node in problem.nodes}
+    rows_of = {key: np.flatnonzero(np.isfinite(seconds)) for key, seconds in allowed.items()}
+    kept = tuple([rows_of[id(node.seconds)] for node in problem.nodes])
+    assert all(len(each) for each in rows_of.values()), "a node without an allowed strategy"
+    menus: dict[tuple[int, int], tuple[Floats, Integers]] = {}  # equal menus stay one array, and so do equal edges
+    for node, each in zip(problem.nodes, kept, strict=True):
+        if (id(node.seconds), id(node.num_bytes)) not in menus:
+            cut = cut_table(node.seconds, (each,)), cut_table(node.num_bytes, (each,))
+            menus[id(node.seconds), id(node.num_bytes)] = cut
+    seconds = [menus[id(node.seconds), id(node.num_bytes)][0] for node in problem.nodes]
+    num_bytes = [menus[id(node.seconds), id(node.num_bytes)][1] for node in problem.nodes]
     edges: list[Edge] = []
-    matrices: dict[object, tuple[Floats, Integers | None]] = {}  # equal edges stay one array
-    num_bytes = [node.num_bytes[each] for node, each in zip(problem.nodes, kept, strict=True)]
+    matrices: dict[object, tuple[Floats, Integers | None]] = {}
     for edge in problem.edges:
-        rows = tuple(kept[end] for end in edge.ends)
-        key = (id(edge.seconds), id(edge.num_bytes), *(each.tobytes() for each in rows))
+        rows = tuple([kept[end] for end in edge.ends])
+        key = (id(edge.seconds), id(edge.num_bytes), *map(id, rows))
         if key not in matrices:
             held = None if edge.num_bytes is None else cut_table(edge.num_bytes, rows)
             matrices[key] = cut_table(edge.seconds, rows), held
-        open_ends = tuple(end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1)
+        open_ends = tuple([end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1])
         if edge.is_loop or len(open_ends) == len(edge.ends):
             edges.append(Edge(edge.ends, *matrices[key]))
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,10 +63,16 @@ def saved_in(program: Program) -> dict[fx.Node, Saved]:
             continue
         inputs = tensor_inputs(node)
         infos = tuple(each.meta["tensor"] for each in inputs)
-        found[node] = _saved(_question(node, infos, tuple(strides.get(each) for each in inputs)))
+        found[node] = _saved(_question(node, infos, tuple(_unless_contiguous(strides.get(n), n) for n in inputs)))
         if len(found[node].strides) == 1:
             strides[node] = found[node].strides[0]
     return found
+
+
+def _unless_contiguous(strides: Strides | None, node: fx.Node) -> Strides | None:
+    """None where that is what the strides say: most questions are then asked once."""
+    sizes = node.meta["tensor"].shape[:0:-1]
+    return None if strides == tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] else strides
 
 
 def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strides | None, ...]) -> _Question:

@@ -61,30 +61,48 @@ def solve(
     """
     if solver not in ("auto", "ilp"):
         raise PlanError(f"solver {solver!r} is not known; use 'auto' or 'ilp'.")
-    if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
-        raise InfeasibleError(describe_conflict(problem))
     deadline = time.monotonic() + time_limit
     if solver == "ilp":
+        if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+            raise InfeasibleError(describe_conflict(problem))
         return _by_ilp(problem, deadline)
+    solution = _by_reduction(problem, deadline, gap, only_narrow=False)
+    assert solution is not None
+    return solution
+
+
+def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) -> Solution | None:
+    """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
+    return _by_reduction(problem, time.monotonic() + time_limit, gap, only_narrow=True)
+
+
+def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
+    """What can be decided beforehand is pruned away, and the rest is solved."""
+    if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+        raise InfeasibleError(describe_conflict(problem))
     pruned = prune(problem)
     if any(not np.isfinite(node.seconds).any() for node in pruned.problem.nodes):
         raise InfeasibleError(describe_conflict(problem))
     try:
-        solution = _solve_pruned(pruned.problem, deadline, gap)
+        solution = _solve_pruned(pruned.problem, deadline, gap, only_narrow)
     except MemoryLimitError:
         raise MemoryLimitError(problem) from None  # with the pins that were pruned away
     except InfeasibleError:
         raise InfeasibleError(describe_conflict(problem)) from None
+    if solution is None:
+        return None
     choices = pruned.extend(solution.choices)
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
     bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
     return replace(solution, choices=choices, seconds=seconds, bound=bound)
 
 
-def _solve_pruned(problem: Problem, deadline: float, gap: float) -> Solution:
+def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None or elimination.work > DEAR_WORK:
+        if only_narrow:
+            return None
         loose = loosen(problem)
         solution = _by_hubs(problem, loose, deadline, gap) if loose is not None else None
         if solution is not None:

@@ -4,7 +4,8 @@ The bytes at one moment are one row of the problem, and the limit on one moment,
 condition that every plan within the limit meets: the best choice under it is a lower bound (a surrogate relaxation,
 Glover 1965), and if it is within the limit at every other moment too, it is the best plan. So:
 
-1. Solve without a limit, and look where the plan is fullest.
+1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
+   solving dear, and may not matter: solve it without. Look where the plan is fullest.
 2. Solve with the limit at that moment. Where the answer is fuller at another moment, that moment joins the row.
 3. When no sum of moments closes in, take the best answer to two harder questions: with the limit on the largest bytes
    of each choice, and with a tighter limit on the sum. It is within the limit; how far it may be from the best is said.
@@ -22,11 +23,11 @@ from autopar.errors import InfeasibleError
 from autopar.ilp import solve_ilp
 from autopar.peak import Row, memory_use
 from autopar.plan import MemoryUse
-from autopar.problem import Problem
+from autopar.problem import Problem, Solution
 from autopar.segments import MODES
 from autopar.shortage import MemoryLimitError
 from autopar.sizes import format_bytes
-from autopar.solve import solve
+from autopar.solve import solve, solve_narrow
 from autopar.statement import Pins, Statement
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
@@ -66,7 +67,7 @@ def best_within(
     """
     search = _Search(statement, pins, solver, time.monotonic() + time_limit, gap)
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.solve(None, limit, forced)
+    found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
     if limit is None or found.peak_bytes <= limit:
         return found
     proof, moments = found, Counter({found.fullest: 1})
@@ -111,16 +112,37 @@ class _Search:
 
     def solve(self, row: Row | None, limit: int | None, modes: Modes | None) -> Answer:
         """The best under one row and a limit per moment."""
-        budget = None if row is None or limit is None else row.total * limit
-        problem = self.statement.problem(self.pins, row, budget, modes)
-        seconds_left = max(self.deadline - time.monotonic(), 1.0)
+        problem = self._problem(row, limit, modes)
         try:
-            solution = solve(problem, solver=self.solver, time_limit=seconds_left, gap=self.gap)  # type: ignore[arg-type]
+            solution = solve(problem, solver=self.solver, time_limit=self._seconds_left, gap=self.gap)  # type: ignore[arg-type]
         except MemoryLimitError as error:
             if row is None or limit is None or len(row.weights) == 1:
                 raise
             # Its bytes are sums over moments, which would say nothing to a reader.
             raise InfeasibleError(_at_no_moment(limit, len(row.weights))) from error
+        return self._answer(problem, solution, modes)
+
+    def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
+        """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
+        last = len(self.statement.memory.calls) - 1
+        if limit is None or last < 0 or self.solver != "auto":
+            return None
+        problem = self._problem(Row(((last, 1),)), limit, modes)
+        try:
+            solution = solve_narrow(problem, self._seconds_left, self.gap)
+        except MemoryLimitError:
+            return None  # how much is needed, the fullest moment of a plan without a limit says better
+        return None if solution is None else self._answer(problem, solution, modes)
+
+    def _problem(self, row: Row | None, limit: int | None, modes: Modes | None) -> Problem:
+        budget = None if row is None or limit is None else row.total * limit
+        return self.statement.problem(self.pins, row, budget, modes)
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(self.deadline - time.monotonic(), 1.0)
+
+    def _answer(self, problem: Problem, solution: Solution, modes: Modes | None) -> Answer:
         count = len(self.statement.space.decisions)
         chosen = {name: MODES[choice] for name, choice in zip(modes or (), solution.choices[count:], strict=True)}
         choices = solution.choices[:count]
@@ -134,7 +156,7 @@ class _Search:
             problems = [self.statement.problem(self.pins, Row(((p, 1),)), limit, modes) for p in sorted(places)]
             if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
                 return None
-            result = solve_ilp(problems[0], max(self.deadline - time.monotonic(), 1.0), rows=problems[1:])
+            result = solve_ilp(problems[0], self._seconds_left, rows=problems[1:])
             if result.status == "infeasible":
                 raise InfeasibleError(_at_no_moment(limit, len(places)))
             if result.choices is None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = (
     ("errors",),
-    ("mesh", "layout", "sizes", "text", "annotation", "folding", "progress"),
+    ("mesh", "layout", "sizes", "text", "annotation", "folding", "progress", "collector"),
     ("launch", "plain_models", "ranking", "measurement", "peer_plans"),
     ("program", "rule", "hardware", "models", "symbols", "expressions", "repriced"),
     ("subjects", "contest_tables", "contest_plots", "peers"),

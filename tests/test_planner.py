@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import within
 from autopar.annotate import annotate
 from autopar.collective_cost import Transfer
 from autopar.errors import InfeasibleError, PlanError
@@ -159,6 +160,22 @@ def test_less_memory_gives_plans_that_obey_it_and_are_no_faster() -> None:
         plans.append(plan)
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds) and seconds[0] == pytest.approx(unlimited.seconds) and seconds[-1] > seconds[0]
+
+
+def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backward begins is tried first; a graph for which that is dear may not need the limit at all."""
+    space = space_of(Attention(post_norm=False), (IDS_BS,), SLOW_LINKS)
+    unlimited, _ = make_plan(space, {})
+    limits = 2 * unlimited.peak_bytes, int(0.85 * unlimited.peak_bytes)
+    narrow = [make_plan(space, {}, limit)[0] for limit in limits]
+    budgets: list[int | None] = []
+    monkeypatch.setattr(within, "solve_narrow", lambda problem, *_: budgets.append(problem.budget))
+    solve = within.solve
+    monkeypatch.setattr(within, "solve", lambda problem, **how: budgets.append(problem.budget) or solve(problem, **how))
+    wide = [make_plan(space, {}, limit)[0] for limit in limits]
+    assert budgets[:3] == [limits[0], None, limits[1]] and budgets[3] is None and len(budgets) > 4
+    assert [each.seconds for each in wide] == pytest.approx([each.seconds for each in narrow])
+    assert wide[0].seconds == pytest.approx(unlimited.seconds) and wide[1].peak_bytes <= limits[1]
 
 
 def test_too_little_memory_is_an_error_that_states_the_least() -> None:

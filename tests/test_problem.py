@@ -17,6 +17,10 @@ def _edge(source: int, target: int, seconds: object = ((0.0, 1.0), (1.0, 0.0))) 
     return Edge((source, target), np.array(seconds))
 
 
+def _pair(num_bytes: np.ndarray) -> Problem:
+    return Problem((_node("a"), _node("b")), (Edge((0, 1), np.zeros((2, 2)), num_bytes),))
+
+
 def test_a_choice_costs_its_nodes_and_its_edges() -> None:
     problem = Problem((_node("a"), _node("b")), (_edge(0, 1), _edge(1, 0), _edge(1, 1)))
     assert problem.seconds_of((0, 1)) == 1.0 + 2.0 + 1.0 + 1.0 + 0.0
@@ -44,6 +48,7 @@ def test_a_limit_of_none_fits_anything() -> None:
     [
         (lambda: _node(seconds=()), "shape (0,); give one number per strategy"),
         (lambda: _node(seconds=((1.0,),)), "shape (1, 1); give one number per strategy"),
+        (lambda: Node("a", np.array([1, 2]), np.array([3, 4])), "seconds of type int64; give float64"),
         (lambda: _node(seconds=(1.0, np.nan)), "NaN or -inf"),
         (lambda: _node(seconds=(1.0, -np.inf)), "NaN or -inf"),
         (lambda: _node(num_bytes=(1,)), "has 2 strategies but num_bytes of shape (1,)"),
@@ -53,7 +58,7 @@ def test_a_limit_of_none_fits_anything() -> None:
 )
 def test_a_node_that_makes_no_sense_is_refused_by_name(node, message: str) -> None:
     with pytest.raises(PlanError) as caught:
-        node()
+        Problem((node(),))
     assert "node 'a'" in str(caught.value) and message in str(caught.value)
 
 
@@ -67,8 +72,8 @@ def test_a_node_that_makes_no_sense_is_refused_by_name(node, message: str) -> No
         (lambda: Problem((_node(),), (), -1), "the memory limit is -1 bytes"),
         (lambda: Edge((0,), np.zeros(2)), "edge 0 has 1 ends; give two, or three different ones"),
         (lambda: Edge((0, 1, 0), np.zeros((2, 2, 2))), "has 3 ends; give two, or three different ones"),
-        (lambda: Edge((0, 1), np.zeros((2, 2)), np.zeros((2, 1), dtype=np.int64)), "num_bytes of shape (2, 1)"),
-        (lambda: Edge((0, 1), np.zeros((2, 2)), np.full((2, 2), -1)), "has -1 bytes somewhere; the least is 0"),
+        (lambda: _pair(np.zeros((2, 1), dtype=np.int64)), "num_bytes of shape (2, 1)"),
+        (lambda: _pair(np.full((2, 2), -1)), "has -1 bytes somewhere; the least is 0"),
     ],
 )
 def test_a_problem_that_makes_no_sense_is_refused(problem, message: str) -> None:

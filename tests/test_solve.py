@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.marginals import excesses
 from autopar.problem import Edge, Node, Problem
 from autopar.reduction import reduce_problem
-from autopar.solve import smallest_bytes, solve
+from autopar.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds
 
@@ -115,12 +116,28 @@ def test_the_plain_ilp_equals_brute_force(seed: int, forbidden: float, budget: i
     _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, budget), "ilp")
 
 
+@contextmanager
+def _everything_too_wide() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eliminate, "CHEAP_WORK", -1)
+        patch.setattr(eliminate, "MAX_TABLE", -1)
+        yield
+
+
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, forbidden=shares, budget=st.none() | st.integers(0, 70))
 def test_a_graph_too_wide_for_elimination_equals_brute_force(seed: int, forbidden: float, budget: int | None) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eliminate, "MAX_TABLE", 1)
+    with _everything_too_wide():
         _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, budget), "auto")
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_only_a_narrow_graph_is_solved_where_that_is_asked_for(budget: int | None) -> None:
+    problem = _random_problem(np.random.default_rng(3), 0.0, budget)
+    narrow = solve_narrow(problem)
+    assert narrow is not None and narrow.seconds == solve(problem).seconds
+    with _everything_too_wide():
+        assert solve_narrow(problem) is None
 
 
 @settings(deadline=None, max_examples=60)
