@@ -16,7 +16,7 @@ import hashlib
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,9 +139,11 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
     eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
     """
+    return _compiled(problem, tables, _order(problem, balanced, by_growth)[0])
+
+
+def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
     sizes = [node.num_strategies for node in problem.nodes]
-    ends = [frozenset(edge.ends) for edge in problem.edges]
-    order = _order(sizes, ends, balanced, by_growth)
     position = {node: place for place, node in enumerate(order)}
     factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
     edges: list[list[int]] = [[] for _ in order]
@@ -171,11 +173,13 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
     """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
     found: list[Elimination] = []
     for balanced, by_growth in ((False, False), (True, False), (False, True)):
-        found.append(compile_elimination(problem, tables, balanced, by_growth))
+        order, largest = _order(problem, balanced, by_growth)
+        if largest > MAX_TABLE:
+            continue
+        found.append(_compiled(problem, tables, order))
         if found[-1].work <= CHEAP_WORK:
             return found[-1]
-    narrow = [each for each in found if each.largest <= MAX_TABLE and each.work <= MAX_WORK]
-    return min(narrow, key=lambda each: each.work, default=None)
+    return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)
 
 
 def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
@@ -262,16 +266,21 @@ def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
     return parts
 
 
-def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool, by_growth: bool = False) -> list[int]:
-    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position."""
+def _order(problem: Problem, balanced: bool, by_growth: bool = False) -> tuple[list[int], int]:
+    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position.
+
+    Also the entries of the largest bucket.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
     around: list[set[int]] = [set() for _ in sizes]
-    for group in ends:
-        for one in group:
-            around[one] |= group - {one}
+    for edge in problem.edges:
+        for one, other in itertools.permutations(edge.ends, 2):
+            if one != other:
+                around[one].add(other)
     depth = [0] * len(sizes)
 
     def priority(node: int) -> tuple[int, ...]:
-        table = sizes[node] * math.prod(sizes[other] for other in around[node])
+        table = sizes[node] * math.prod([sizes[other] for other in around[node]])
         if by_growth:
             message = math.prod(sizes[other] for other in around[node])
             pairs = sum(sizes[node] * sizes[other] for other in around[node])
@@ -287,6 +296,7 @@ def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool,
     heap = list(current.values())
     heapq.heapify(heap)
     order: list[int] = []
+    largest = 0
     while heap:
         entry = heapq.heappop(heap)
         node = entry[-1]
@@ -295,6 +305,7 @@ def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool,
         del current[node]
         order.append(node)
         neighbours = around[node]
+        largest = max(largest, sizes[node] * math.prod([sizes[other] for other in neighbours]))
         changed = set(neighbours)
         for one in neighbours:
             around[one].discard(node)
@@ -307,7 +318,7 @@ def _order(sizes: Sequence[int], ends: Iterable[frozenset[int]], balanced: bool,
         for other in changed:
             current[other] = priority(other)
             heapq.heappush(heap, current[other])
-    return order
+    return order, largest
 
 
 class _ContentKeys:
