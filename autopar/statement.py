@@ -14,7 +14,7 @@ from autopar.memory import MemoryModel, Modes
 from autopar.peak import Row, node_bytes, wire_bytes
 from autopar.problem import Edge, Node, Problem
 from autopar.segments import MODES
-from autopar.space import Space, Wire
+from autopar.space import Decision, Space, Wire
 
 Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""
@@ -28,6 +28,9 @@ class Statement:
         self.memory = memory
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
+        parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
+        self._names = [_name(decision, parameters) for decision in space.decisions]
+        """Of the decisions, as errors are to call them."""
 
     def problem(
         self, pins: Pins, row: Row | None = None, budget: int | None = None, modes: Mapping[str, str] | None = None
@@ -47,9 +50,9 @@ class Statement:
             segment = segments.get(self.memory.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
             if segment is None or (len(held) == 1 and again is None):
-                nodes.append(Node(decision.name, seconds, held[0]))
+                nodes.append(Node(self._names[number], seconds, held[0]))
                 continue
-            nodes.append(Node(decision.name, seconds, self._zeros(seconds.shape)))
+            nodes.append(Node(self._names[number], seconds, self._zeros(seconds.shape)))
             added = self._stacked(again or (self._zeros(seconds.shape),), float)
             edges.append(Edge((segment, number), added, self._stacked(held, int)))
         for name, mode in (modes or {}).items():
@@ -86,3 +89,9 @@ class Statement:
 
     def _zeros(self, shape: tuple[int, ...]) -> np.ndarray:
         return self._stacks.setdefault(("zeros", shape), np.zeros(shape, dtype=np.int64))
+
+
+def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
+    """The name of a parameter in the model, or of a call with the module it belongs to."""
+    module = decision.node.meta.get("module") if decision.kind == "call" else None
+    return parameters.get(decision.name) or (f"{decision.name} of {module}" if module else decision.name)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar import within
 from autopar.annotate import annotate
 from autopar.collective_cost import Transfer
@@ -186,6 +187,19 @@ def test_too_little_memory_is_an_error_that_states_the_least() -> None:
     with pytest.raises(InfeasibleError):
         make_plan(space, {}, least - 1)
     assert make_plan(space, {}, int(least * 1.1))[0].peak_bytes >= least
+
+
+def test_a_pin_that_takes_too_much_memory_is_called_by_its_name_in_the_model() -> None:
+    def least(model: TwoLinears, memory: int) -> tuple[int, str]:
+        with pytest.raises(InfeasibleError) as caught:
+            autopar.plan(model, Mesh({"tp": 2}, hardware="h100"), (X_BD,), memory=memory)
+        return int(re.findall(r"\((\d+) bytes\)", str(caught.value))[-1]), str(caught.value)
+
+    pinned = TwoLinears()
+    annotate(pinned, "*.weight", tp=None)
+    limit = (least(TwoLinears(), 1)[0] + least(pinned, 1)[0]) // 2
+    message = least(pinned, limit)[1]
+    assert "without the pin on 'up.weight' the least is" in message or "on 'down.weight' the least is" in message
 
 
 def with_storage(layout: int | None) -> Planned:
