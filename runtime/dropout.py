@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import local_tensor_mode
 
+from autopar.runtime.attention import seen_keys
 from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives import local_slice
 
@@ -82,7 +83,7 @@ def attention_with_dropout(
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
     scores = (query.to(wide) * root) @ (keys.to(wide) * root).transpose(-2, -1)
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        scores = scores.masked_fill(~seen_keys(*scores.shape[-2:], axes, scores.device), -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     # Safe: a query that may look at no key gets zeros.

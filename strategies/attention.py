@@ -1,7 +1,7 @@
-"""Scaled dot product attention: batch and heads are free, so are the queries where each sees all keys.
+"""Scaled dot product attention: batch, heads and queries are free.
 
-Query heads share key and value heads in groups of r, "(h r)". A causal call keeps its queries whole, as the mask is
-counted from the first one; the key sequence is always whole. Biases and masks are broadcast.
+Query heads share key and value heads in groups of r, "(h r)". The key sequence is always whole; where a causal call's
+queries are split, each part builds its own mask. Biases and masks are broadcast.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def attention(call: Call) -> OpRule:
     """`query` (…, heads, s, d), `key` and `value` (…, heads, t, d), a mask that is broadcast to (…, heads, s, t)."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     batch = batch_names(len(query) - 3)
-    queries = WHOLE if call["is_causal"] else "s"
     grouped = call["enable_gqa"] and query[-3] != key[-3]
     heads = ["(h r)" if grouped else "h"] if len(query) > 2 else []
     key_heads = ["h"] if len(query) > 2 else []
-    dims = [*batch, *heads, queries, WHOLE]
+    dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])
     terms = [
         term(dims),
@@ -40,6 +39,8 @@ def attention(call: Call) -> OpRule:
     if call["dropout_p"] > 0:
         implementation = Implementation("dropout:attention_with_dropout", factors=None, random=True)
         return OpRule(text, implementation, flops=flops)
+    if call["is_causal"]:
+        return OpRule(text, Implementation("attention:causal_attention", frozenset({"s"})), flops=flops)
     return OpRule(text, flops=flops)
 
 

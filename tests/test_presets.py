@@ -277,7 +277,6 @@ def test_a_name_that_is_not_known_is_answered_with_the_nearest() -> None:
 
 
 Make = Callable[[], Program]
-CAUSAL = "(?s)gather_kv splits the queries of attention over tp; .* cannot be split .*unless .* attention mask"
 NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
     ("hsdp", ONE, lambda: captured("tiny-mlp"), "hsdp needs 2 mesh axes, one to replicate over .* the mesh is tp=2"),
     ("fsdp_megatron", ONE, lambda: captured("tiny-mlp"), "fsdp_megatron needs 2 mesh axes, .* Split an axis in two"),
@@ -299,7 +298,6 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
     ),
     ("ulysses", ONE, lambda: captured("tiny-vit"), "ulysses splits the positions .* found no input with a dim of them"),
     ("megatron_sequence", ONE, lambda: captured("tiny-mlp"), "found no input with a dim of them, as token ids"),
-    ("gather_kv", ONE, lambda: captured("tiny-llama"), CAUSAL),
     (
         "ulysses",
         Mesh({"sp": 8}, "cpu"),

@@ -55,9 +55,7 @@ def named(cases: Iterator[tuple[str, str, World]] | tuple[tuple[str, str, World]
 
 
 def case(strategy: str, family: str, world: World, **options: Any) -> Case:
-    """A causal model's queries are counted from the first one, unless it is given a mask."""
-    masked = strategy == "gather_kv" and family != "bert"
-    return Case(family, world, options={"hardware": SLOW_DEVICES, "strategy": strategy}, masked=masked, **options)
+    return Case(family, world, options={"hardware": SLOW_DEVICES, "strategy": strategy}, **options)
 
 
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
@@ -76,3 +74,9 @@ def test_a_preset_trains_on_ranks_as_one_process_does(ranks: Ranks, strategy: st
 def test_the_matrix_holds_every_preset() -> None:
     assert {strategy for strategy, _, _ in matrix()} == set(PRESETS)
     assert set(FAST) <= set(matrix())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_gathered_keys_go_with_a_mask_that_the_model_is_given(ranks: Ranks, world: World) -> None:
+    check(ranks, case("gather_kv", "llama", world, masked=True))

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import autopar
 from autopar.hardware import Hardware, Link
 from autopar.mesh import Mesh
-from autopar.models import BUILT_IN, BuiltIn, LanguageModel, built_in
+from autopar.models import BUILT_IN, BuiltIn, built_in
 from autopar.plan import Plan
 from autopar.strategies.presets import PRESETS
 
@@ -67,25 +65,9 @@ CASES = [
 ]
 
 
-class Masked(nn.Module):
-    """A language model that is given its attention mask, as padded texts are."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.decoder = model.decoder
-
-    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        logits = self.decoder(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 @functools.cache
-def llama(masked: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    model, inputs = built_in("tiny-llama", BATCH, POSITIONS)
-    if not masked:
-        return model, inputs
-    assert isinstance(model, LanguageModel)
-    return Masked(model), (*inputs, torch.ones_like(inputs[0]))
+def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return built_in("tiny-llama", BATCH, POSITIONS)
 
 
 def axes_of(strategy: str, shape: tuple[int, ...]) -> dict[str, int]:
@@ -114,7 +96,7 @@ def moved(plan: Plan) -> dict[tuple[str, str], int]:
 @functools.cache
 def plan_of_llama(strategy: str, shape: tuple[int, ...]) -> Plan:
     """The plan under a preset, on a mesh whose axes are the formulas' letters."""
-    model, inputs = llama(strategy == "gather_kv")
+    model, inputs = llama()
     return planned(model, axes_of(strategy, shape), inputs, strategy)
 
 
@@ -132,11 +114,8 @@ def num_bytes(model: nn.Module, *words: str) -> int:
 
 
 @functools.cache
-def symbols_of_llama(masked: bool) -> dict[str, int]:
-    """The symbols that the presets' module explains, for the built-in tiny Llama.
-
-    With a mask, transformers repeats keys and values for every head.
-    """
+def symbols_of_llama() -> dict[str, int]:
+    """The symbols that the presets' module explains, for the built-in tiny Llama."""
     model, _ = llama()
     built = BUILT_IN["tiny-llama"]
     assert isinstance(built, BuiltIn)
@@ -152,7 +131,7 @@ def symbols_of_llama(masked: bool) -> dict[str, int]:
         "H": num_bytes(model, "lm_head"),
         "U": table,
         "A": hidden,
-        "K": hidden if masked else hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"],
+        "K": hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"],
         "F": tokens * sizes["intermediate_size"],
         "V": tokens * sizes["vocab_size"],
         "R": tokens,
@@ -163,8 +142,7 @@ def symbols_of_llama(masked: bool) -> dict[str, int]:
 @pytest.mark.parametrize(("strategy", "shape"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 def test_a_step_of_llama_moves_what_the_docstring_says(strategy: str, shape: tuple[int, ...]) -> None:
     axes = axes_of(strategy, shape)
-    masked = strategy == "gather_kv"
-    assert moved(plan_of_llama(strategy, shape)) == formulas(strategy, symbols_of_llama(masked), axes)
+    assert moved(plan_of_llama(strategy, shape)) == formulas(strategy, symbols_of_llama(), axes)
 
 
 @pytest.mark.parametrize(

@@ -437,3 +437,21 @@ def test_the_functions_on_real_ranks_eager_and_compiled(ranks: Ranks) -> None:
     for found in ranks.run(_real_losses, world_size=4, timeout=300):
         torch.testing.assert_close(found[:4], found[4:])
         assert all(torch.isfinite(x).all() and x.abs().sum() > 0 for x in found)
+
+
+def test_causal_attention_with_dropout_and_split_queries_sees_what_one_device_sees() -> None:
+    inputs = wants_grad(2, 8, 4), wants_grad(2, 8, 4), wants_grad(2, 8, 4)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return F.scaled_dot_product_attention(q, k, v, None, 0.3, True)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        with use_randomness(0, 0, True):
+            return attention_with_dropout(
+                q, k, v, None, 0.3, True, key=0, axes={"s": ("a", "b")}, sizes={"h": 2, "s": 8}
+            )
+
+    at = on(S(1), S(1))
+    assert check(reference, function, inputs, (at, on(R, R), on(R, R)), at) == {}

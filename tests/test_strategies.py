@@ -237,10 +237,10 @@ def test_a_rule_made_from_arguments(text: str, target: Any, args: tuple[Any, ...
     assert rule_text(target, *args, **kwargs) == text
 
 
-def test_causal_queries_stay_whole_and_query_heads_share_key_heads() -> None:
+def test_query_heads_share_key_heads_and_queries_may_be_split() -> None:
     query, key = x(2, 8, 5, 4), x(2, 4, 5, 4)
     causal = rule_text(aten.scaled_dot_product_attention.default, query, key, key, is_causal=True, enable_gqa=True)
-    assert causal == "a0 (h r) _ _, a0 h _ _, ~a0 h _ _ -> a0 (h r) _ _"
+    assert causal == "a0 (h r) s _, a0 h _ _, ~a0 h _ _ -> a0 (h r) s _"
     full = rule_text(aten.scaled_dot_product_attention.default, query, query, query, x(1, 8, 1, 5))
     assert full == "a0 h s _, a0 h _ _, ~a0 h _ _, 1 h 1 _ -> a0 h s _"
 

@@ -31,8 +31,7 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Positions split, also the queries' in attention, for which keys and values are gathered (Dubey et al., "The Llama
     3 Herd", 2024).
 
-    Over an axis c of positions and an axis d of the batch. A causal model has to be given its attention mask, as the
-    causal mask of the call itself is counted from the first query:
+    Over an axis c of positions and an axis d of the batch:
 
         all_gather/c = 2·L·K/d + A/d
         reduce_scatter/c = 2·L·K/d + A/d
@@ -71,15 +70,8 @@ def _check_attention(strategy: str, step: Step, role: str, mesh: Mesh, axis: str
     what = "heads" if role == "column" else "queries"
     factor = step.factor_of(role)
     if factor is None:
-        causal = step.call.arguments.get("is_causal")
-        why = (
-            "its causal mask is counted from the first query, so that all are needed (unless the model is given an "
-            "attention mask)"
-            if causal
-            else "it has none"
-        )
         raise StrategyError(
-            f"{strategy} splits the {what} of attention over {axis}; {step.name} cannot be split by them: {why}. "
+            f"{strategy} splits the {what} of attention over {axis}; {step.name} has none. "
             f"Use {'ulysses' if role == 'sequence' else 'gather_kv'} or megatron_sequence."
         )
     if step.bound.sizes[factor] % mesh.size(axis):
