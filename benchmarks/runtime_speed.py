@@ -1,9 +1,10 @@
 """Seconds and peak memory of a training step by autopar, beside PyTorch's own tools, on gloo ranks of one thread each.
 
-A step is forward, backward and AdamW (foreach) in fp32. The two of a pair take turns, step by step, so that what else
-the machine does weighs on both alike; a step takes as long as its slowest rank, and the median of the steps counts.
-Seconds of processor time, which a busy machine bends less, are measured beside. Memory is what tensors of a rank hold
-at the highest moment of a step, with parameters and optimizer state.
+A step clears the gradients, and is forward, backward and AdamW (foreach) in fp32. The two of a pair take turns, step by
+step, so that what else the machine does weighs on both alike; a step takes as long as its slowest rank, and the median
+of the steps counts. Seconds of processor time, which a busy machine bends less, are measured beside. Memory is what
+tensors of a rank hold at the highest moment of a step, with parameters, optimizer state and the buffers of gradients;
+what compiled code holds is not seen, so it is measured without torch.compile.
 
     python -m benchmarks.runtime_speed                     both sizes: some minutes
     python -m benchmarks.runtime_speed --compile           with torch.compile on top of every contestant
@@ -60,7 +61,8 @@ class Line:
     theirs: str
     seconds: tuple[float, float]
     processor_seconds: tuple[float, float]
-    num_bytes: tuple[int, int]
+    num_bytes: tuple[int, int] | None
+    """None where it was not measured."""
     apart: float
     goal: float
     memory_goal: float | None
@@ -75,11 +77,16 @@ class Line:
             f"{self.goal:.2f}",
             *(f"{1e3 * each:.1f}" for each in self.processor_seconds),
             f"{self.processor_seconds[0] / self.processor_seconds[1]:.2f}",
-            *(f"{each / 2**20:.1f}" for each in self.num_bytes),
-            f"{self.num_bytes[0] / self.num_bytes[1]:.2f}",
+            *self._memory_cells(),
             "" if self.memory_goal is None else f"{self.memory_goal:.2f}",
             f"{self.apart:.0e}",
         )
+
+    def _memory_cells(self) -> tuple[str, ...]:
+        if self.num_bytes is None:
+            return "", "", ""
+        ours, theirs = self.num_bytes
+        return f"{ours / 2**20:.1f}", f"{theirs / 2**20:.1f}", f"{ours / theirs:.2f}"
 
 
 HEADERS = (
@@ -118,19 +125,20 @@ class Trained:
         """Train one step from a common start; returns this rank's seconds by the clock and of the processor."""
         dist.barrier()
         start, processor_start = time.perf_counter(), time.process_time()
+        self.optimizer.zero_grad()
         with self.contestant.context():
             loss = self.contestant.model(*self.contestant.inputs)
             loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
         seconds = time.perf_counter() - start, time.process_time() - processor_start
         self.loss = float(loss.detach())
         return seconds
 
     def held(self) -> list[torch.Tensor]:
-        """Parameters and optimizer state; a step ends without gradients."""
+        """Parameters, their gradients (which may lie in buffers that stay), and optimizer state."""
+        parameters = list(self.contestant.model.parameters())
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        return [*self.contestant.model.parameters(), *states]
+        return [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
 
 
 def _measured(pair: Pair, size: str, options: Options) -> Line:
@@ -149,24 +157,31 @@ def _measured(pair: Pair, size: str, options: Options) -> Line:
         pair.theirs.__name__,
         (ours[0], theirs[0]),
         (ours[1], theirs[1]),
-        (ours[2], theirs[2]),
-        abs(ours[3] - theirs[3]),
+        None if options.compiled else (_peak(both[0]), _peak(both[1])),
+        abs(ours[2] - theirs[2]),
         pair.goal,
         pair.memory_goal,
     )
 
 
-def _over_ranks(trained: Trained) -> tuple[float, float, int, float]:
-    """Of the slowest rank, the medians of its seconds; of any rank, the largest peak; the mean of the losses."""
-    shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        shared, (trained.seconds, trained.loss, peak_bytes(trained.step, trained.optimizer.zero_grad, trained.held))
-    )
-    seconds, losses, peaks = zip(*shared, strict=True)
+def _over_ranks(trained: Trained) -> tuple[float, float, float]:
+    """Of the slowest rank, the medians of its seconds by the clock and of the processor; the mean of the losses."""
+    seconds, losses = zip(*_of_every_rank((trained.seconds, trained.loss)), strict=True)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*seconds, strict=True)) for kind in (0, 1)
     )
-    return clock, processor, max(peaks), statistics.fmean(losses)
+    return clock, processor, statistics.fmean(losses)
+
+
+def _peak(trained: Trained) -> int:
+    """Bytes at the highest moment of one more step, on the rank that holds most."""
+    return max(_of_every_rank(peak_bytes(trained.step, trained.optimizer.zero_grad, trained.held)))
+
+
+def _of_every_rank(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _lines(options: Options) -> list[Line]:

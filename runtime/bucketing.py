@@ -2,6 +2,9 @@
 
 Gradient reductions (I → R) are gathered into buckets of a few megabytes at the graph's entry, so that the backward
 reduces a bucket as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use.
+
+The gradients of a bucket are copied into one message, apart from those of a large parameter that fills a bucket by
+itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from dataclasses import dataclass
 
 from autopar.layout import I, Layout, R
 from autopar.reshard import Path, is_gather
-from autopar.space import Space, Wire
+from autopar.space import Decision, Space, Wire
 
 LARGEST_BUCKET = 25 * 2**20  # bytes; DistributedDataParallel's default
 SMALLEST_BUCKET = 2**20
-BUCKETS_PER_STEP = 6  # enough that most of the reduction overlaps the backward
+BUCKETS_PER_STEP = 3  # each costs a rank a millisecond with gloo, while few still overlap the backward
+PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
 
 End = tuple[int, int]
 """(decision, input position) where a wire ends."""
@@ -41,6 +45,8 @@ class Bucket:
     layouts: tuple[Layout, ...]
     steps: tuple[Step, ...]
     regather: bool
+    in_place: bool
+    """Whether it is one parameter whose gradient may be overwritten."""
 
     @property
     def at_entry(self) -> bool:
@@ -102,10 +108,10 @@ def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
             filled = 0
         found[-1].append(member)
         filled += num_bytes(member)
-    return [_bucket(group) for group in found]
+    return [_bucket(space, group) for group in found]
 
 
-def _bucket(members: Sequence[_Member]) -> Bucket:
+def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
     return Bucket(
         sources=tuple(m.wire.source for m in members),
         ends=tuple((m.wire.target, m.wire.target_input) for m in members),
@@ -114,7 +120,14 @@ def _bucket(members: Sequence[_Member]) -> Bucket:
         layouts=tuple(m.path.moves[0].before for m in members),
         steps=members[0].steps,
         regather=members[0].regather,
+        in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
     )
+
+
+def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
+    """Whether the gradient that the call gives to the wire is a new tensor: a product of matrices, not what came in."""
+    is_product = target.kind == "call" and getattr(target.node.target, "_opname", "") in PRODUCTS
+    return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
 
 
 def _first_use(space: Space, wire: Wire) -> int:

@@ -45,7 +45,7 @@ class _Pending:
 
     def started(self, result: Tensor) -> None:
         """Remember a collective to wait for."""
-        if not self.results:
+        if self not in self.running:
             self.running.append(self)
         self.results.append(result)
         while len(self.running) > MOST_RUNNING:
@@ -53,21 +53,24 @@ class _Pending:
 
     def wait(self) -> None:
         """Wait for all of them; nothing the second time."""
-        if self.results:
+        if self in self.running:
             self.running.remove(self)
         for result in self.results:
             _c10d.wait_tensor(result)
         self.results.clear()
 
 
-def reduce_gradients(axis: str, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward."""
+def reduce_gradients(axis: str, *parameters: Tensor, in_place: bool = False) -> tuple[Tensor, ...]:
+    """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward.
+
+    With `in_place`, which is for one parameter whose gradient nobody else may hold, that gradient is not copied.
+    """
     where = axis_of(axis)
     learning = _learning(parameters)
     if where.size == 1 or not learning:
         return parameters
     pending, entered = _enter([parameters[i] for i in learning])
-    left = _ReduceGradients.apply(where, pending, *entered)
+    left = _ReduceGradients.apply(where, pending, in_place, *entered)
     return _replaced(parameters, learning, _prefer(left, pending))
 
 
@@ -104,7 +107,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.pending = pending
-        return tuple(p.view_as(p) for p in parameters)
+        return parameters
 
     @staticmethod
     @once_differentiable
@@ -115,23 +118,33 @@ class _Wait(torch.autograd.Function):
 
 class _ReduceGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: Axis, pending: _Pending | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.pending = axis, pending
-        return tuple(p.view_as(p) for p in parameters)
+    def forward(
+        ctx: Any, axis: Axis, pending: _Pending | None, in_place: bool, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.pending, ctx.in_place = axis, pending, in_place
+        return parameters
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.in_place and grads[0].is_contiguous():
+            return None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
         for numbers in _by_dtype(grads):
-            flat = torch.cat([grads[i].reshape(-1) for i in numbers])
-            count("all_reduce", ctx.axis, flat.numel() * flat.itemsize)
-            # In place where it can be: nothing else holds the copy.
-            reduce = _c10d.all_reduce if ctx.pending is None else _c10d.all_reduce_
-            flat = _started(reduce(flat, "sum", ctx.axis.group), ctx.pending)
+            flat = _reduced(torch.cat([grads[i].reshape(-1) for i in numbers]), ctx.axis, ctx.pending)
             for i, piece in zip(numbers, flat.split([grads[i].numel() for i in numbers]), strict=True):
                 reduced[i] = piece.view(grads[i].shape)
-        return None, None, *reduced
+        return None, None, None, *reduced
+
+
+def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
+    """The sum over the axis of a tensor that nobody else holds; in place where it may be left running."""
+    count("all_reduce", axis, own.numel() * own.itemsize)
+    if pending is None:
+        return _c10d.wait_tensor(_c10d.all_reduce(own, "sum", axis.group))
+    result = _c10d.all_reduce_(own, "sum", axis.group)
+    pending.results.append(result)
+    return result
 
 
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Cross-entropy of logits of which each rank holds some rows, some classes, or both.
 
 Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row and all have the same
-loss; over the axes that split rows, each rank's loss is its part of the sum. The backward is local.
+loss; over the axes that split rows, each rank's loss is its part of the sum. The backward is local. Where no axis
+splits the classes, a rank's part is PyTorch's own loss, which is the faster one.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -10,7 +11,7 @@ loss; over the axes that split rows, each rank's loss is its part of the sum. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ CLASSES = "v"
 """The factor of the classes; every other one is of rows."""
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
+WIDE = (torch.float32, torch.float64)
+"""In which a sum over rows is exact enough."""
 
 
 def cross_entropy(
@@ -47,8 +50,25 @@ def cross_entropy(
     assert not target.is_floating_point(), "no rule splits a cross-entropy whose targets are probabilities"
     classes = axes_of(axes.get(CLASSES, ()))
     rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
+    if not classes and logits.dtype in WIDE:
+        divisor = _divisor(target, weight, ignore_index, rows) if reduction == MEAN else None
+        wanted = SUM if reduction == MEAN else reduction
+        loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, wanted, ignore_index, label_smoothing)
+        return loss if divisor is None else loss / divisor.to(loss.dtype)
     call = _Call(classes, rows, sizes[CLASSES], reduction, ignore_index, label_smoothing)
     return _CrossEntropy.apply(logits, target, weight, call)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, rows: Sequence[Axis]) -> Tensor:
+    """What a mean divides by: the weights of all ranks' targets together; their number where there are none."""
+    kept = target != ignore_index
+    if weight is None:
+        divisor = kept.sum(dtype=torch.float64)
+    else:
+        divisor = (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
+    for axis in rows:
+        divisor = raw_all_reduce(divisor, axis)
+    return divisor
 
 
 @dataclass(frozen=True, slots=True)

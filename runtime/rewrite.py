@@ -251,7 +251,7 @@ class _Rewriter:
                 )
                 new = self._emit(gather_parameters, (axis, dims, sizes, *values), {"regather": bucket.regather}, None)
             else:
-                new = self._emit(reduce_gradients, (axis, *values), {}, None)
+                new = self._emit(reduce_gradients, (axis, *values), {"in_place": True} if bucket.in_place else {}, None)
             layouts = [move.after for move in moves]
             values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
         for end, value in zip(bucket.ends, values, strict=True):

@@ -85,8 +85,8 @@ def _events() -> list[str]:
     line = mesh((2,), ("x",))
     log: list[str] = []
     weights = _weights()
-    started, waited = buckets._started, buckets._Pending.wait
-    buckets._started = lambda *args: (log.append("start"), started(*args))[1]
+    reduced, waited = buckets._reduced, buckets._Pending.wait
+    buckets._reduced = lambda *args: (log.append("start"), reduced(*args))[1]
     buckets._Pending.wait = lambda self: (log.append("wait"), waited(self))[1]
     try:
         with use_mesh(line):
@@ -98,7 +98,7 @@ def _events() -> list[str]:
                 x.grad_fn.register_hook(_recorded(f"layer {number}", log))
             x.sum().backward()
     finally:
-        buckets._started, buckets._Pending.wait = started, waited
+        buckets._reduced, buckets._Pending.wait = reduced, waited
     return log
 
 
@@ -117,15 +117,39 @@ def _running() -> list[int]:
         with use_mesh(line):
             x = _input(line.get_rank())
             for weight in _weights():
-                x = torch.tanh(torch.nn.functional.linear(x, *reduce_gradients("x", weight)))
+                part = weight.detach()[: WIDTH // 2].requires_grad_()
+                x = torch.tanh(torch.nn.functional.linear(x, *gather_parameters("x", (0,), (WIDTH,), part)))
             x.sum().backward()
     finally:
         buckets._started = started
     return [*counts, len(buckets._Pending.running)]
 
 
-def test_the_oldest_reduction_is_waited_for_when_too_many_run(ranks: Ranks) -> None:
+def test_the_oldest_scattering_is_waited_for_when_too_many_run(ranks: Ranks) -> None:
     assert ranks.run(_running) == [[1, buckets.MOST_RUNNING, buckets.MOST_RUNNING, buckets.MOST_RUNNING, 0]] * 2
+
+
+def _reduced_in_place() -> tuple[Tensor, list[int]]:
+    """The gradient of a parameter, and where it lay before it was reduced and after."""
+    line = mesh((2,), ("x",))
+    places: list[int] = []
+    (weight,) = _weights(1)
+    with use_mesh(line):
+        (inside,) = reduce_gradients("x", weight, in_place=True)
+        for each in (inside, weight):
+            each.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+        torch.nn.functional.linear(_input(line.get_rank()), inside).square().sum().backward()
+    assert weight.grad is not None
+    return weight.grad, places
+
+
+def test_a_gradient_that_is_nobody_elses_is_reduced_where_it_lies(ranks: Ranks) -> None:
+    (weight,) = _weights(1)
+    loss = sum((torch.nn.functional.linear(_input(rank), weight).square().sum() for rank in range(2)), torch.zeros(()))
+    (expected,) = torch.autograd.grad(loss, [weight])
+    for gradient, (before, after) in ranks.run(_reduced_in_place):
+        torch.testing.assert_close(gradient, expected)
+        assert before == after
 
 
 def _mixed() -> tuple[list[Tensor | None], dict[tuple[str, str], int]]:

@@ -1,0 +1,49 @@
+"""Which parameters move together, and whose gradients are reduced where they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.mesh import Mesh
+from autopar.runtime import bucketing
+from autopar.space import Space
+
+
+class _Model(nn.Module):
+    """Parameters whose gradients are products or sums, or come from two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.places = nn.Parameter(torch.zeros(4, 8))
+        self.factor = nn.Parameter(torch.zeros(8, 8))
+        self.twice = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice((self.linear(x) + self.places) @ self.factor)).square().mean()
+
+
+def _buckets() -> tuple[Space, tuple[bucketing.Bucket, ...]]:
+    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="data_parallel").context
+    return context.space, bucketing.buckets_of(context.space, context.choices)
+
+
+def _parameters(space: Space, bucket: bucketing.Bucket) -> list[str]:
+    names = {placeholder: name for name, placeholder in space.program.parameters.items()}
+    return [names[space.decisions[source].name] for source in bucket.sources]
+
+
+def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucketing, "LARGEST_BUCKET", 1)  # every parameter by itself
+    space, buckets = _buckets()
+    assert all(len(bucket.sources) == 1 for bucket in buckets)
+    assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}
+
+
+def test_gradients_that_share_a_bucket_are_copied() -> None:
+    space, (bucket,) = _buckets()
+    assert len(_parameters(space, bucket)) == 5
+    assert not bucket.in_place
