@@ -8,15 +8,16 @@ and backward a call holds what autograd keeps for it (asked of autograd, see `sa
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
 A view counts where its memory was made. A weight that is gathered again for the backward is held only while its layer
-runs, with the gradient that is still to be reduced. Under recomputation (`segments`) a segment holds only what its
-second run begins with: tensors from outside, results of collectives and, if selective, of contractions.
+runs; a gradient that is still to be reduced from its call's backward to the end of the layer's. Under recomputation
+(`segments`) a segment holds only what its second run begins with: tensors from outside, results of collectives and, if
+selective, of contractions.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -232,26 +233,31 @@ class MemoryModel:
         return found
 
     def gathered(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire while its layer runs: the gathered weight, and the gradient to be reduced."""
-        source = self.space.decisions[wire.source]
+        """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
+        return self._of_weight("gathered", wire, self._gathered)
+
+    def unreduced(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire, from its call's backward to the end of the layer's: the gradient to reduce."""
+        return self._of_weight("unreduced", wire, self._unreduced) if wire.tensor.requires_grad else None
+
+    def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
         if not self.space.is_weight(wire.source):
             return None
-        menus = source.menu, self.space.decisions[wire.target].menu
-        key = ("gathered", id(menus[0]), id(menus[1]), wire.target_input, wire.tensor)
-        return self._cached(key, lambda: self._gathered(wire))
+        menus = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
+        return self._cached((name, id(menus[0]), id(menus[1]), wire.target_input, wire.tensor), lambda: make(wire))
 
     def _gathered(self, wire: Wire) -> Bytes:
         _, after = self._wire_ends(wire)
-        moved = self.kinds(wire) == COMMUNICATED
-        found = np.where(moved, after[None, :], 0)
+        found = np.where(self.kinds(wire) == COMMUNICATED, after[None, :], 0)
         strategies = self.space.decisions[wire.source].menu.strategies
-        kept = np.array([strategy.kept for strategy in strategies])
-        found[kept] = 0  # counted as kept
-        if wire.tensor.requires_grad:
-            codes, others = self._codes(wire)
-            reduced = ((codes[:, None] == _INVARIANT) & (others[None, :] == _REPLICATED)).any(axis=2)
-            found = found + np.where(moved | reduced, after[None, :], 0)
+        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
         return found
+
+    def _unreduced(self, wire: Wire) -> Bytes:
+        _, after = self._wire_ends(wire)
+        codes, others = self._codes(wire)
+        reduced = ((codes[:, None] == _INVARIANT) & (others[None, :] == _REPLICATED)).any(axis=2)
+        return np.where((self.kinds(wire) == COMMUNICATED) | reduced, after[None, :], 0)
 
     def working(self, number: int) -> Bytes | None:
         """Bytes of the gradients of a call's inputs and outputs, and of its outputs, while it runs backward."""

@@ -167,19 +167,21 @@ class _Moment:
         return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
 
     def _wire(self, wire: Wire) -> None:
-        """A tensor that is kept for its consumer, and a weight that is gathered with its gradient."""
+        """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""
         memory, count = self.memory, self.repetition.of_wire(wire)
         ends, place = (self.choices[wire.source], self.choices[wire.target]), memory.position[wire.target]
         if place >= len(memory.calls):
             return
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
-        kept, gathered = memory.wire(wire), memory.gathered(wire)
+        kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
         if kept is not None and place <= self.place and kept[self._mode(wire.target, len(kept))][ends]:
             unmoved = memory.kinds(wire)[ends] <= SLICED
             layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
             self._add("activations", self._local(shape, layout) * itemsize, count)
-        layer = memory.layer[memory.calls[self.place]]
-        if gathered is not None and gathered[ends] and memory.layer[wire.target] == layer:
+        if memory.layer[wire.target] == memory.layer[memory.calls[self.place]]:
             whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
-            self._add("gathered weights", whole * (int(gathered[ends]) // int(whole)), count)
+            if gathered is not None and gathered[ends]:
+                self._add("gathered weights", whole, count)
+            if unreduced is not None and unreduced[ends] and self.backward and place >= self.place:
+                self._add("gradients", whole, count)

@@ -6,7 +6,6 @@ convention of `runtime.axes`: the bytes of the whole tensor (an all-gather's out
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +44,6 @@ OPERATIONS: Mapping[str, tuple[str, int]] = {
     "c10d.broadcast_": ("broadcast", 0),
 }
 """Operation → the collective it is, and the position of the argument whose bytes count."""
-QUIET = "6"  # above all levels that the profiler's library writes to stderr
 INPUT_IS_A_PART = "_c10d_functional.all_gather"  # such operations take a part and return the whole
 
 
@@ -94,28 +91,62 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def peak_bytes(step: Callable[[], object], clear: Callable[[], object], held: Callable[[], Iterable[Tensor]]) -> int:
-    """Bytes of tensors at the highest moment of a step on the CPU: what is held before it, and what the step allocates.
+    """Bytes of tensors at the highest moment of an eager step on the CPU: what is held before it, and what it makes.
 
     Args:
         step: one step of training that leaves its gradients.
         clear: lets the gradients go, as the next step begins with.
         held: parameters, buffers, gradients and optimizer state, which exist already.
 
-    The allocator reports no end of what began before it was watched, so gradients are let go before.
+    What a kernel allocates and frees inside is not seen, nor is what compiled code makes.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-    references = {key: (StorageWeakRef(storage), storage.nbytes()) for key, storage in _storages(held()).items()}
+    live = LiveBytes(held())
     clear()
-    resident = sum(num_bytes for reference, num_bytes in references.values() if not reference.expired())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    live.look()
+    with live:
         step()
-    assert found.profiler is not None and found.profiler.kineto_results is not None
-    live, highest = 0, 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            highest = max(highest, live)
-    return resident + highest
+    return live.highest
+
+
+class LiveBytes(TorchDispatchMode):
+    """Watches the storages of some tensors and of all that operations return inside the block.
+
+    After each operation it asks which of them still exist, as a profiler does not hear of memory that another thread
+    frees: gloo's threads are often the last to hold what was sent.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.highest = 0
+        self._known: dict[int, StorageWeakRef] = {}
+        self._meet(tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, meet its outputs, and look."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what the DTensor does with its parts comes here again
+        result = func(*args, **(kwargs or {}))
+        self._meet(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+        self.look()
+        return result
+
+    def look(self) -> int:
+        """Bytes that the storages hold now: a storage may be gone, or empty for a while."""
+        total = 0
+        for key, reference in list(self._known.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._known[key]
+            else:
+                total += storage.nbytes()
+        self.highest = max(self.highest, total)
+        return total
+
+    def _meet(self, tensors: Iterable[Tensor]) -> None:
+        for key, storage in _storages(tensors).items():
+            known = self._known.get(key)
+            if known is None or known.expired():
+                self._known[key] = StorageWeakRef(storage)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -2,8 +2,9 @@
 
     forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer
     backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
-                           parameters that only calls after t use, the weights and gradients of t's layer, and the
-                           gradients that t works on; a segment that is computed again holds all of its own
+                           parameters that only calls after t use, the weights of t's layer and the gradients that its
+                           calls from t on have left to be reduced, and the gradients that t works on; a segment that
+                           is computed again holds all of its own
 
 The optimizer's step works in place and is below the end of the backward. The bytes at one moment are a sum over
 choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
@@ -59,14 +60,17 @@ def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
     """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
-    kept, gathered = memory.wire(wire), memory.gathered(wire)
+    kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
     moments: list[tuple[int, list[Modes]]] = []
     for place, weight in row.weights:
         parts: list[Modes] = []
         if kept is not None and memory.position[wire.target] <= place:
             parts.append(kept if _frees(memory, wire.target, place) else kept[:1])
-        if gathered is not None and memory.layer[wire.target] == memory.layer[memory.calls[place]]:
-            parts.append((gathered,))
+        if memory.layer[wire.target] == memory.layer[memory.calls[place]]:
+            if gathered is not None:
+                parts.append((gathered,))
+            if unreduced is not None and memory.position[wire.target] >= place:
+                parts.append((unreduced,))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
 
@@ -107,6 +111,7 @@ class _Moments:
         self.layers = [memory.layer[number] for number in memory.calls]
         self.segments = [memory.segment[number] for number in memory.calls]
         self.of_layer: dict[str, int] = defaultdict(int)
+        self.unreduced = np.zeros(count, dtype=np.int64)
         mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
         for number, choice in enumerate(choices):
             place = memory.position[number]
@@ -123,11 +128,13 @@ class _Moments:
             ends, place = (choices[wire.source], choices[wire.target]), memory.position[wire.target]
             if place >= count:
                 continue
-            kept, gathered = memory.wire(wire), memory.gathered(wire)
+            kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
             if kept is not None:
                 self._keep(place, kept, mode_of.get(memory.segment[wire.target], 0), ends)
             if gathered is not None:
                 self.of_layer[memory.layer[wire.target]] += int(gathered[ends])
+            if unreduced is not None:
+                self.unreduced[place] += int(unreduced[ends])
         self.always_total = sum(self.always.values())
 
     def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...]) -> None:
@@ -152,7 +159,7 @@ class _Moments:
         born = np.cumsum(self.born[::-1])[::-1]
         return {
             **self._always(),
-            "gradients": born[1:],
+            "gradients": born[1:] + self._unreduced(),
             "activations": activations,
             "gathered weights": self._gathered(),
             "working set": self.outputs,
@@ -160,6 +167,15 @@ class _Moments:
 
     def _always(self) -> dict[str, np.ndarray]:
         return {name: np.full(self.count, num_bytes) for name, num_bytes in self.always.items()}
+
+    def _unreduced(self) -> np.ndarray:
+        """Gradients that the calls of a layer, from the last one back to each place, have left."""
+        left: dict[str, int] = defaultdict(int)
+        found = np.zeros(self.count, dtype=np.int64)
+        for place in reversed(range(self.count)):
+            left[self.layers[place]] += int(self.unreduced[place])
+            found[place] = left[self.layers[place]]
+        return found
 
     def _gathered(self) -> np.ndarray:
         return np.array([self.of_layer[layer] for layer in self.layers], dtype=np.int64)

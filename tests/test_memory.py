@@ -10,16 +10,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import autopar
 from autopar.build import build_space
 from autopar.capture import capture, run, skeleton
 from autopar.hardware import load
 from autopar.memory import MemoryModel
 from autopar.mesh import Mesh
 from autopar.optimizers import Optimizer
-from autopar.peak import memory_use
+from autopar.peak import Row, memory_use, node_bytes, wire_bytes
 from autopar.program import TensorInfo
 from autopar.runtime.inputs import canonical_arguments
-from autopar.space import Space
+from autopar.space import Space, Wire
 from tests.families import FAMILIES, Family
 from tests.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 
@@ -143,11 +144,11 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
         memory = MemoryModel(space)
         (wire,) = (w for w in space.wires if w.source == number)
         ends = choices[wire.source], choices[wire.target]
-        arrays, gathered = memory.wire(wire), memory.gathered(wire)
-        assert arrays is not None and gathered is not None
-        used[kept] = int(arrays[0][ends]), int(gathered[ends])
+        arrays, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
+        assert arrays is not None and gathered is not None and unreduced is not None
+        used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
-    assert used == {False: (0, 2 * size), True: (size, size)}
+    assert used == {False: (0, size, size), True: (size, 0, size)}
 
 
 def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
@@ -168,3 +169,36 @@ def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
     own = MemoryModel(space).own(number)
     assert own is not None
     assert own[0].max() >= shape[0] * shape[1] * 4 and own[0].min() > 0
+
+
+def _three_linears() -> tuple[MemoryModel, Sequence[int]]:
+    """A layer of two matrices and a layer of one, data-parallel."""
+    layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model = nn.Sequential(layer, nn.Linear(8, 8, bias=False))
+    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy="data_parallel").context
+    return MemoryModel(context.space), context.choices
+
+
+def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
+    """Bytes of a wire while the call at that place runs backward."""
+    found = wire_bytes(memory, wire, Row(((place, 1),)))
+    return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
+
+
+def test_a_gradient_to_be_reduced_is_held_from_its_calls_backward_to_the_end_of_the_layers() -> None:
+    memory, choices = _three_linears()
+    weights = [wire for wire in memory.space.wires if memory.space.is_weight(wire.source)]
+    size = 8 * 8 * 4
+    by_call = [[_at(memory, wire, choices, place) for wire in weights] for place in range(3)]
+    assert by_call == [[size, size, 0], [0, size, 0], [0, 0, size]]
+
+
+def test_a_limit_counts_what_the_report_counts() -> None:
+    memory, choices = _three_linears()
+    backward = [each.num_bytes for each in memory_use(memory, choices, {})[1].timeline if each.backward]
+    rows = [
+        sum(int(node_bytes(memory, n, Row(((place, 1),)))[0][choice]) for n, choice in enumerate(choices))
+        + sum(_at(memory, wire, choices, place) for wire in memory.space.wires)
+        for place in range(3)
+    ]
+    assert rows == backward[::-1]
