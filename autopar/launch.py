@@ -6,7 +6,6 @@ A fork server imports once and forks every rank, as imports take longer than sma
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from autopar.errors import AutoparError
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 FAILED = 2  # exit status of a rank whose error is written down
 PATIENCE = timedelta(minutes=10)  # of a collective whose other ranks do not come
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 PRELOADED = ["transformers.models.llama.modeling_llama", "torch.export", "networkx"]
 
 
@@ -73,9 +73,9 @@ def _reported(error: ProcessRaisedException | ProcessExitedException, folder: Pa
 def _rank(rank: int, world: World, work: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
     """The life of a rank."""
     torch.set_num_threads(1)  # ranks share the cores
+    run_collectives_in_one_thread()
     if world.device == "cuda":
         torch.cuda.set_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         _join(rank, world, folder)
         result = work(*arguments)
@@ -87,6 +87,27 @@ def _rank(rank: int, world: World, work: Callable[..., Any], arguments: Sequence
         if rank == 0:
             Path(folder, "result").write_bytes(pickle.dumps(result))
         dist.destroy_process_group()
+
+
+def run_collectives_in_one_thread() -> None:
+    """Give every gloo group that this process makes from now on one thread that runs its collectives, instead of two.
+
+    Two can corrupt the heap: after a collective, `ProcessGroupGloo::runLoop` of torch 2.13 assigns the std::string
+    `pgStatus_->lastCompletedWorkName` without a lock. "ALLGATHER_COALESCED" (a functional all-gather) is too long to
+    lie inside the string: where two collectives end at once, its memory is freed twice, and the rank dies later.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    made_with_options = gloo.__init__
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface=LOOPBACK)]
+        options._threads = 1
+        options._timeout = timeout
+        made_with_options(self, store, rank, size, options)
+
+    # torch.distributed hands no options to gloo.
+    gloo.__init__ = init
 
 
 def _join(rank: int, world: World, folder: Path) -> None:

@@ -24,14 +24,12 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +40,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from autopar.launch import run_collectives_in_one_thread
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ def _serve(rank: int, pipe: Connection, stack: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process gets it too, and kills us
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _run_collectives_in_one_thread()
+    run_collectives_in_one_thread()
     group = ""
     with open(stack, "w") as file, contextlib.suppress(EOFError):
         faulthandler.enable(file)
@@ -215,27 +215,6 @@ def _serve(rank: int, pipe: Connection, stack: str) -> None:
             except BaseException:  # pytest.fail raises no Exception
                 answer = (False, traceback.format_exc().encode())
             pipe.send_bytes(pickle.dumps(answer))
-
-
-def _run_collectives_in_one_thread() -> None:
-    """Give every gloo group of this process one thread that runs its collectives, instead of two.
-
-    Two can corrupt the heap: after a collective, `ProcessGroupGloo::runLoop` of torch 2.13 assigns the std::string
-    `pgStatus_->lastCompletedWorkName` without a lock. "ALLGATHER_COALESCED" (a functional all-gather) is too long to
-    lie inside the string: where two collectives end at once, its memory is freed twice, and the rank dies later.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    made_with_options = gloo.__init__
-
-    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = gloo._Options()
-        options._devices = [gloo.create_device(interface="lo0" if sys.platform == "darwin" else "lo")]
-        options._threads = 1
-        options._timeout = timeout
-        made_with_options(self, store, rank, size, options)
-
-    # torch.distributed hands no options to gloo.
-    gloo.__init__ = init
 
 
 def _join_group(store: str, rank: int, world_size: int) -> None:
