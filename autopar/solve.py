@@ -284,6 +284,8 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
 
 def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
     """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
+    if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+        return None  # what is held is forbidden
     pruned = prune(problem)
     tables = Tables(pruned.problem)
     elimination = narrow_elimination(pruned.problem, tables)
