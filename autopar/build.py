@@ -24,6 +24,7 @@ from autopar.program import Program, TensorInfo, tensor_inputs
 from autopar.reshard import Tensor
 from autopar.rule import ROLE_OF_FACTOR
 from autopar.saved import backward_needs
+from autopar.sharing import ALONE, sharing
 from autopar.space import Decision, Roles, Space, Wire, carries_pin, is_call, is_cast, source_of
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
@@ -64,6 +65,8 @@ class _Builder:
         self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
         self.parameters = frozenset(space.program.parameters.values())
+        weights = space.program.placeholders()
+        self.sharing = sharing(space.program, {name for name in self.parameters if _is_regathered(weights[name])})
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
@@ -146,7 +149,8 @@ class _Builder:
         weight = self.space.is_weight(number)
         regather = weight and _is_regathered(self.space.decisions[number].node)
         assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
-        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather)
+        shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
+        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
         free = (

@@ -37,10 +37,13 @@ from autopar.sizes import format_bytes, format_seconds
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BUCKET_LATENCY = {
-    "value": 0.25,
-    "source": "assumed: four parameters in a bucket (runtime.bucketing makes one or more per layer, or six per step)",
+    "value": 1.0,
+    "source": "derived: the latency of a message is the time of threads, which ranks that compute wait for",
 }
-HIDDEN = {"gradient_reduction": "all_reduce", "weight_gathering": "all_gather"}
+WEIGHT_GATHERING = {
+    "value": 0.0,
+    "source": "derived: runtime.buckets gathers weights right before their use and waits for them",
+}
 PROTOCOLS = {1: ("messages",), 2: ("small messages", "large messages")}
 IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
 Profile = dict[str, Any]
@@ -145,7 +148,6 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     # A collective over several links uses one protocol: all links list the same.
     protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
-    hidden = f"of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long"
     profile = {
         "name": name,
         **_computing(timer, stamp, min(node, ranks)),
@@ -154,12 +156,11 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
             for level in levels
         ],
         "overlap": {
-            **{
-                field: stamp.number(
-                    timer.hidden_share(collective, device_mesh.get_group(innermost)), f"{collective} {hidden}"
-                )
-                for field, collective in HIDDEN.items()
-            },
+            "gradient_reduction": stamp.number(
+                timer.hidden_share(device_mesh.get_group(innermost)),
+                f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
+            ),
+            "weight_gathering": WEIGHT_GATHERING,
             "bucket_latency": BUCKET_LATENCY,
         },
     }
@@ -177,14 +178,19 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
     flops = {}
     for dtype in DTYPES:
         best, size = timer.matmul_flops(dtype)
-        flops[str(dtype).removeprefix("torch.")] = stamp.number(best, f"{size}² matmul, {each}")
+        flops[str(dtype).removeprefix("torch.")] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
     copied = f"copy of {format_bytes(timer.effort.copy_bytes)}, read plus written, {each}"
     memory, how = _memory_bytes(device, local_ranks)
     return {
         "flops": flops,
+        "elementwise_bytes_per_s": stamp.number(
+            timer.elementwise_bytes_per_s(),
+            f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
+            f"{each}",
+        ),
         "memory_bytes_per_s": stamp.number(timer.copy_bytes_per_s(), copied),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
-        "op_latency_s": stamp.number(timer.op_latency_s(), "addition of one element"),
+        "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
     }
 
 
@@ -235,6 +241,9 @@ def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, dev
         ],
         "efficiencies": {
             collective: stamp.number(level.fit.efficiencies.get(collective, 1.0), how) for collective in level.samples
+        },
+        "latencies": {
+            collective: stamp.number(level.fit.latencies.get(collective, 1.0), how) for collective in level.samples
         },
         "fit_error": {
             collective: stamp.number(
@@ -292,6 +301,7 @@ def summary(profile: Profile) -> str:
     hardware = parse(profile)
     rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
     rows.append(("copy", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
+    rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
     rows.append(("one operation", format_seconds(hardware.op_latency_s)))
     for link, written in zip(hardware.links, profile["links"], strict=True):
         rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))
@@ -299,6 +309,7 @@ def summary(profile: Profile) -> str:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
             rows.append((f"  {each.name}", f"{start}, {each.efficiency:.0%} of the bandwidth"))
         rows.append(("  bandwidth reached", _percents(written["efficiencies"])))
+        rows.append(("  latency", _percents(written["latencies"])))
         rows.append(("  error of the fit", _percents(written["fit_error"])))
     rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
     rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))

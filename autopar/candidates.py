@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from autopar.cost import flops, forward_seconds, num_backward
+from autopar.cost import bandwidth, flops, forward_seconds, num_backward
 from autopar.errors import RuleError
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, S
@@ -141,7 +141,7 @@ def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
     implementation = op.implementation
     joined = implementation.joined if implementation else frozenset()
     paddable = padded_factors(op, bound, key.padded)
-    total = flops(call, op, bound)
+    total, speed = flops(call, op, bound), bandwidth(call, op, bound, hardware)
     passes = 1 + num_backward(call)
     found: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     for choices in itertools.product(bound.choices(joined), repeat=mesh.ndim):
@@ -149,7 +149,8 @@ def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
             continue
         strategy = _strategy(choices, call, op, bound, mesh)
         share = 1 / math.prod(mesh.sizes[a] for a, choice in enumerate(choices) if choice.factor)
-        forward = forward_seconds(call, total, share, (strategy.inputs, strategy.outputs), mesh.sizes, hardware)
+        layouts = strategy.inputs, strategy.outputs
+        forward = forward_seconds(call, total, share, layouts, mesh.sizes, hardware, speed)
         seconds = forward * passes + sum(transfer_seconds(each, mesh, hardware) for each in strategy.transfers)
         same = (strategy.inputs, strategy.outputs, strategy.implemented)
         if same not in found:

@@ -22,7 +22,8 @@ of a node, each with a card of 50 GB/s, send 400 GB/s to the next node, or what 
     tree        all_reduce                   2 (r - 1) in a node, 2 ⌈log₂ r⌉ else   2 / g_ℓ,  r = g_ℓ₊₁ / g_ℓ
     messages    all_to_all                   g_ℓ₊₁ - g_ℓ                            (n - g_ℓ)/n
 
-where efficiency_ℓ is the protocol's, times what the link's `efficiencies` say of the collective (NCCL: no difference).
+where efficiency_ℓ is the protocol's, times what the link's `efficiencies` say of the collective (NCCL: no difference);
+its latency is the protocol's, times what the link's `latencies` say of it.
 The steps of a ring pass add up to n - 1. In an all_to_all each device sends to its peers alone: the (n - g_ℓ)/n that
 leave its block take its own port, one message to each peer, by the protocols of the ring.
 """
@@ -67,13 +68,13 @@ class Level:
     in_node: bool
 
 
-def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: bool = False) -> float:
+def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: int = 0) -> float:
     """Seconds of one transfer that no computation hides (see `pieces` for `bucketed`)."""
     return float(collective_seconds(transfer.collective, transfer.num_bytes, mesh, transfer.axis, hardware, bucketed))
 
 
 def collective_seconds(
-    collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware, bucketed: bool = False
+    collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
 ) -> Bytes | float:
     """Seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
     times = [
@@ -85,13 +86,13 @@ def collective_seconds(
 
 @functools.lru_cache(maxsize=4096)
 def pieces(
-    collective: str, mesh: Mesh, axis: str, hardware: Hardware, bucketed: bool = False
+    collective: str, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
 ) -> tuple[tuple[float, float], ...]:
     """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency.
 
-    A bucketed collective joins many parameters in one message, large enough that the protocols for small messages do
-    not matter. The hardware's `overlap` states which share of its latency each parameter pays, and which share of the
-    rest is hidden.
+    A collective in a bucket joins as many parameters as `bucketed` says in one message, large enough that the protocols
+    for small messages do not matter, and they share its latency. The hardware's `overlap` states which share of the
+    latency, and which of the rest, is hidden.
     """
     levels = levels_of(hardware.links, mesh, axis)
     if not levels:
@@ -100,7 +101,7 @@ def pieces(
     if bucketed:
         exposed = 1 - getattr(hardware.overlap, HIDDEN_AS.get(collective, "weight_gathering"))
         seconds_per_byte, latency = min((per_byte, latency) for latency, per_byte in found)
-        return ((hardware.overlap.bucket_latency * latency, exposed * seconds_per_byte),)
+        return ((hardware.overlap.bucket_latency * latency / bucketed, exposed * seconds_per_byte),)
     best: list[tuple[float, float]] = []
     for piece in sorted(found):
         if not best or piece[1] < best[-1][1]:
@@ -153,11 +154,12 @@ def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tu
         known = [protocol for protocol in protocols if protocol is not None]
         if len(known) < len(levels):
             continue
-        latency = max(protocol.base_latency_s for protocol in known)
+        factors = [getattr(level.link.latencies, collective) for level in levels]
+        latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
         seconds_per_byte = 0.0
-        for level, protocol in zip(levels, known, strict=True):
+        for level, protocol, factor in zip(levels, known, factors, strict=True):
             steps, share = steps_and_share(collective, algorithm, level, size)
-            latency += steps * protocol.step_latency_s
+            latency += steps * protocol.step_latency_s * factor
             efficiency = protocol.efficiency * getattr(level.link.efficiencies, collective)
             seconds_per_byte = max(seconds_per_byte, share / (efficiency * level.link.bytes_per_s))
         found.append((latency, seconds_per_byte))

@@ -1,7 +1,9 @@
 """Seconds and bytes of one operation on one device, from its rule and its local shapes.
 
-    seconds = max(FLOPs / peak FLOP/s, bytes / memory bandwidth) + latency      (roofline, Williams et al. 2009)
+    seconds = max(FLOPs / peak FLOP/s, bytes / bandwidth) + latency      (roofline, Williams et al. 2009)
 
+where the bandwidth is that of memory for contractions, which read what they need once, and for other operations that of
+elementwise ones (a CPU computes tanh more slowly than it reads; a GPU's memory bounds both);
 forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
 """
 
@@ -33,13 +35,24 @@ def is_contraction(bound: BoundRule) -> bool:
     return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
 
 
+def computes_products(call: Call, op: OpRule | None, bound: BoundRule) -> bool:
+    """Whether the call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
+    return (op is not None and op.flops is not None) or (is_contraction(bound) and base_name(call) != "embedding")
+
+
 def flops(call: Call, op: OpRule, bound: BoundRule) -> float:
     """Floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
     if op.flops is not None:
         return float(op.flops)
-    if is_contraction(bound) and base_name(call) != "embedding":
+    if computes_products(call, op, bound):
         return 2.0 * math.prod(bound.sizes.values())
     return float(sum(output.num_elements for output in call.outputs))
+
+
+def bandwidth(call: Call, op: OpRule | None, bound: BoundRule, hardware: Hardware) -> float:
+    """The bytes per second at which a call goes through its inputs and outputs."""
+    dense = computes_products(call, op, bound)
+    return hardware.memory_bytes_per_s if dense else hardware.elementwise_bytes_per_s
 
 
 def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
@@ -53,8 +66,9 @@ def forward_seconds(
     layouts: tuple[Sequence[Layout], Sequence[Layout]],
     sizes: Sequence[int],
     hardware: Hardware,
+    bytes_per_s: float,
 ) -> float:
-    """Seconds of the forward of a call that computes `share` of its FLOPs on each device."""
+    """Seconds of the forward of a call that computes `share` of its FLOPs on each device; see `bandwidth`."""
     if is_view(call):
         return 0.0
     inputs = sum(
@@ -65,11 +79,18 @@ def forward_seconds(
         local_elements(info, layout, sizes) * info.dtype.itemsize
         for info, layout in zip(call.outputs, layouts[1], strict=True)
     )
-    if base_name(call) == "embedding":
-        inputs = outputs  # a lookup reads the rows it needs, not the table
     dtype = call.outputs[0].dtype if call.outputs else torch.float32
-    forward = max(total_flops * share / hardware.flops_of(dtype), (inputs + outputs) / hardware.memory_bytes_per_s)
+    forward = max(total_flops * share / hardware.flops_of(dtype), moved_bytes(call, inputs, outputs) / bytes_per_s)
     return forward + hardware.op_latency_s
+
+
+def moved_bytes(call: Call, inputs: int, outputs: int) -> int:
+    """Bytes that a call reads and writes in its forward, from those of its inputs and of its outputs."""
+    if base_name(call) == "embedding":
+        return outputs + outputs  # a lookup reads the rows it needs, not the table
+    if base_name(call) == "cross_entropy_loss":
+        return inputs + inputs + outputs  # probabilities as large as the logits are written for the backward
+    return inputs + outputs
 
 
 def num_backward(call: Call) -> int:

@@ -3,10 +3,12 @@
     seconds = base latency + steps · step latency + bytes sent · seconds per byte
 
 A least-squares fit in relative error, so that a message of a kilobyte counts as much as one of a megabyte, and with no
-coefficient below zero. Two refinements are made where they explain the times clearly better:
+coefficient below zero. Three refinements are made where they explain the times clearly better:
 
 - Collectives share the latencies and differ in the seconds per byte (gloo scatters more slowly than it gathers): what
   each reaches of the best one's bandwidth is its efficiency.
+- Collectives differ in the latency, too (gloo's all-to-all sends to all at once): each has that of the fit, so many
+  times.
 - Libraries carry small messages differently from large ones (NCCL's protocols): one line for the messages up to a size
   and one for those above both become protocols, the first with its share of the second's bandwidth.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -45,9 +47,13 @@ class Line:
     step_s: float
     seconds_per_byte: float
 
-    def seconds(self, sample: Sample) -> float:
-        """What the line predicts for a sample."""
-        return self.base_s + sample.steps * self.step_s + sample.num_bytes * self.seconds_per_byte
+    def latency(self, sample: Sample) -> float:
+        """The seconds of a sample that its bytes do not take."""
+        return self.base_s + sample.steps * self.step_s
+
+    def seconds(self, sample: Sample, slowdown: float = 1.0) -> float:
+        """What the line predicts for a sample whose latency is so many times that of the line."""
+        return self.latency(sample) * slowdown + sample.num_bytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Fit:
     """Root mean square of the relative errors."""
     efficiencies: Mapping[str, float]
     """Collective → share of the bandwidth; 1 for one that is not listed."""
+    latencies: Mapping[str, float] = field(default_factory=dict)
+    """Collective → its latency, in times that of the lines; 1 for one that is not listed."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -76,7 +84,7 @@ class Fit:
     def seconds(self, sample: Sample) -> float:
         """What the fit predicts for a sample."""
         scaled = _scaled(sample, self.efficiencies)
-        return min(line.seconds(scaled) for line in self.lines)
+        return min(line.seconds(scaled, self.latencies.get(sample.collective, 1.0)) for line in self.lines)
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
@@ -88,7 +96,9 @@ def fit(samples: Sequence[Sample]) -> Fit:
         return plain
     efficiencies = _efficiencies(samples)
     apart = _refined(_made(samples, (samples,), efficiencies), samples)
-    return apart if _is_worth(apart, plain) else plain
+    found = apart if _is_worth(apart, plain) else plain
+    each = _with_latencies(samples, plain)
+    return each if _is_worth(each, found) else found
 
 
 def relative_error(predict: Callable[[Sample], float], samples: Sequence[Sample]) -> float:
@@ -136,6 +146,30 @@ def _efficiencies(samples: Sequence[Sample]) -> dict[str, float]:
     names = sorted({sample.collective for sample in samples})
     slopes = _coefficients(samples, [[s.num_bytes * (s.collective == name) for s in samples] for name in names])[2:]
     return {name: min(slopes) / slope for name, slope in zip(names, slopes, strict=True)}
+
+
+def _with_latencies(samples: Sequence[Sample], plain: Fit) -> Fit:
+    """The fit of one line with a latency and a bandwidth for each collective, in two steps.
+
+    The line of all says how latencies grow with the steps; then each collective has the least squares, in relative
+    error, of two unknowns: times that latency, and seconds per byte. The plain fit where one of them is not positive.
+    """
+    line = _line(samples)
+    found: dict[str, tuple[float, float]] = {}
+    for name in sorted({sample.collective for sample in samples}):
+        own = [sample for sample in samples if sample.collective == name]
+        columns = np.array(
+            [(line.latency(s) / s.seconds, s.num_bytes * line.seconds_per_byte / s.seconds) for s in own]
+        )
+        times, slope = np.linalg.lstsq(columns, np.ones(len(own)), rcond=None)[0]
+        if not (times > 0 and slope > 0):
+            return plain
+        found[name] = (float(times), float(slope) * line.seconds_per_byte)
+    fastest = min(slope for _, slope in found.values())
+    efficiencies = {name: fastest / slope for name, (_, slope) in found.items()}
+    latencies = {name: times for name, (times, _) in found.items()}
+    made = Fit((replace(line, seconds_per_byte=fastest),), 0.0, efficiencies, latencies)
+    return replace(made, error=relative_error(made.seconds, samples))
 
 
 def _coefficients(samples: Sequence[Sample], num_bytes: Sequence[Sequence[float]]) -> list[float]:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 from autopar.candidates import Strategy
 from autopar.collective_cost import Transfer
-from autopar.cost import base_name, is_contraction, num_backward
+from autopar.cost import bandwidth, computes_products, moved_bytes, num_backward
 from autopar.local_sizes import LocalSizes
 from autopar.memory import MemoryModel
 from autopar.memory_formulas import memory_formulas, mode_of
@@ -226,7 +226,7 @@ class _Ledger:
             self.seconds.add(passes * self.space.hardware.op_latency_s)
             self.flops.add(passes * work.flops)
         for transfer in work.transfers:
-            self._wait(transfer, count, bucketed=False)
+            self._wait(transfer, count, bucketed=0)
             self._count(transfer, count)
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
@@ -236,16 +236,15 @@ class _Ledger:
             num_bytes.append(sum(self.sizes.local(info.shape, layout) * info.dtype.itemsize for info, layout in each))
         if is_view(call):
             return _Work(Polynomial(), "", ())
-        if base_name(call) == "embedding":
-            num_bytes[0] = num_bytes[1]  # a lookup reads the rows it needs, not the table
         bound = bound.rule.bind([info.shape for info in call.inputs], [info.shape for info in call.outputs])
         split = strategy.axes_by_factor(cast(Mesh, self.sizes.axes))
         parts = math.prod(self.sizes.axes.size(axis) for axes in split.values() for axis in axes)
         flops = Size.of(flops_of(call, bound)).polynomial / Size.of(parts)
         hardware = self.space.hardware
         peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else "float32")
-        moved = Size.of(sum(num_bytes)).polynomial
-        roofline = f"Max(({flops})/{peak!r}, ({moved})/{float(hardware.memory_bytes_per_s)!r})"
+        moved = Size.of(moved_bytes(call, *num_bytes)).polynomial
+        speed = float(bandwidth(call, rule_of(call), bound, hardware))
+        roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
         return _Work(flops, roofline, self._own(call, bound, strategy, split))
 
     def _own(
@@ -285,7 +284,7 @@ class _Ledger:
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS))
         for move, twice in zip(path.moves, path.regathered, strict=True):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                self._wait(transfer, count, in_bucket(move, tensor))
+                self._wait(transfer, count, in_bucket(move, tensor) if path.together else 0)
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
@@ -293,7 +292,7 @@ class _Ledger:
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
-    def _wait(self, transfer: Transfer, count: Polynomial, bucketed: bool) -> None:
+    def _wait(self, transfer: Transfer, count: Polynomial, bucketed: int) -> None:
         name = rate_name(transfer.collective, transfer.axis, bucketed)
         if name not in self.rates:
             self.rates[name] = rate(transfer.collective, transfer.axis, bucketed, self.space.mesh, self.space.hardware)
@@ -305,7 +304,7 @@ def flops_of(call: Call, bound: BoundRule) -> int:
     op = rule_of(call)
     if op is not None and op.flops is not None:
         return op.flops
-    if is_contraction(bound) and base_name(call) != "embedding":
+    if computes_products(call, op, bound):
         return 2 * math.prod(bound.sizes.values())
     return sum(output.num_elements for output in call.outputs)
 

@@ -67,6 +67,22 @@ class Efficiencies:
 
 
 @dataclass(frozen=True, slots=True)
+class Latencies:
+    """Times the latency of a protocol that each collective takes to start: libraries make them in different ways."""
+
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            factor = getattr(self, field.name)
+            if not 0 <= factor < math.inf:
+                raise PlanError(f"latencies.{field.name} is {factor}; give a number of at least 0.")
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One level of the network: it joins groups of `devices` consecutive devices (None: any number).
 
@@ -80,6 +96,7 @@ class Link:
     bytes_per_s: float
     protocols: tuple[Protocol, ...] = ()
     efficiencies: Efficiencies = Efficiencies()
+    latencies: Latencies = Latencies()
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
@@ -109,7 +126,7 @@ class Overlap:
     """Share of the seconds that its bytes take which computation hides; the next is the same of gathers."""
     weight_gathering: float = 0.0
     bucket_latency: float = 0.0
-    """Share of a collective's latency that each parameter of a bucket pays; none hides."""
+    """Share of a message's latency that is not hidden; the parameters of the message share it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -131,10 +148,15 @@ class Hardware:
     """Seconds that any operation takes, however small."""
     links: tuple[Link, ...]
     overlap: Overlap = Overlap()
+    elementwise_bytes_per_s: float = 0.0
+    """Of operations that are no contractions, differentiated; 0: `memory_bytes_per_s`, as where memory bounds them."""
 
     def __post_init__(self) -> None:
+        if not self.elementwise_bytes_per_s:
+            object.__setattr__(self, "elementwise_bytes_per_s", self.memory_bytes_per_s)
         numbers = {f"flops of {dtype}": value for dtype, value in self.flops.items()}
         numbers |= {"memory_bytes_per_s": self.memory_bytes_per_s, "memory_bytes": self.memory_bytes}
+        numbers["elementwise_bytes_per_s"] = self.elementwise_bytes_per_s
         for what, value in numbers.items():
             if not 0 < value < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
@@ -211,6 +233,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         _number(profile, "op_latency_s"),
         tuple(_link(link) for link in profile["links"]),
         Overlap(**_numbers(profile.get("overlap", {}), "overlap", Overlap)),
+        _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
     )
 
 
@@ -222,7 +245,8 @@ def _link(link: Mapping[str, Any]) -> Link:
     )
     latency = _number(link, "latency_s") if "latency_s" in link or not protocols else 0.0
     efficiencies = Efficiencies(**_numbers(link.get("efficiencies", {}), "efficiencies", Efficiencies))
-    return Link(link["name"], devices, latency, _number(link, "bytes_per_s"), protocols, efficiencies)
+    latencies = Latencies(**_numbers(link.get("latencies", {}), "latencies", Latencies))
+    return Link(link["name"], devices, latency, _number(link, "bytes_per_s"), protocols, efficiencies, latencies)
 
 
 def _numbers(found: Mapping[str, Any], what: str, cls: type = Protocol) -> dict[str, float]:

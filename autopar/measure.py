@@ -1,8 +1,13 @@
-"""Timings of this machine on the ranks that call them together: matmuls, copies, collectives, and both at once.
+"""Timings of this machine as a training step meets it: on the ranks that call them together, and in medians.
 
-The best of several repetitions counts, as a roofline asks for what the machine can do. Repetitions are interleaved over
-the sizes, so that a disturbance does not hit all those of one. Every rank computes at the same time, as in training,
-and a number is that of the slowest.
+What a machine can do at its best is not what a step gets. A collective comes between computations: the other ranks are
+not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
+other. So a collective is timed as the runtime runs it, copies included, after a piece of computation on every rank:
+
+    seconds of a collective = median of (computation and collective) - median of (the computation alone)
+
+Every number is that of the slowest rank, and the median of repetitions in turns over all that is timed together, so
+that a disturbance does not hit all repetitions of one.
 """
 
 from __future__ import annotations
@@ -13,14 +18,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
+from autopar.runtime.axes import Axis
+from autopar.runtime.collectives import raw_all_gather, raw_all_reduce, raw_all_to_all, raw_reduce_scatter
+
 MOST_CALLS = 20_000  # of one timing
-Start = Callable[[], dist.Work | None]
-"""Starts a collective on buffers of its own."""
-ENOUGH_SECONDS = 0.3  # of a matmul: one that would take longer says no more
-CALL_SECONDS = 5e-3  # a timing repeats short collectives until about here,
-COMPUTE_SECONDS = 5e-2  # and what a rank computes alone: ranks that share a core take turns of milliseconds
+ENOUGH_SECONDS = 0.1  # of a matmul: one that would take longer says no more
+PIECE_SECONDS = 1e-3  # of computation before a collective: about what lies between two in a step of a small model
+COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks that share a core take turns of ms
+SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
+ROWS = 64  # of the messages, whose columns are split over the ranks: as most tensors, not in their first dim
+CHAIN = 64  # small operations in a row,
+LAYERS = 8  # and large ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +41,13 @@ class Effort:
     message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
     matmul_sizes: tuple[int, ...] = (512, 1024, 2048)
     copy_bytes: int = 1 << 28  # well beyond the caches
-    repetitions: int = 10
+    repetitions: int = 20
+    elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
 
 
-CUDA = Effort(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20)
-BRIEF = Effort(tuple(1 << power for power in range(10, 25, 2)), (512,), 1 << 26, 5)
-QUICK = Effort((1 << 10, 1 << 14, 1 << 18, 1 << 22), (256, 512), 1 << 25, 3)
+CUDA = Effort(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20, 1 << 28)
+BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 1 << 26, 10)
+QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 1 << 25, 5)
 
 
 class Timer:
@@ -55,24 +67,32 @@ class Timer:
         self._wait()
         return (time.perf_counter() - start) / inner
 
-    def best_seconds(
-        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = CALL_SECONDS
+    def median_seconds(
+        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
     ) -> list[float]:
-        """The least seconds of each call: over the repetitions, those of the rank that took longest."""
+        """The median seconds of each call: over the repetitions, those of the rank that took longest."""
         for call in calls:
             call()
         inner = [
             max(1, min(MOST_CALLS, int(repeated_for / each)))
             for each in self._slowest([self.seconds(c) for c in calls])
         ]
-        times = []
-        silent = None if dist.get_rank() == 0 else True
-        for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False):
+
+        def once() -> list[float]:
+            times = []
             for call, count in zip(calls, inner, strict=True):
                 dist.barrier()
                 times.append(self.seconds(call, count))
-        slowest = torch.tensor(self._slowest(times)).reshape(self.effort.repetitions, len(calls))
-        return slowest.amin(dim=0).tolist()
+            return times
+
+        return self._medians(once, what)
+
+    def _medians(self, once: Callable[[], list[float]], what: str) -> list[float]:
+        """The medians, over the repetitions, of the times that each of them gives, of the slowest rank."""
+        silent = None if dist.get_rank() == 0 else True
+        times = [once() for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False)]
+        flat = self._slowest([each for row in times for each in row])
+        return torch.tensor(flat, dtype=torch.float64).reshape(len(times), -1).quantile(0.5, dim=0).tolist()
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""
@@ -86,104 +106,170 @@ class Timer:
         for size in self.effort.matmul_sizes:
             if best[0] and 2 * size**3 / best[0] > ENOUGH_SECONDS:
                 break
-            a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-            (seconds,) = self.best_seconds([lambda a=a, b=b: a @ b], f"matmul {_name(dtype)} {size}", COMPUTE_SECONDS)
-            best = max(best, (2 * size**3 / seconds, size))
+            x, *weights = (
+                torch.randn(size, size, device=self.device).to(dtype).requires_grad_() for _ in range(1 + LAYERS)
+            )
+            # Differentiated, as in a step: a product forward and two backward, which slow dtypes need not repeat.
+            (one,) = self._slowest([self.seconds(_trained([x, weights[0]], [weights[0].mm]))])
+            used = weights[: max(1, int(COMPUTE_SECONDS / one))]
+            layers = _trained([x, *used], [weight.mm for weight in used])
+            (seconds,) = self.median_seconds([layers], f"matmul {_name(dtype)} {size}")
+            best = max(best, (3 * len(used) * 2 * size**3 / seconds, size))
         return best
+
+    def elementwise_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of products, sums and activations, forward and backward.
+
+        Counted as `cost.forward_seconds` does: inputs and output of each, once more for each input with a gradient.
+        """
+        x, y = (torch.randn(self.effort.elementwise_bytes // 4, device=self.device).requires_grad_() for _ in range(2))
+        calls = [*(y.mul, y.add), torch.nn.functional.gelu, torch.nn.functional.silu] * (LAYERS // 4)
+        (seconds,) = self.median_seconds([_trained([x, y], calls)], "elementwise")
+        counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
+        return counted * self.effort.elementwise_bytes / seconds
+
+    def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return lambda: a @ b
+
+    def _piece(self) -> Callable[[], object]:
+        """A computation of about PIECE_SECONDS on a rank of its own."""
+        matmul = self._matmul(self.effort.matmul_sizes[0])
+        (seconds,) = self.median_seconds([matmul], "computation", PIECE_SECONDS)
+        count = max(1, round(PIECE_SECONDS / seconds))
+
+        def compute() -> None:
+            for _ in range(count):
+                matmul()
+
+        return compute
 
     def copy_bytes_per_s(self) -> float:
         """Bytes read plus bytes written per second of a large copy."""
         source = torch.zeros(self.effort.copy_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        (seconds,) = self.best_seconds([lambda: target.copy_(source)], "copy", COMPUTE_SECONDS)
+        (seconds,) = self.median_seconds([lambda: target.copy_(source)], "copy")
         return 2 * self.effort.copy_bytes / seconds
 
     def op_latency_s(self) -> float:
-        """Seconds of an addition of one element, one after the other."""
-        x = torch.ones(1, device=self.device)
-        (seconds,) = self.best_seconds([lambda: x + x], "operation", COMPUTE_SECONDS)
-        return seconds
+        """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more."""
+        x = torch.ones(1, device=self.device, requires_grad=True)
+
+        def chain() -> None:
+            y = x
+            for _ in range(CHAIN):
+                y = y * x
+            y.backward()
+
+        (seconds,) = self.median_seconds([chain], "operation")
+        return seconds / (3 * CHAIN)
 
     def collectives(self, group: dist.ProcessGroup, what: str) -> dict[tuple[str, int], float]:
         """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time."""
+        axis = Axis(what, group.group_name, group.size(), group.rank())
         sizes = [_fitting(num_bytes, group.size()) for num_bytes in self.effort.message_bytes]
         cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
-        calls = [_waiting(COLLECTIVES[name](num_bytes, group, self.device)) for name, num_bytes in cases]
-        return dict(zip(cases, self.best_seconds(calls, what), strict=True))
+        moves = [COLLECTIVES[name](num_bytes, axis, self.device) for name, num_bytes in cases]
+        compute = self._piece()
 
-    def hidden_share(self, collective: str, group: dist.ProcessGroup) -> float:
-        """Which share of a large collective hides behind matmuls that take about as long."""
-        start = COLLECTIVES[collective](_fitting(self.effort.message_bytes[-1], group.size()), group, self.device)
-        move = _waiting(start)
-        size = self.effort.matmul_sizes[0]
-        x, product = (torch.randn(size, size, device=self.device) for _ in range(2))
-        moving, one = self.best_seconds(
-            [move, lambda: torch.mm(x, x, out=product)], f"{collective} alone", COMPUTE_SECONDS
-        )
+        def after(move: Callable[[], object]) -> Callable[[], object]:
+            return lambda: (compute(), move())
+
+        pieces = [after(move) for move in moves]
+        for piece in pieces:
+            piece()
+
+        def once() -> list[float]:
+            dist.barrier()
+            alone = self.seconds(compute, len(pieces))
+            dist.barrier()
+            return [alone, *map(self.seconds, pieces)]  # each begins when the one before it has ended
+
+        alone, *together = self._medians(once, what)
+        return {case: max(SHORTEST, each - alone) for case, each in zip(cases, together, strict=True)}
+
+    def hidden_share(self, group: dist.ProcessGroup) -> float:
+        """Which share of a large reduction hides behind matmuls that take about as long."""
+        num_bytes = _fitting(self.effort.message_bytes[-1], group.size())
+        whole = torch.zeros(num_bytes // 4, device=self.device)
+
+        def start() -> dist.Work:
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            assert work is not None, "a rank outside of the group takes no part in its collectives"
+            return work
+
+        def move() -> None:
+            start().wait()
+
+        one_matmul = self._matmul(self.effort.matmul_sizes[0])
+        moving, one = self.median_seconds([move, one_matmul], "reduction alone")
         count = max(1, round(moving / one))
 
         def compute() -> None:
             for _ in range(count):
-                torch.mm(x, x, out=product)
+                one_matmul()
 
         def both() -> None:
             work = start()
             compute()
-            assert work is not None
             work.wait()
 
-        moving, computing, together = self.best_seconds([move, compute, both], f"{collective} beside matmuls")
+        moving, computing, together = self.median_seconds([move, compute, both], "reduction beside matmuls", 0.0)
         return min(1.0, max(0.0, (moving + computing - together) / min(moving, computing)))
 
 
 def _fitting(num_bytes: int, size: int) -> int:
-    """The next number of bytes that makes a whole number of float32 elements for each of `size` ranks."""
-    return -(-num_bytes // (4 * size)) * 4 * size
+    """The next number of bytes that makes float32 rows of whole numbers of elements for each of `size` ranks."""
+    return -(-num_bytes // (4 * ROWS * size)) * 4 * ROWS * size
+
+
+def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[], object]:
+    """Each call on the first of the leaves, forward, and then backward.
+
+    Not one call on what another made: numbers that grow or vanish take a processor longer than others.
+    """
+    ones = torch.ones_like(leaves[0])
+
+    def step() -> None:
+        for y in [call(leaves[0]) for call in calls]:
+            torch.autograd.grad(y, leaves, ones, allow_unused=True)
+
+    return step
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _buffers(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of `num_bytes`, and one rank's part of it."""
-    whole = torch.zeros(num_bytes // 4, device=device)
-    return whole, torch.zeros(len(whole) // group.size(), device=device)
+Move = Callable[[], object]
+"""A collective on buffers of its own, as the runtime runs it."""
 
 
-def _all_reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Start:
-    whole, _ = _buffers(num_bytes, group, device)
-    return lambda: dist.all_reduce(whole, group=group, async_op=True)
+def _whole(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(ROWS, num_bytes // (4 * ROWS), device=device)
 
 
-def _all_gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Start:
-    whole, part = _buffers(num_bytes, group, device)
-    return lambda: dist.all_gather_single(whole, part, group=group, async_op=True)
+def _all_reduce(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    whole = _whole(num_bytes, device)
+    return lambda: raw_all_reduce(whole, axis)
 
 
-def _reduce_scatter(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Start:
-    whole, part = _buffers(num_bytes, group, device)
-    return lambda: dist.reduce_scatter_single(part, whole, group=group, async_op=True)
+def _all_gather(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    part, size = _whole(num_bytes // axis.size, device), num_bytes // (4 * ROWS)
+    return lambda: raw_all_gather(part, axis, 1, size)
 
 
-def _all_to_all(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Start:
-    whole, _ = _buffers(num_bytes, group, device)
-    received = torch.zeros_like(whole)
-    return lambda: dist.all_to_all_single(received, whole, group=group, async_op=True)
+def _reduce_scatter(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    whole = _whole(num_bytes, device)
+    return lambda: raw_reduce_scatter(whole, axis, 1)
 
 
-def _waiting(start: Start) -> Callable[[], None]:
-    """A call that starts the collective and waits for it."""
-
-    def call() -> None:
-        work = start()
-        assert work is not None, "a rank outside of the group takes no part in its collectives"
-        work.wait()
-
-    return call
+def _all_to_all(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    part = _whole(num_bytes, device)
+    return lambda: raw_all_to_all(part, axis, 0, 1, ROWS * axis.size)
 
 
-COLLECTIVES: Mapping[str, Callable[[int, dist.ProcessGroup, torch.device], Start]] = {
+COLLECTIVES: Mapping[str, Callable[[int, Axis, torch.device], Move]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -5,6 +5,7 @@ What a collective costs is looked up again where an axis has another size, as th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -24,15 +25,16 @@ WHOLE, FIXED = "whole", "fixed: "
 """The formula of what must be whole; before a symbol, the reason why it cannot vary."""
 MEMORY = "memory"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-OVER, BUCKETED = "_over_", "bucketed_"
+OVER = "_over_"
+RATE = re.compile(rf"(?:bucketed(\d+)_)?(\w+){OVER}(\w+)")
 
 
-def rate_name(collective: str, axis: str, bucketed: bool) -> str:
-    """The function that gives the seconds of a collective by its bytes."""
-    return f"{BUCKETED if bucketed else ''}{collective}{OVER}{axis}"
+def rate_name(collective: str, axis: str, bucketed: int) -> str:
+    """The function that gives the seconds of a collective by its bytes, in a message of so many parameters."""
+    return f"{f'bucketed{bucketed}_' if bucketed else ''}{collective}{OVER}{axis}"
 
 
-def rate(collective: str, axis: str, bucketed: bool, mesh: Mesh, hardware: Hardware) -> str:
+def rate(collective: str, axis: str, bucketed: int, mesh: Mesh, hardware: Hardware) -> str:
     """The seconds of a collective in `bytes`: the least of its pieces."""
     found = pieces(collective, mesh, axis, hardware, bucketed)
     texts = [f"{latency!r} + {seconds_per_byte!r}*bytes" for latency, seconds_per_byte in found]
@@ -142,8 +144,10 @@ def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
 
 
 def _rate_of(name: str, mesh: Mesh, hardware: Hardware) -> str:
-    collective, axis = name.removeprefix(BUCKETED).split(OVER, 1)
-    return rate(collective, axis, name.startswith(BUCKETED), mesh, hardware)
+    found = RATE.fullmatch(name)
+    assert found is not None, f"{name} is the name of no rate"
+    bucketed, collective, axis = found.groups()
+    return rate(collective, axis, int(bucketed or 0), mesh, hardware)
 
 
 def _list(names: Mapping[str, object] | Sequence[str], quote: bool = True) -> str:

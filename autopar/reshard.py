@@ -20,6 +20,7 @@ from autopar.collective_cost import Transfer, transfer_seconds
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, P, Placement, R, S
 from autopar.mesh import Mesh
+from autopar.sharing import ALONE, Sharing
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
 
@@ -54,9 +55,11 @@ class Tensor:
     padded: frozenset[int] = frozenset()
     """Dims that may be split unevenly, padded to equal parts."""
     bucketed: bool = False
-    """A parameter: those of its moves that `in_bucket` tells run with others, so that their latency does not count."""
+    """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
     regather: bool = False
     """A parameter that the backward needs: gathered again there, and not kept in between."""
+    sharing: Sharing = ALONE
+    """With how many it shares its messages, where it is bucketed."""
 
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
         """Bytes that each rank holds."""
@@ -119,9 +122,13 @@ def is_gather(move: Move, tensor: Tensor) -> bool:
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
-def in_bucket(move: Move, tensor: Tensor) -> bool:
-    """Whether the collectives of the move run together with those of other parameters (see `runtime.bucketing`)."""
-    return tensor.bucketed and (is_gather(move, tensor) or (move.source is I and move.target is R))
+def in_bucket(move: Move, tensor: Tensor) -> int:
+    """How many parameters share the messages of the move (see `runtime.bucketing`); 0 where it runs alone."""
+    if not tensor.bucketed:
+        return 0
+    if is_gather(move, tensor):
+        return tensor.sharing.gathered
+    return tensor.sharing.reduced if move.source is I and move.target is R else 0
 
 
 def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
@@ -148,26 +155,35 @@ class Path:
     seconds: float
     """As the planner prices it: a gather that another kind of move follows counts twice, though it runs once."""
     transfers: tuple[Transfer, ...]
-    bucketed: tuple[bool, ...]
-    """For each transfer, whether it runs in a bucket."""
+    together: bool
+    """Whether all moves run in buckets: the runtime leaves a path that has a move of another kind out of them."""
+    bucketed: tuple[int, ...]
+    """For each transfer, how many parameters share its message; 0 where it runs alone."""
 
     def __str__(self) -> str:
         return " → ".join(str(layout) for layout in (*(m.before for m in self.moves), self.moves[-1].after)) or "-"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """The shortest distances, and the next layout on the way from i to j."""
+
+    seconds: np.ndarray
+    following: np.ndarray
+
+
 class ReshardTable:
     """All-pairs shortest paths between the layouts of one kind of tensor that split only `dims`.
 
-    `seconds[i, j]` is the cost between the i-th and j-th layout of `layouts` (inf: no way).
+    `seconds[i, j]` is the cost between the i-th and j-th layout of `layouts` (inf: no way): the less of the paths whose
+    moves run alone and, for a parameter, of those whose moves all run in buckets.
     """
 
-    def __init__(
-        self, layouts: tuple[Layout, ...], seconds: np.ndarray, following: np.ndarray, tensor: Tensor, mesh: Mesh
-    ) -> None:
+    def __init__(self, layouts: tuple[Layout, ...], alone: _Ways, together: _Ways | None, tensor: Tensor, mesh: Mesh):
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
-        self.seconds = seconds
-        self._following = following
+        self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
+        self._alone, self._together = alone, together
         self._tensor = tensor
         self._mesh = mesh
 
@@ -175,21 +191,25 @@ class ReshardTable:
         """The cheapest path; the layouts must be connected."""
         here, there = self.index[source], self.index[target]
         assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
+        seconds, ways = float(self.seconds[here, there]), self._alone
+        together = self._together is not None and self._together.seconds[here, there] <= seconds
+        if together and self._together is not None:
+            ways = self._together
         moves: list[Move] = []
         while here != there:
-            after = int(self._following[here, there])
+            after = int(ways.following[here, there])
             before_layout, after_layout = self.layouts[here], self.layouts[after]
             (axis,) = (a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
             moves.append(Move(axis, before_layout, after_layout))
             here = after
         again = regathered(moves, self._tensor)
         moved = [
-            (t, in_bucket(move, self._tensor))
+            (t, in_bucket(move, self._tensor) if together else 0)
             for move, twice in zip(moves, again, strict=True)
             for t in transfers(move, self._tensor, self._mesh, twice)
         ]
-        seconds = float(self.seconds[self.index[source], there])
-        return Path(tuple(moves), again, seconds, tuple(t for t, _ in moved), tuple(bucketed for _, bucketed in moved))
+        collectives, bucketed = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
+        return Path(tuple(moves), again, seconds, collectives, together, bucketed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -201,9 +221,10 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
     # Where nothing is padded, the number of elements says all that a transfer depends on.
     local = shapes if tensor.padded else list(map(math.prod, shapes))
-    seconds = np.full((len(layouts), len(layouts)), np.inf)
-    np.fill_diagonal(seconds, 0.0)
-    priced: dict[object, float] = {}
+    alone = np.full((len(layouts), len(layouts)), np.inf)
+    np.fill_diagonal(alone, 0.0)
+    together = alone.copy()
+    priced: dict[object, tuple[float, float]] = {}
     for i, layout in enumerate(layouts):
         for move in _moves(layout, index, placements):
             j = index[move.after]
@@ -211,10 +232,12 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
             kind = (move.axis, move.source, move.target, local[i], local[j])
             if kind not in priced:
                 found = transfers(move, tensor, mesh, tensor.regather)
-                bucketed = in_bucket(move, tensor)
-                priced[kind] = sum(transfer_seconds(t, mesh, hardware, bucketed) for t in found)
-            seconds[i, j] = priced[kind] + LOCAL_MOVE_SECONDS
-    return ReshardTable(layouts, *_all_pairs(seconds), tensor, mesh)
+                shared = in_bucket(move, tensor)
+                by_itself = sum(transfer_seconds(t, mesh, hardware) for t in found)
+                in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
+                priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
+            alone[i, j], together[i, j] = priced[kind]
+    return ReshardTable(layouts, _all_pairs(alone), _all_pairs(together) if tensor.bucketed else None, tensor, mesh)
 
 
 def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
@@ -243,8 +266,8 @@ def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[P
     return found
 
 
-def _all_pairs(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Floyd and Warshall: shortest distances, and the next layout on the way from i to j."""
+def _all_pairs(seconds: np.ndarray) -> _Ways:
+    """Floyd and Warshall."""
     distance = seconds.copy()
     following = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
     through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
@@ -253,4 +276,4 @@ def _all_pairs(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         np.less(through, distance, out=better)
         np.copyto(distance, through, where=better)
         np.copyto(following, following[:, middle, None].copy(), where=better)
-    return distance, following
+    return _Ways(distance, following)

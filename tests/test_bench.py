@@ -188,20 +188,20 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(changes: dict[s
 
 
 @pytest.fixture
-def calibrated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of ranks that were calibrated, and no rank is started."""
-    found: list[int] = []
+def calibrated(monkeypatch: pytest.MonkeyPatch) -> list[Mesh]:
+    """The meshes that were calibrated, and no rank is started."""
+    found: list[Mesh] = []
 
-    def calibrate(num_ranks: int, device: str, effort: object, name: str) -> dict[str, object]:
-        found.append(num_ranks)
+    def calibrate(mesh: Mesh, device: str, effort: object, name: str) -> dict[str, object]:
+        found.append(mesh)
         return {**json.loads((PROFILES / "cpu.json").read_text()), "name": name}
 
     monkeypatch.setattr(contest, "calibrate", calibrate)
     return found
 
 
-def test_predictions_are_made_with_what_this_machine_does_with_as_many_ranks(
-    calibrated: list[int], monkeypatch: pytest.MonkeyPatch
+def test_predictions_are_made_with_what_this_machine_does_on_the_same_mesh(
+    calibrated: list[Mesh], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells: list[Cell] = []
 
@@ -210,16 +210,17 @@ def test_predictions_are_made_with_what_this_machine_does_with_as_many_ranks(
         return []
 
     monkeypatch.setattr(contest, "on_ranks", measure)
-    result = bench("tiny-mlp", [Mesh({"dp": 4}), Mesh({"dp": 2}), Mesh({"dp": 2, "tp": 2})], (AUTO,))
-    assert calibrated == [2, 4]
+    meshes = [Mesh({"dp": 4}), Mesh({"dp": 2}), Mesh({"dp": 2, "tp": 2})]
+    result = bench("tiny-mlp", meshes, (AUTO,))
+    assert calibrated == meshes
     names = [cell.terms.hardware.name for cell in cells]
-    assert names == ["this machine, 4 ranks", "this machine, 2 ranks", "this machine, 4 ranks"]
-    assert result.about["profile"] == "this machine, 4 ranks, this machine, 2 ranks"
+    assert names == ["this machine, dp=4", "this machine, dp=2", "this machine, dp=2 × tp=2"]
+    assert result.about["profile"] == ", ".join(names)
     assert f"{os.cpu_count()} cores (load " in result.about["machine"]
 
 
 def test_no_machine_is_calibrated_for_a_profile_that_is_given_or_a_fake_world(
-    calibrated: list[int], monkeypatch: pytest.MonkeyPatch
+    calibrated: list[Mesh], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "on_ranks", lambda *_: [])
     assert bench("tiny-mlp", Mesh({"dp": 2}), (AUTO,), hardware="h100").about["profile"] == "h100"

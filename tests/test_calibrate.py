@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,9 @@ from autopar.collective_cost import pieces
 from autopar.errors import InputError
 from autopar.hardware import load, parse
 from autopar.launch import RankError
-from autopar.measure import COLLECTIVES, Effort
+from autopar.measure import COLLECTIVES, SHORTEST, Effort, Timer
 from autopar.mesh import Mesh
+from autopar.runtime.axes import Axis, record_traffic
 from tests.ranks import Ranks
 
 TINY = Effort((1 << 8, 1 << 12, 1 << 16), (16, 32), 1 << 12, 2)
@@ -62,8 +64,9 @@ def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     sources = _sources(written)
     assert len(sources) > 12
     measured = [source for source in sources if source.startswith("measured: ") and "autopar calibrate" in source]
-    (assumed,) = set(sources) - set(measured)
-    assert assumed == written["overlap"]["bucket_latency"]["source"] and assumed.startswith("assumed: ")
+    derived = {written["overlap"][name]["source"] for name in ("weight_gathering", "bucket_latency")}
+    assert set(sources) - set(measured) == derived
+    assert all(source.startswith("derived: ") for source in derived)
     assert set(written["links"][0]["fit_error"]) == set(COLLECTIVES)
     said = capsys.readouterr().out
     assert "2 ranks (load " in said
@@ -104,23 +107,78 @@ def test_an_axis_on_both_sides_of_a_node_is_refused(ranks: Ranks) -> None:
     assert "axis 'dp' of dp=4 lies on both sides of a node of 2 devices; give it as two axes" in said
 
 
-@pytest.mark.parametrize(
-    ("collective", "function", "num_bytes"),
-    [
-        ("all_reduce", "all_reduce", [64]),
-        ("all_gather", "all_gather_single", [64, 16]),  # the output comes first
-        ("reduce_scatter", "reduce_scatter_single", [16, 64]),
-        ("all_to_all", "all_to_all_single", [64, 64]),
-    ],
-)
-def test_a_collective_moves_the_bytes_by_which_it_is_counted(
-    monkeypatch: pytest.MonkeyPatch, collective: str, function: str, num_bytes: list[int]
+def _moved() -> dict[str, Any]:
+    """What each collective of 4 kB moves when it is measured."""
+    group = dist.group.WORLD
+    assert group is not None
+    axis = Axis("dp", group.group_name, group.size(), group.rank())
+    found = {}
+    for name, make in COLLECTIVES.items():
+        move = make(4096, axis, torch.device("cpu"))
+        with record_traffic() as traffic:
+            move()
+        found[name] = traffic.by_collective()
+    return found
+
+
+def test_a_collective_moves_the_bytes_by_which_it_is_counted(ranks: Ranks) -> None:
+    for found in ranks.run(_moved, world_size=4):
+        assert found == {name: {(name, "dp"): 4096} for name in COLLECTIVES}
+
+
+class _Clocked(Timer):
+    """A timer on a rank of its own whose clock goes on by what calls are said to take."""
+
+    def __init__(self, repetitions: int) -> None:
+        super().__init__(torch.device("cpu"), Effort((1 << 12,), (16,), 1 << 12, repetitions))
+        self.now = 0.0
+
+    def seconds(self, call: Callable[[], object], inner: int = 1) -> float:
+        before = self.now
+        for _ in range(inner):
+            call()
+        return (self.now - before) / inner
+
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def spend(self, seconds: Iterator[float]) -> Callable[[], None]:
+        """A call that takes the next of the seconds."""
+
+        def call() -> None:
+            self.now += next(seconds)
+
+        return call
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_median_of_the_repetitions_counts() -> None:
+    timer = _Clocked(5)
+    first = itertools.chain([1.0, 1.0], [7.0, 2.0, 3.0, 1.0, 2.5])  # two calls come before those that count
+    assert timer.median_seconds([timer.spend(first)], "calls", 0.0) == [2.5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_collective_costs_what_a_computation_and_it_take_beyond_the_computation(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[int] = []
-    monkeypatch.setattr(dist, function, lambda *tensors, **_: found.extend(t.nbytes for t in tensors))
-    group: Any = SimpleNamespace(size=lambda: 4)
-    COLLECTIVES[collective](64, group, torch.device("cpu"))()
-    assert found == num_bytes
+    timer = _Clocked(3)
+    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
+    costs = {"all_reduce": 2.0, "all_gather": -1.0}
+    for name, seconds in costs.items():
+        monkeypatch.setitem(COLLECTIVES, name, lambda *_, seconds=seconds: timer.spend(itertools.repeat(seconds)))
+    for name in COLLECTIVES.keys() - costs.keys():
+        monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(1.0)))  # pyright: ignore
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="")
+    found = timer.collectives(group, "dp")
+    assert found["all_reduce", 4096] == 2.0
+    assert found["all_gather", 4096] == SHORTEST, "faster than nothing is a disturbance"
 
 
 @pytest.mark.parametrize(

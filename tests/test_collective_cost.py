@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.collective_cost import Level, Transfer, collective_seconds, levels_of, pieces, transfer_seconds
 from autopar.errors import MeshError
-from autopar.hardware import Efficiencies, Hardware, Link, Overlap, Protocol, known_profiles, load
+from autopar.hardware import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol, known_profiles, load
 from autopar.mesh import Mesh
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -155,6 +155,20 @@ def test_a_collective_that_the_library_runs_poorly_gets_less_of_the_bandwidth() 
     assert pieces("all_gather", PAIR, "dp", _hardware(wire)) == ((0.5, 0.5),)
 
 
+def test_a_collective_that_the_library_starts_slowly_pays_more_latency_on_each_link() -> None:
+    protocol = (Protocol("messages", "ring", 1.0, 0.5),)
+    inner, outer = (
+        Link(name, devices, 0.0, 1.0, protocol, latencies=Latencies(all_to_all=factor))
+        for name, devices, factor in (("inner", 2, 3.0), ("outer", None, 2.0))
+    )
+    mesh, hardware = Mesh({"dp": 4}), _hardware(inner, outer)
+    steps = {"inner": 1, "outer": 2}  # of an all-to-all: to the neighbour, and to the two of the other block
+    (exchanged,) = pieces("all_to_all", mesh, "dp", hardware)
+    assert exchanged[0] == 3.0 * 1.0 + 0.5 * (3.0 * steps["inner"] + 2.0 * steps["outer"])
+    (gathered,) = pieces("all_gather", mesh, "dp", hardware)
+    assert gathered[0] == 1.0 + 0.5 * 3, "the others start as the protocol says"
+
+
 def test_a_bucketed_collective_pays_for_bytes_that_no_computation_hides() -> None:
     overlap = Overlap(gradient_reduction=0.75, weight_gathering=0.5)
     hardware = _hardware(*TWO.links, overlap=overlap)
@@ -172,7 +186,8 @@ def test_a_parameter_pays_its_share_of_the_latency_of_its_bucket() -> None:
     protocols = (Protocol("quick", "ring", 1.0, 0.0, 0.1), Protocol("wide", "ring", 8.0, 0.0, 1.0))
     overlap = Overlap(gradient_reduction=0.5, bucket_latency=0.25)
     hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), overlap=overlap)
-    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=True) == ((0.25 * 8.0, 0.5 * 1.0),)
+    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=1) == ((0.25 * 8.0, 0.5 * 1.0),)
+    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=4) == ((0.25 * 8.0 / 4, 0.5 * 1.0),)
     assert pieces("all_reduce", PAIR, "dp", hardware)[0][0] == 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,17 @@ from torch import nn
 
 from autopar.candidates import call_menu
 from autopar.capture import capture
-from autopar.cost import base_name, flops, forward_seconds, is_contraction, num_backward, optimizer_seconds
-from autopar.hardware import Hardware, Link
+from autopar.cost import (
+    bandwidth,
+    base_name,
+    flops,
+    forward_seconds,
+    is_contraction,
+    moved_bytes,
+    num_backward,
+    optimizer_seconds,
+)
+from autopar.hardware import Hardware, Link, load
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.operation import Call, OpRule, is_view
@@ -42,7 +52,8 @@ def seconds(call: Call, hardware: Hardware, total: float = 0.0, share: float = 1
     def same(infos: Sequence[TensorInfo]) -> list[Layout]:
         return [Layout.parse(layout)] * len(infos)
 
-    forward = forward_seconds(call, total, share, (same(call.inputs), same(call.outputs)), (2,), hardware)
+    layouts = same(call.inputs), same(call.outputs)
+    forward = forward_seconds(call, total, share, layouts, (2,), hardware, hardware.memory_bytes_per_s)
     return forward * (1 + num_backward(call))
 
 
@@ -143,3 +154,23 @@ def test_an_optimizer_of_another_kind_moves_other_bytes() -> None:
 def test_a_cast_is_no_view() -> None:
     same, cast = (Call(aten.to.dtype, (info(4),), (info(4, dtype=d),), {}) for d in (torch.float32, torch.bfloat16))
     assert is_view(same) and not is_view(cast)
+
+
+def test_what_makes_no_products_goes_at_the_speed_of_elementwise_operations() -> None:
+    hardware = replace(load("cpu"), memory_bytes_per_s=2e9, elementwise_bytes_per_s=1e9)
+    relu = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    pointwise = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    product = Rule.parse("b k, o k -> b o").bind([(4, 6), (10, 6)], [(4, 10)])
+    lookup = Call(aten.embedding.default, (info(4, 6), info(3)), (info(3, 6),), {})
+    rows = Rule.parse("v h, n -> n h").bind([(4, 6), (3,)], [(3, 6)])
+    assert bandwidth(relu, OpRule("a b -> a b"), pointwise, hardware) == 1e9
+    assert bandwidth(relu, OpRule("a b -> a b", flops=100), pointwise, hardware) == 2e9, "as a convolution says"
+    assert bandwidth(linear(), OpRule("b k, o k -> b o"), product, hardware) == 2e9
+    assert bandwidth(lookup, None, rows, hardware) == 1e9
+
+
+def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
+    logits, labels, loss = info(4, 6), info(4), info()
+    call = Call(aten.cross_entropy_loss.default, (logits, labels), (loss,), {})
+    read, written = 4 * 24 + 4 * 4, 4
+    assert moved_bytes(call, read, written) == 2 * read + written

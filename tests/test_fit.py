@@ -103,3 +103,26 @@ def test_the_error_is_relative() -> None:
 def test_messages_of_one_size_are_our_mistake() -> None:
     with pytest.raises(AssertionError, match="says nothing of bandwidth"):
         fit([Sample(1, 8.0, 1.0), Sample(2, 8.0, 1.0)])
+
+
+def test_collectives_that_start_more_slowly_get_more_of_the_latency() -> None:
+    line = Line(1e-4, 1e-5, 1e-9)
+    known = {"all_reduce": (1.0, 1.0), "all_gather": (0.5, 0.8), "all_to_all": (2.0, 0.4)}
+    samples = [
+        Sample(3, float(size), line.latency(Sample(3, 0, 1)) * times + size * line.seconds_per_byte / share, name)
+        for name, (times, share) in known.items()
+        for size in SIZES
+    ]
+    found = fit(samples)
+    assert found.error < 0.01
+    latency = found.lines[0].latency(samples[0])
+    for name, (times, share) in known.items():
+        assert found.latencies[name] * latency == pytest.approx(times * line.latency(samples[0]), rel=1e-3)
+        assert found.bytes_per_s * found.efficiencies[name] == pytest.approx(share / line.seconds_per_byte, rel=1e-3)
+
+
+def test_collectives_that_start_alike_keep_one_latency() -> None:
+    samples = [
+        replace(s, collective=name) for name in ("all_reduce", "all_gather") for s in _samples(Line(1e-4, 0, 1e-9))
+    ]
+    assert fit(samples).latencies == {}

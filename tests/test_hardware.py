@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.hardware import PROFILES, Efficiencies, Hardware, Link, Overlap, Protocol, known_profiles, load
+from autopar.hardware import PROFILES, Efficiencies, Hardware, Link, Overlap, Protocol, known_profiles, load, parse
 
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
 
@@ -244,3 +244,20 @@ def test_a_profile_that_cannot_be_read_names_the_file_and_the_number(
         load(path)
     assert f"profile {str(path)!r}: " in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_elementwise_operations_go_at_the_speed_of_memory_where_nothing_else_is_said() -> None:
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+    assert parse(profile).elementwise_bytes_per_s == parse(profile).memory_bytes_per_s
+    assert parse({**profile, "elementwise_bytes_per_s": 5e9}).elementwise_bytes_per_s == 5e9
+    with pytest.raises(PlanError, match=r"has elementwise_bytes_per_s = -1\.0; give a number above 0"):
+        parse({**profile, "elementwise_bytes_per_s": -1})
+
+
+def test_latencies_of_collectives_are_read_and_those_below_nothing_refused() -> None:
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+    (link,) = profile["links"]
+    read = parse({**profile, "links": [{**link, "latencies": {"all_to_all": 0.5}}]})
+    assert (read.links[0].latencies.all_to_all, read.links[0].latencies.all_reduce) == (0.5, 1.0)
+    with pytest.raises(PlanError, match=r"latencies\.all_gather is -1\.0; give a number of at least 0"):
+        parse({**profile, "links": [{**link, "latencies": {"all_gather": -1}}]})

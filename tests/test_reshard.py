@@ -168,7 +168,7 @@ def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
         for source, target in ((I, R), (P, I)):  # a gradient reduced in the backward, a sum made in the forward
             path = paths.path(Layout((source, I)), Layout((target, I)))
             seconds[tensor.bucketed, source] = path.seconds
-            assert path.bucketed == (tensor.bucketed and source is I,)
+            assert path.bucketed == (int(tensor.bucketed and source is I),)
     assert seconds[True, I] < seconds[False, I] / 10
     assert seconds[True, P] == seconds[False, P]
 
@@ -181,5 +181,5 @@ def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
     source: Placement, target: Placement, expected: bool
 ) -> None:
     move = Move(0, Layout((source, I)), Layout((target, I)))
-    assert in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True)) is expected
+    assert bool(in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True))) is expected
     assert not in_bucket(move, Tensor(SHAPE, torch.float32, True))

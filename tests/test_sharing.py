@@ -1,0 +1,150 @@
+"""How many parameters share a message, as the runtime's buckets have it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture import capture
+from autopar.hardware import Overlap, load
+from autopar.layout import I, Layout, R, S
+from autopar.mesh import Mesh
+from autopar.reshard import Tensor, in_bucket, reshard_table
+from autopar.runtime import bucketing
+from autopar.sharing import (
+    LARGEST_MESSAGE,
+    MESSAGES_PER_STEP,
+    SMALLEST_MESSAGE,
+    Sharing,
+    layer_of,
+    num_messages,
+    sharing,
+)
+
+
+class _Layers(nn.Module):
+    """An embedding of 2 MB, and layers of a matrix of 1.25 MB and three vectors each."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1024, 512)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 640)) for _ in range(num_layers))
+
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.table(ids_BS)
+        return sum((layer(x_BSH).sum() for layer in self.layers), torch.zeros(()))
+
+
+def _model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return _Layers(), (torch.zeros(4, 8, dtype=torch.int64),)
+
+
+def test_a_layer_is_gathered_at_once_and_gradients_in_messages_of_megabytes() -> None:
+    program = capture(*_model(), {})
+    weights = {placeholder for name, placeholder in program.parameters.items() if name.endswith(".1.weight")}
+    found = sharing(program, weights)
+    at = {name: found[placeholder] for name, placeholder in program.parameters.items()}
+    # 13 parameters in 4 messages: 2 MB | two vectors, 1.25 MB, a bias, two vectors | 1.25 MB, … | 1.25 MB, a bias
+    assert at["table.weight"] == Sharing(gathered=1, reduced=3)
+    assert at["layers.1.1.weight"] == Sharing(gathered=1, reduced=3)
+    assert at["layers.1.0.bias"] == Sharing(gathered=3, reduced=3), "the two of the norm, and the bias"
+    assert {each.reduced for each in found.values()} == {3}, "equal layers stay equal"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "collective"), [("data_parallel", "all_reduce"), ("zero3", "all_gather"), ("zero3", "reduce_scatter")]
+)
+def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective: str) -> None:
+    model, inputs = _model()
+    context = autopar.plan(model, Mesh({"dp": 2}), inputs, strategy=strategy).context
+    space, choices = context.space, context.choices
+    paths = [space.path(wire, choices) for wire in space.wires]
+    shares = sum(
+        1 / shared
+        for path in paths
+        for each, shared in zip(path.transfers, path.bucketed, strict=True)
+        if shared and each.collective == collective
+    )
+    made = bucketing.buckets_of(space, choices)
+    runs = 2 if collective == "all_gather" else 1  # weights are gathered again
+    messages = sum(runs if bucket.regather else 1 for bucket in made)
+    assert shares == pytest.approx(messages, rel=0.25)  # whole parameters to a message
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "messages"),
+    [
+        ([], 0),
+        ([0.5, 0.5], 1),
+        ([0.5, 0.75], 2),
+        ([2, 0.25, 0.25, 0.25], 2),
+        ([12] * 6, 3),
+        ([40, 40], 2),
+        ([1] * 12, 3),
+    ],
+)
+def test_a_message_is_closed_before_it_is_larger_than_its_share_of_the_step(
+    megabytes: list[float], messages: int
+) -> None:
+    assert num_messages(int(each * 2**20) for each in megabytes) == messages
+
+
+def test_the_messages_are_as_large_as_the_runtime_makes_them() -> None:
+    ours = (LARGEST_MESSAGE, SMALLEST_MESSAGE, MESSAGES_PER_STEP)
+    assert ours == (bucketing.LARGEST_BUCKET, bucketing.SMALLEST_BUCKET, bucketing.BUCKETS_PER_STEP)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("model.layers.3.mlp.up.weight", "model.layers.3"), ("model.head.weight", "model.head"), ("w", "")],
+)
+def test_a_layer_is_named_up_to_its_number_or_by_the_module_that_owns_the_parameter(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
+    hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
+    mesh, seconds = Mesh({"dp": 2}), {}
+    for shared in (Sharing(1, 1), Sharing(4, 2)):
+        tensor = Tensor((4,), torch.float32, True, bucketed=True, sharing=shared)
+        table = reshard_table(tensor, frozenset((0,)), mesh, hardware)
+        for source in (I, S(0)):
+            seconds[shared, source] = table.path(Layout((source,)), Layout((R,))).seconds
+    assert seconds[Sharing(4, 2), I] == pytest.approx(seconds[Sharing(1, 1), I] / 2, rel=1e-2)
+    assert seconds[Sharing(4, 2), S(0)] == pytest.approx(seconds[Sharing(1, 1), S(0)] / 4, rel=1e-2)
+
+
+def test_a_path_with_a_move_that_no_bucket_takes_shares_no_message() -> None:
+    """To gather what is then reduced with many others would be cheap, were it not that the runtime does that alone."""
+    hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
+    tensor = Tensor((4,), torch.float32, True, bucketed=True, sharing=Sharing(gathered=1, reduced=100))
+    table = reshard_table(tensor, frozenset((0,)), Mesh({"dp": 2}), hardware)
+    gathered = table.path(Layout((S(0),)), Layout((R,)))
+    assert [(move.source, move.target) for move in gathered.moves] == [(S(0), R)]
+    assert (gathered.together, gathered.bucketed) == (True, (1, 1))
+    kept = table.path(Layout((S(0),)), Layout((I,)))
+    assert (kept.together, kept.bucketed) == (False, (0,)), "S → I runs alone"
+    assert table.path(Layout((I,)), Layout((R,))).bucketed == (100,)
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_a_parameter_pays_the_less_of_paths_alone_and_of_paths_in_buckets(regather: bool) -> None:
+    hardware, mesh = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0)), Mesh({"dp": 2, "tp": 2})
+    shared = Tensor((8, 8), torch.float32, True, bucketed=True, regather=regather, sharing=Sharing(2, 4))
+    alone = reshard_table(replace(shared, bucketed=False), frozenset((0,)), mesh, hardware)
+    table = reshard_table(shared, frozenset((0,)), mesh, hardware)
+    for source, target in itertools.product(table.layouts, repeat=2):
+        if not np.isfinite(table.seconds[table.index[source], table.index[target]]):
+            continue
+        path = table.path(source, target)
+        kinds = [in_bucket(move, shared) for move in path.moves]
+        assert path.together == all(kinds), "in buckets altogether, or not at all"
+        if not path.together:
+            assert not any(path.bucketed), "nor is any of its moves in a bucket"
+            assert path.seconds == alone.path(source, target).seconds
