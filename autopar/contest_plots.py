@@ -11,6 +11,7 @@ from autopar.measurement import Costs, Measurement
 from autopar.ranking import spearman
 
 MEGABYTE = 1e6
+MILLISECOND = 1e-3
 
 
 def save_plots(measurements: Sequence[Measurement], folder: str | Path) -> list[Path]:
@@ -58,7 +59,7 @@ def _times(pyplot: Any, measurements: Sequence[Measurement]) -> Any:
     """A point per plan on logarithmic axes, a colour per model; on the line the prediction is right."""
     figure, axes = pyplot.subplots(figsize=(6, 6))
     found = [(each, each.predicted, each.measured) for each in measurements]
-    pairs = [(each, ours.seconds, theirs.seconds) for each, ours, theirs in found if ours and theirs]
+    pairs = [(m, p.seconds / MILLISECOND, q.seconds / MILLISECOND) for m, p, q in found if p and q]
     for number, model in enumerate(dict.fromkeys(each.model for each, _, _ in pairs)):
         own = [(ours, theirs) for each, ours, theirs in pairs if each.model == model]
         axes.scatter(*zip(*own, strict=True), label=model, color=f"C{number}", alpha=0.7)
@@ -66,7 +67,11 @@ def _times(pyplot: Any, measurements: Sequence[Measurement]) -> Any:
         ends = [min(min(pair[1:]) for pair in pairs), max(max(pair[1:]) for pair in pairs)]
         axes.plot(ends, ends, color="grey", linewidth=1)
         axes.legend()
-    axes.set(xscale="log", yscale="log", xlabel="predicted step, s", ylabel="measured step, s")
+    axes.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
+    for each in (axes.xaxis, axes.yaxis):  # plain numbers at 1, 2, 5, 10 …: powers of ten overlap
+        each.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        each.set_major_formatter("{x:g}")
+        each.set_minor_formatter(pyplot.matplotlib.ticker.NullFormatter())
     correlation = spearman([ours for _, ours, _ in pairs], [theirs for _, _, theirs in pairs])
     axes.set_title(f"{len(pairs)} plans: Spearman's ρ = {correlation:.3f}")
     return figure

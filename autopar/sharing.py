@@ -6,7 +6,9 @@ Gradients are reduced in messages of a few megabytes, in the order in which the 
 
     parameters that share a message = parameters / messages, at least 1
 
-which adds up to the latency of the step, and is equal for layers that are equal.
+which adds up to the latency of the step, and is equal for layers that are equal. A gather counts as shared by no more
+parameters than a reduction: where messages of gradients are small, a weight that is gathered instead of reduced leaves
+a message that goes all the same, for one of its layer that would not go without it, and must gain nothing by that.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def sharing(program: Program, regathered: Container[str]) -> dict[str, Sharing]:
     each = max(1, round(len(reduced) / max(1, num_messages(reduced))))
     groups = {weight: (layer_of(name), weight in regathered) for name, weight in program.parameters.items()}
     in_group = Counter(groups.values())
-    return {weight: Sharing(in_group[group], each) for weight, group in groups.items()}
+    return {weight: Sharing(min(in_group[group], each), each) for weight, group in groups.items()}
 
 
 def num_messages(sizes: Iterable[int]) -> int:

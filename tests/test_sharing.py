@@ -41,6 +41,18 @@ class _Layers(nn.Module):
         return sum((layer(x_BSH).sum() for layer in self.layers), torch.zeros(()))
 
 
+class _Wide(nn.Module):
+    """A matrix of 12 MB, and a layer of six small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(1024, 3072, bias=False)
+        self.layers = nn.ModuleList([nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))])
+
+    def forward(self, x_BK: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](self.large(x_BK)[:, :4])
+
+
 def _model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return _Layers(), (torch.zeros(4, 8, dtype=torch.int64),)
 
@@ -55,6 +67,13 @@ def test_a_layer_is_gathered_at_once_and_gradients_in_messages_of_megabytes() ->
     assert at["layers.1.1.weight"] == Sharing(gathered=1, reduced=3)
     assert at["layers.1.0.bias"] == Sharing(gathered=3, reduced=3), "the two of the norm, and the bias"
     assert {each.reduced for each in found.values()} == {3}, "equal layers stay equal"
+
+
+def test_to_gather_a_weight_is_shared_by_no_more_than_to_reduce_it() -> None:
+    """Of 7 parameters in 2 messages, 6 are of one layer: one of them gathered alone would pay a sixth of a message."""
+    program = capture(_Wide(), (torch.zeros(2, 1024),), {})
+    found = sharing(program, frozenset())
+    assert {found[p] for name, p in program.parameters.items() if name.startswith("layers.0")} == {Sharing(4, 4)}
 
 
 @pytest.mark.parametrize(
