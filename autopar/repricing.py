@@ -26,7 +26,7 @@ WHOLE, FIXED = "whole", "fixed: "
 MEMORY = "memory"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OVER = "_over_"
-RATE = re.compile(rf"(?:bucketed(\d+)_)?(\w+){OVER}(\w+)")
+RATE = re.compile(rf"(?:bucketed(\d+)_)?(\w+?){OVER}(\w+)")
 
 
 def rate_name(collective: str, axis: str, bucketed: int) -> str:

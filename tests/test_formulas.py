@@ -29,6 +29,7 @@ from autopar.peak import memory_use
 from autopar.plan import Plan
 from autopar.planner import evaluate, make_plan
 from autopar.repetition import stacks_of
+from autopar.repricing import RATE, rate_name
 from autopar.saved import saved_in
 from autopar.space import Space
 from autopar.symbolic_shapes import input_keys, symbolic_shapes
@@ -441,6 +442,12 @@ def test_nothing_but_arithmetic_is_read_from_a_plan() -> None:
             evaluate_text(text, {"batch": 1})
     with pytest.raises(PlanError, match="not a formula"):
         evaluate_text("1 +", {})
+
+
+@pytest.mark.parametrize(("axis", "bucketed"), [("dp", 0), ("dp", 12), ("left_over_right", 0), ("left_over_right", 3)])
+def test_the_name_of_a_rate_says_what_it_is_the_rate_of(axis: str, bucketed: int) -> None:
+    found = RATE.fullmatch(rate_name("all_gather", axis, bucketed))
+    assert found is not None and found.groups() == (str(bucketed) if bucketed else None, "all_gather", axis)
 
 
 def test_a_repriced_plan_prints_what_it_costs() -> None:
