@@ -23,7 +23,7 @@ def conflicting_nodes(problem: Problem) -> tuple[int, ...]:
 
     A node with everything forbidden is named whatever else is wrong. The problem must be infeasible without its limit.
     """
-    empty = next((i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).any()), None)
+    empty = problem.forbidden_node
     if empty is not None:
         return (empty,)
     restricted = [i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all()]

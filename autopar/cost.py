@@ -40,13 +40,13 @@ def computes_products(call: Call, op: OpRule | None, bound: BoundRule) -> bool:
     return (op is not None and op.flops is not None) or (is_contraction(bound) and base_name(call) != "embedding")
 
 
-def flops(call: Call, op: OpRule, bound: BoundRule) -> float:
+def flops(call: Call, op: OpRule | None, bound: BoundRule) -> int:
     """Floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
-    if op.flops is not None:
-        return float(op.flops)
+    if op is not None and op.flops is not None:
+        return op.flops
     if computes_products(call, op, bound):
-        return 2.0 * math.prod(bound.sizes.values())
-    return float(sum(output.num_elements for output in call.outputs))
+        return 2 * math.prod(bound.sizes.values())
+    return sum(output.num_elements for output in call.outputs)
 
 
 def bandwidth(call: Call, op: OpRule | None, bound: BoundRule, hardware: Hardware) -> float:

@@ -75,7 +75,7 @@ def explain(plan: Plan, context: PlanContext, name: str, alternatives: bool = Tr
 def label(space: Space, number: int) -> str:
     """A decision as people know it: the path of its parameter or module, or its name in the graph."""
     decision = space.decisions[number]
-    parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
+    parameters = space.program.parameter_names
     if decision.kind == "parameter":
         return parameters[decision.node.name]
     return module_of(decision) or decision.name if decision.kind == "call" else decision.name

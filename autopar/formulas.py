@@ -22,9 +22,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from autopar import cost
 from autopar.candidates import Strategy
 from autopar.collective_cost import Transfer
-from autopar.cost import bandwidth, computes_products, moved_bytes, num_backward
 from autopar.local_sizes import LocalSizes
 from autopar.memory import MemoryModel
 from autopar.memory_formulas import memory_formulas, mode_of
@@ -220,7 +220,7 @@ class _Ledger:
         call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
         work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
         count = self.repetition.of_decision(number) * times
-        passes = count * (1 + num_backward(menu.call) + (number in self.rerun))
+        passes = count * (1 + cost.num_backward(menu.call) + (number in self.rerun))
         if work.roofline:
             self.seconds.add(passes, work.roofline)
             self.seconds.add(passes * self.space.hardware.op_latency_s)
@@ -239,11 +239,12 @@ class _Ledger:
         bound = bound.rule.bind([info.shape for info in call.inputs], [info.shape for info in call.outputs])
         split = strategy.axes_by_factor(cast(Mesh, self.sizes.axes))
         parts = math.prod(self.sizes.axes.size(axis) for axes in split.values() for axis in axes)
-        flops = Size.of(flops_of(call, bound)).polynomial / Size.of(parts)
+        op = rule_of(call)
+        flops = Size.of(cost.flops(call, op, bound)).polynomial / Size.of(parts)
         hardware = self.space.hardware
         peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else "float32")
-        moved = Size.of(moved_bytes(call, *num_bytes)).polynomial
-        speed = float(bandwidth(call, rule_of(call), bound, hardware))
+        moved = Size.of(cost.moved_bytes(call, *num_bytes)).polynomial
+        speed = float(cost.bandwidth(call, op, bound, hardware))
         roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
         return _Work(flops, roofline, self._own(call, bound, strategy, split))
 
@@ -297,16 +298,6 @@ class _Ledger:
         if name not in self.rates:
             self.rates[name] = rate(transfer.collective, transfer.axis, bucketed, self.space.mesh, self.space.hardware)
         self.seconds.add(count, f"{name}({Polynomial.of(transfer.num_bytes)})")
-
-
-def flops_of(call: Call, bound: BoundRule) -> int:
-    """Floating point operations of the whole forward call, as `cost.flops` counts them."""
-    op = rule_of(call)
-    if op is not None and op.flops is not None:
-        return op.flops
-    if computes_products(call, op, bound):
-        return 2 * math.prod(bound.sizes.values())
-    return sum(output.num_elements for output in call.outputs)
 
 
 def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:

@@ -51,13 +51,18 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiencies:
-    """Share of a link's bandwidth that each collective reaches, by any protocol: libraries run some of them poorly."""
+class _PerCollective:
+    """A factor for each collective."""
 
     all_reduce: float = 1.0
     all_gather: float = 1.0
     reduce_scatter: float = 1.0
     all_to_all: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies(_PerCollective):
+    """Share of a link's bandwidth that each collective reaches, by any protocol: libraries run some of them poorly."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,13 +72,8 @@ class Efficiencies:
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class Latencies(_PerCollective):
     """Times the latency of a protocol that each collective takes to start: libraries make them in different ways."""
-
-    all_reduce: float = 1.0
-    all_gather: float = 1.0
-    reduce_scatter: float = 1.0
-    all_to_all: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -212,12 +212,10 @@ class MemoryModel:
         return _modes(tuple(self._matrix(wire, state) for state in states))
 
     def _matrix(self, wire: Wire, state: tuple[str, bool] | None) -> Bytes:
-        menus = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
-        ends = (id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor)
         if state is None:
-            shape = len(menus[0].strategies), len(menus[1].strategies)
+            shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
             return self._cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
-        return self._cached(("wire", state, ends), lambda: self._wire_bytes(wire, *state))
+        return self._cached(("wire", state, self.space.kind(wire)), lambda: self._wire_bytes(wire, *state))
 
     def _wire_bytes(self, wire: Wire, what: str, there: bool) -> Bytes:
         kinds = self.kinds(wire)
@@ -243,8 +241,7 @@ class MemoryModel:
     def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
         if not self.space.is_weight(wire.source):
             return None
-        menus = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
-        return self._cached((name, id(menus[0]), id(menus[1]), wire.target_input, wire.tensor), lambda: make(wire))
+        return self._cached((name, self.space.kind(wire)), lambda: make(wire))
 
     def _gathered(self, wire: Wire) -> Bytes:
         _, after = self._wire_ends(wire)

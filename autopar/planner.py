@@ -135,8 +135,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for wire in space.wires:
         ends = choices[wire.source], choices[wire.target]
-        menus = id(space.decisions[wire.source].menu), id(space.decisions[wire.target].menu)
-        key = menus, wire.source_output, wire.target_input, wire.tensor, ends
+        key = space.kind(wire), ends
         if key not in paths:
             path = space.path(wire, choices)
             each = zip(path.transfers, path.bucketed, strict=True)
@@ -150,7 +149,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             held[wire.target] += int(kept[mode][ends])
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
-    parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
+    parameters = space.program.parameter_names
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         own = decision.menu.strategies[choice].transfers
         every = (*moved[number], *((t, transfer_seconds(t, space.mesh, space.hardware)) for t in own))

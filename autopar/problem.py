@@ -128,6 +128,11 @@ class Problem:
                 ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
                 raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
 
+    @property
+    def forbidden_node(self) -> int | None:
+        """The first node of which every strategy is forbidden; None where each has one that is allowed."""
+        return next((i for i, node in enumerate(self.nodes) if not np.isfinite(node.seconds).any()), None)
+
     def seconds_of(self, choices: Sequence[int]) -> float:
         """The objective at one choice per node; inf where something forbidden is chosen."""
         nodes = sum(float(node.seconds[choice]) for node, choice in zip(self.nodes, choices, strict=True))

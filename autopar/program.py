@@ -69,6 +69,11 @@ class Program:
     input_names: tuple[str, ...] = field(default=())
     """A readable name per leaf, for errors: `input_ids`, `labels`, `args[0]`."""
 
+    @property
+    def parameter_names(self) -> dict[str, str]:
+        """Placeholder → original name, of the parameters."""
+        return {placeholder: name for name, placeholder in self.parameters.items()}
+
     def placeholders(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
 

@@ -116,7 +116,7 @@ class Repetition:
         return target.layer, (source.name, target.name, ends), source.layer != target.layer
 
     def _place_all(self, stacks: Sequence[Stack]) -> None:
-        parameters = {placeholder: name for name, placeholder in self._space.program.parameters.items()}
+        parameters = self._space.program.parameter_names
         counts: Counter[Hashable] = Counter()
         hubs = []
         for number, decision in enumerate(self._space.decisions):

@@ -192,9 +192,9 @@ class ReshardTable:
         here, there = self.index[source], self.index[target]
         assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
         seconds, ways = float(self.seconds[here, there]), self._alone
-        together = self._together is not None and self._together.seconds[here, there] <= seconds
-        if together and self._together is not None:
+        if self._together is not None and self._together.seconds[here, there] <= seconds:
             ways = self._together
+        together = ways is self._together
         moves: list[Move] = []
         while here != there:
             after = int(ways.following[here, there])

@@ -63,7 +63,7 @@ def solve(
         raise PlanError(f"solver {solver!r} is not known; use 'auto' or 'ilp'.")
     deadline = time.monotonic() + time_limit
     if solver == "ilp":
-        if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+        if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem))
         return _by_ilp(problem, deadline)
     solution = _by_reduction(problem, deadline, gap, only_narrow=False)
@@ -78,10 +78,10 @@ def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) 
 
 def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
-    if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+    if problem.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(problem))
     pruned = prune(problem)
-    if any(not np.isfinite(node.seconds).any() for node in pruned.problem.nodes):
+    if pruned.problem.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(problem))
     try:
         solution = _solve_pruned(pruned.problem, deadline, gap, only_narrow)
@@ -284,7 +284,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
 
 def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
     """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
-    if any(not np.isfinite(node.seconds).any() for node in problem.nodes):
+    if problem.forbidden_node is not None:
         return None  # what is held is forbidden
     pruned = prune(problem)
     tables = Tables(pruned.problem)

@@ -130,6 +130,11 @@ class Space:
         target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
         return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
 
+    def kind(self, wire: Wire) -> tuple[object, ...]:
+        """What wires that move alike have in common: menus (which the space holds) and places at both ends, tensor."""
+        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+        return id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+
     def unruled(self) -> dict[str, str]:
         """Calls that run replicated because no rule fits them, with the reason."""
         return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}

@@ -28,7 +28,7 @@ class Statement:
         self.memory = memory
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
-        parameters = {placeholder: name for name, placeholder in space.program.parameters.items()}
+        parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
 
@@ -72,8 +72,7 @@ class Statement:
         return Problem(tuple(nodes), tuple(edges), budget)
 
     def _reshard(self, wire: Wire) -> np.ndarray:
-        ends = self.space.decisions[wire.source].menu, self.space.decisions[wire.target].menu
-        key = (id(ends[0]), wire.source_output, id(ends[1]), wire.target_input, wire.tensor)
+        key = self.space.kind(wire)
         if key not in self._matrices:
             self._matrices[key] = self.space.reshard_seconds(wire)
         return self._matrices[key]

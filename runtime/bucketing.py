@@ -9,16 +9,14 @@ itself: where its gradient is nobody else's, as that of a matrix product is, it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import I, Layout, R
 from autopar.reshard import Path, is_gather
+from autopar.sharing import layer_of, messages
 from autopar.space import Decision, Space, Wire
 
-LARGEST_BUCKET = 25 * 2**20  # bytes; DistributedDataParallel's default
-SMALLEST_BUCKET = 2**20
-BUCKETS_PER_STEP = 3  # each costs a rank a millisecond with gloo, while few still overlap the backward
 PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
 
 End = tuple[int, int]
@@ -66,6 +64,7 @@ class _Member:
 def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
+    names = space.program.parameter_names
     for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
         if not space.is_weight(wire.source):
             continue
@@ -73,7 +72,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
         steps = _steps(space, wire, path)
         if steps:
             gathers = any(step.gathers for step in steps)
-            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire) if gathers else "")
+            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, names) if gathers else "")
             key = (steps, member.regather, wire.tensor.requires_grad, member.layer)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
@@ -97,18 +96,9 @@ def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
     def num_bytes(member: _Member) -> int:
         return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
 
-    total = sum(map(num_bytes, members))
-    cap = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // BUCKETS_PER_STEP))
     gathers = any(step.gathers for step in members[0].steps)
-    found: list[list[_Member]] = [[]]
-    filled = 0
-    for member in members:
-        if not gathers and found[-1] and filled + num_bytes(member) > cap:
-            found.append([])
-            filled = 0
-        found[-1].append(member)
-        filled += num_bytes(member)
-    return [_bucket(space, group) for group in found]
+    together = [slice(None)] if gathers else messages([num_bytes(member) for member in members])
+    return [_bucket(space, members[each]) for each in together]
 
 
 def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
@@ -137,11 +127,7 @@ def _first_use(space: Space, wire: Wire) -> int:
     return min(_first_use(space, other) for other in space.wires if other.source == wire.target)
 
 
-def _layer(space: Space, wire: Wire) -> str:
-    """The layer a parameter belongs to: its name up to the first number, or the module that owns it."""
+def _layer(space: Space, wire: Wire, names: Mapping[str, str]) -> str:
+    """The layer of the parameter that a wire moves; `names` has the parameters' by placeholder."""
     source = space.decisions[wire.source].name
-    placeholder = space.weight_casts.get(source, source)
-    name = next(n for n, p in space.program.parameters.items() if p == placeholder)
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
+    return layer_of(names[space.weight_casts.get(source, source)])

@@ -24,6 +24,7 @@ Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         return x
     count("all_reduce", axis, x.numel() * x.itemsize)
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
+
+
+def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:
+    """The sum of all ranks' tensors over some axes, one after the other."""
+    for axis in axes:
+        x = raw_all_reduce(x, axis)
+    return x
 
 
 def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:

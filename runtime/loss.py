@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of, part_of
-from autopar.runtime.collectives import raw_all_reduce
+from autopar.runtime.collectives import raw_all_reduce, raw_sum
 
 CLASSES = "v"
 """The factor of the classes; every other one is of rows."""
@@ -66,9 +66,7 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, rows: Seq
         divisor = kept.sum(dtype=torch.float64)
     else:
         divisor = (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
-    for axis in rows:
-        divisor = raw_all_reduce(divisor, axis)
-    return divisor
+    return raw_sum(divisor, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
             joined.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
             if weight is not None:
                 joined.append(columns.weight_V.sum().expand_as(picked_N))
-        sums = torch.stack(joined)
-        for axis in call.classes:
-            sums = raw_all_reduce(sums, axis)
-        rest = list(sums.unbind())
+        rest = list(raw_sum(torch.stack(joined), call.classes).unbind())
         log_N, picked_N = rest.pop(0).log(), rest.pop(0)
         kept_N = target_N != call.ignore_index
         weight_N = torch.where(kept_N, rest.pop(0) if weight is not None else zero + 1, zero)
@@ -152,9 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss_N = loss_N + torch.where(kept_N, total * log_N - of_all_N, zero) * call.smoothing_per_class
         divisor = torch.ones((), dtype=torch.float64, device=logits.device)
         if call.reduction == MEAN:
-            divisor = weight_N.double().sum()
-            for axis in call.rows:
-                divisor = raw_all_reduce(divisor, axis)
+            divisor = raw_sum(weight_N.double().sum(), call.rows)
         divisor = divisor.to(x_NV.dtype)
         ctx.call = call
         ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autopar.runtime.axes import Axes, Axis, axes_of, num_parts_of
-from autopar.runtime.collectives import raw_all_reduce
+from autopar.runtime.collectives import raw_sum
 
 BATCH = "n"
 """The factor of the batch."""
@@ -62,12 +62,6 @@ def _per_channel(x: Tensor, ndim: int) -> Tensor:
     return x.reshape(1, -1, *[1] * (ndim - 2))
 
 
-def _sum_over_ranks(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-    for axis in axes:
-        x = raw_all_reduce(x, axis)
-    return x
-
-
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -81,7 +75,7 @@ class _BatchNorm(torch.autograd.Function):
         # In float64 the difference of squares below loses nothing that float32 would have held.
         mean, variance = mean.double(), variance.double()
         sums = torch.cat([mean * num_local, (variance + mean * mean) * num_local])
-        total, total_square = _sum_over_ranks(sums, axes).chunk(2)
+        total, total_square = raw_sum(sums, axes).chunk(2)
         mean = total / num_values
         variance = (total_square / num_values - mean * mean).clamp(min=0)
         scale = torch.rsqrt(variance + eps)
@@ -106,7 +100,7 @@ class _BatchNorm(torch.autograd.Function):
         grad_bias, grad_weight = wide.sum(dims), (wide * normal).sum(dims)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = _sum_over_ranks(torch.cat([grad_bias, grad_weight]), ctx.axes) / ctx.num_values
+            sums = raw_sum(torch.cat([grad_bias, grad_weight]), ctx.axes) / ctx.num_values
             of_mean, of_scale = (_per_channel(each, x.ndim) for each in sums.chunk(2))
             factor = scale.to(wide.dtype) if weight is None else scale.to(wide.dtype) * weight
             grad_x = ((wide - of_mean - normal * of_scale) * _per_channel(factor, x.ndim)).to(x.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import sharing
 from autopar.mesh import Mesh
 from autopar.runtime import bucketing
 from autopar.space import Space
@@ -37,7 +38,7 @@ def _parameters(space: Space, bucket: bucketing.Bucket) -> list[str]:
 
 
 def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucketing, "LARGEST_BUCKET", 1)  # every parameter by itself
+    monkeypatch.setattr(sharing, "LARGEST_MESSAGE", 1)  # every parameter by itself
     space, buckets = _buckets()
     assert all(len(bucket.sources) == 1 for bucket in buckets)
     assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}

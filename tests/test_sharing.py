@@ -18,12 +18,9 @@ from autopar.mesh import Mesh
 from autopar.reshard import Tensor, in_bucket, reshard_table
 from autopar.runtime import bucketing
 from autopar.sharing import (
-    LARGEST_MESSAGE,
-    MESSAGES_PER_STEP,
-    SMALLEST_MESSAGE,
     Sharing,
     layer_of,
-    num_messages,
+    messages,
     sharing,
 )
 
@@ -97,7 +94,7 @@ def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective:
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "messages"),
+    ("megabytes", "count"),
     [
         ([], 0),
         ([0.5, 0.5], 1),
@@ -108,15 +105,14 @@ def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective:
         ([1] * 12, 3),
     ],
 )
-def test_a_message_is_closed_before_it_is_larger_than_its_share_of_the_step(
-    megabytes: list[float], messages: int
-) -> None:
-    assert num_messages(int(each * 2**20) for each in megabytes) == messages
+def test_a_message_is_closed_before_it_is_larger_than_its_share_of_the_step(megabytes: list[float], count: int) -> None:
+    sizes = [int(each * 2**20) for each in megabytes]
+    found = messages(sizes)
+    assert len(found) == count and [size for each in found for size in sizes[each]] == sizes
 
 
 def test_the_messages_are_as_large_as_the_runtime_makes_them() -> None:
-    ours = (LARGEST_MESSAGE, SMALLEST_MESSAGE, MESSAGES_PER_STEP)
-    assert ours == (bucketing.LARGEST_BUCKET, bucketing.SMALLEST_BUCKET, bucketing.BUCKETS_PER_STEP)
+    assert bucketing.messages is messages
 
 
 @pytest.mark.parametrize(
