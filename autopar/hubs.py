@@ -219,9 +219,17 @@ def lower_bound(problem: Problem, multiplier: float) -> float:
     loose = loosen(pruned) if elimination is None or elimination.work > DEAR_WORK else None
     if loose is not None:
         try:
-            return Hubs(pruned, loose).least(price)[0] - free
+            return _levelled_bound(Hubs(pruned, loose), price) - free
         except TooWideError:
             pass
     return (
         -np.inf if elimination is None else optimum(elimination, evaluate(elimination, tables.weighted(price))) - free
     )
+
+
+def _levelled_bound(hubs: Hubs, price: float) -> float:
+    """The bound at a price alone, to which a search has come from other prices: again from the shares so far."""
+    bound, again = -np.inf, hubs.least(price)[0]
+    while np.isfinite(again) and not _is_closed(again, bound):
+        bound, again = again, max(again, hubs.least(price)[0])
+    return again

@@ -123,3 +123,12 @@ def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.Monkey
     assert solve(problem).num_bytes == problem.budget
     with pytest.raises(InfeasibleError, match=str(problem.budget)):
         solve(tighter)
+
+
+def test_a_bound_is_proven_at_its_price_alone_as_after_other_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(hubs, "DEAR_WORK", 0)
+    problem = _with_hubs(91808757, 10, 3, 3, 0.0)
+    found = solve(problem)
+    assert found.solver == "hubs" and found.multiplier > 0
+    assert lower_bound(problem, found.multiplier) == pytest.approx(found.seconds, rel=1e-7)
