@@ -33,14 +33,15 @@ def annotate(
     slices: Sequence[Sequence[int]] | None = None,
     storage: str | Sequence[str] | None = None,
     regather: bool | None = None,
+    stage: int | None = None,
     **axes: Any,
 ) -> M:
-    """Say how everything that `pattern` matches is split; the planner holds to it. Returns the model.
+    """Say how everything that `pattern` matches is split, or where it runs; the planner holds to it. Returns the model.
 
     The pattern names modules, parameters or operations ("linear"); `*` stands for anything, dots included. It is
     matched against whole names first, then as the end of a name. `axes` are mesh axes, each with a role ("data",
     "column", "row", "sequence", "expert", "replicated"), a dim, None, or a placement of torch.distributed.tensor;
-    `slices`, `storage` and `regather` are explained in autopar/annotation.py.
+    `slices`, `storage`, `regather` and `stage` are explained in autopar/annotation.py.
 
     >>> annotate(model, "layers.*.mlp.down_proj", tp="row")  # doctest: +SKIP
 
@@ -49,7 +50,7 @@ def annotate(
     where = f'annotate("{pattern}", …)'
     named = (storage,) if isinstance(storage, str) else tuple(storage or ())
     said = tuple((axis, said_of(value, where)) for axis, value in axes.items())
-    return _remember(model, Annotation(pattern, said, slices_of(slices, where), named, regather))
+    return _remember(model, Annotation(pattern, said, slices_of(slices, where), named, regather, stage))
 
 
 def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:

@@ -7,6 +7,7 @@ tp=Shard(0)         the same as 0, and Replicate() the same as None (torch.distr
 slices=((2, 1), …)  a tuple per tensor input with the number of slices of each dim (MindSpore's shard)
 storage="dp"        parameters are stored split over the axis, along whichever dim (ZeRO-3, FSDP)
 regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
+stage=1             the calls of a module run on this stage of the pipeline, counted from 0 (autopar/stage_pins.py)
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it;
 of such a node a factor of its rule may be named, too: tp="factor:h".
@@ -46,6 +47,7 @@ class Annotation:
     slices: Slices | None = None
     storage: tuple[str, ...] = ()
     regather: bool | None = None
+    stage: int | None = None
     within: str = ""
     """Dotted path of the module that was annotated, below which the pattern matches; "" for the whole model."""
     strategy: str = ""
@@ -56,10 +58,10 @@ class Annotation:
             raise AnnotationError(
                 f'annotate({self.pattern!r}): needed a pattern, as in "layers.*.mlp.down_proj", or "*" for everything.'
             )
-        if not self.axes and self.slices is None and not self.storage and self.regather is None:
+        if not self.says_layouts and self.stage is None:
             raise AnnotationError(
                 f'{self}: nothing is said; name a mesh axis, as in tp="column", or slices=((2, 1), …), storage="dp", '
-                "or regather=True."
+                "regather=True, or stage=1."
             )
         for axis, said in self.axes:
             self._check_said(axis, said)
@@ -69,6 +71,13 @@ class Annotation:
             raise AnnotationError(f'{self}: storage names mesh axes: "dp", or ("dp", "tp") for several.')
         if self.regather not in (None, True, False):
             raise AnnotationError(f"{self}: regather is {self.regather!r}, needed True or False.")
+        if self.stage is not None and (type(self.stage) is not int or self.stage < 0):
+            raise AnnotationError(f"{self}: stage is {self.stage!r}, needed a stage of the pipeline, counted from 0.")
+
+    @property
+    def says_layouts(self) -> bool:
+        """Whether anything is said beside the stage."""
+        return bool(self.axes or self.slices is not None or self.storage or self.regather is not None)
 
     def __str__(self) -> str:
         words = [f'"{self.pattern}"']
@@ -79,6 +88,8 @@ class Annotation:
             words.append(f'storage="{self.storage[0]}"' if len(self.storage) == 1 else f"storage={self.storage}")
         if self.regather is not None:
             words.append(f"regather={self.regather}")
+        if self.stage is not None:
+            words.append(f"stage={self.stage}")
         where = f' on module "{self.within}"' if self.within else ""
         who = f"{self.strategy}: " if self.strategy else ""
         return f"{who}annotate({', '.join(words)}){where}"

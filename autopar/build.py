@@ -70,8 +70,8 @@ class _Builder:
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
-        self.learned: set[str] = set(self.parameters)
-        """Names of nodes whose value depends on a parameter."""
+        self.learned: set[str] = {*self.parameters, *self.program.received}
+        """Names of nodes whose value depends on a parameter, on this stage or an earlier one."""
 
     def build(self) -> Space:
         for node in self.program.graph.nodes:
@@ -90,7 +90,7 @@ class _Builder:
             return
         self.infos[node.name, 0] = info
         parameter = node.name in self.parameters
-        is_input = node.name in self.program.inputs
+        is_input = node.name in self.program.inputs or node.name in self.program.received
         mesh, hardware = self.space.mesh, self.space.hardware
         self.padded[node.name, 0] = frozenset(range(len(info.shape))) if parameter else frozenset()
         roles = _input_roles(info) if is_input else (None,) * len(info.shape)
@@ -128,15 +128,19 @@ class _Builder:
             self.uses[key].append(_Use(decision, position, (node.target, position)))
 
     def _outputs(self) -> None:
-        """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere."""
+        """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere.
+
+        What goes to the next stage is free to be split even where the user's outputs are whole.
+        """
+        sent = self.program.num_sent
         mesh = self.space.mesh
         for number, value in enumerate(self.program.output):
             if not isinstance(value, fx.Node):
                 continue
             source, position = source_of(value)
             info = self.infos[source.name, position]
-            free = number < self.program.num_outputs and info.shape and not self.whole_outputs
-            layouts = split_layouts(info, mesh) if free else (replicated(mesh.ndim),)
+            returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
+            layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
             roles = _roles_by_placement(self.space.dim_roles[source.name, position])
             decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))

@@ -9,6 +9,10 @@ class MeshError(AutoparError, ValueError):
     """A mesh, an axis name or a world size that does not fit."""
 
 
+class PipelineError(AutoparError, ValueError):
+    """Stages, micro-batches or a schedule that do not fit the model or the mesh."""
+
+
 class LayoutError(AutoparError, ValueError):
     """A layout that a tensor cannot have."""
 

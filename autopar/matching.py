@@ -47,7 +47,7 @@ class Catalog:
         }
         self.parameters = {name: space.index[program.parameters[first]] for name, first in names.items()}
         owners = {name.rpartition(".")[0] for name in self.parameters}
-        self.modules = sorted({path for each in (*owners, *map(self.module, self.calls)) for path in _ancestors(each)})
+        self.modules = sorted({path for each in (*owners, *map(self.module, self.calls)) for path in ancestors(each)})
 
     def module(self, number: int) -> str:
         """Path of the module that makes a call."""
@@ -59,8 +59,8 @@ class Catalog:
             return self._node(annotation.pattern.removeprefix(NODE))
         within = annotation.within
         for pattern in (annotation.pattern, f"*.{annotation.pattern}"):
-            modules = [path for path in self.modules if _matches(path, pattern, within)]
-            parameters = [number for name, number in self.parameters.items() if _matches(name, pattern, within)]
+            modules = [path for path in self.modules if matches(path, pattern, within)]
+            parameters = [number for name, number in self.parameters.items() if matches(name, pattern, within)]
             if modules:
                 return self._in_modules(modules, parameters)
             if parameters:
@@ -99,16 +99,16 @@ class Catalog:
         parameters = [
             number
             for name, number in self.parameters.items()
-            if not roots.isdisjoint(_ancestors(name.rpartition(".")[0]))
+            if not roots.isdisjoint(ancestors(name.rpartition(".")[0]))
         ]
-        calls = [number for number in self.calls if not roots.isdisjoint(_ancestors(self.module(number)))]
+        calls = [number for number in self.calls if not roots.isdisjoint(ancestors(self.module(number)))]
         outputs = [number for number in calls if self._leaves(number, roots)]
         # A module whose forward is not called (its weight is used elsewhere) is matched through its parameters.
         return Found("module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named]))
 
     def _leaves(self, number: int, modules: set[str]) -> bool:
         """Whether the value of a call is used outside one of the modules that make it."""
-        inside = modules.intersection(_ancestors(self.module(number)))
+        inside = modules.intersection(ancestors(self.module(number)))
         users = list(_users_of(self.space.decisions[number].node))
         return any(
             user.op == "output" or not is_below(str(user.meta.get("module", "")), path)
@@ -154,7 +154,7 @@ def is_below(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}.")
 
 
-def _ancestors(path: str) -> Iterator[str]:
+def ancestors(path: str) -> Iterator[str]:
     """A module and every module around it, the root last."""
     while path:
         yield path
@@ -169,7 +169,8 @@ def _relative(name: str, within: str) -> str | None:
     return name[len(within) :].removeprefix(".")
 
 
-def _matches(name: str, pattern: str, within: str) -> bool:
+def matches(name: str, pattern: str, within: str) -> bool:
+    """Whether a name, as seen from the module `within`, is what the pattern says; False where it lies outside."""
     relative = _relative(name, within)
     return relative is not None and fnmatchcase(relative, pattern)
 

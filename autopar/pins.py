@@ -32,6 +32,7 @@ def pins_of(
 ) -> dict[int, Mask]:
     """The pins of a space: decision → mask over its strategies; decisions that nothing was said about are absent.
 
+    What says nothing but a stage is left to autopar/stage_pins.py.
     `storage` fixes the layout in which parameters, by name, are stored already.
     An annotation that matches nothing is an error in the modes "semi_auto" and "manual", a UserWarning in "auto".
 
@@ -39,6 +40,7 @@ def pins_of(
     """
     pins = _Pins(space, frozenset(storage))
     catalog = Catalog(space)
+    annotations = [each for each in annotations if each.says_layouts]
     for annotation in (each for each in annotations if not each.strategy):
         _check_axes(annotation, space)
         found = catalog.find(annotation)

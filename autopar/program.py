@@ -68,11 +68,26 @@ class Program:
     training: bool = True
     input_names: tuple[str, ...] = field(default=())
     """A readable name per leaf, for errors: `input_ids`, `labels`, `args[0]`."""
+    received: tuple[str, ...] = ()
+    """Of a pipeline stage: placeholders of what arrives from the stage before, in the order in which that sends it."""
+    num_sent: int = 0
+    """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
+
+    @property
+    def num_results(self) -> int:
+        """How many entries of the graph's output are sent or the user's; the rest are buffer mutations."""
+        return self.num_sent + self.num_outputs
 
     @property
     def parameter_names(self) -> dict[str, str]:
         """Placeholder → original name, of the parameters."""
         return {placeholder: name for name, placeholder in self.parameters.items()}
+
+    @property
+    def summary(self) -> str:
+        """Inputs and graph in words: what must be equal on all ranks."""
+        inputs = zip(self.input_names, self.input_values, strict=True)
+        return f"{', '.join(f'{name}: {value}' for name, value in inputs)} (graph {self.fingerprint})"
 
     def placeholders(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
