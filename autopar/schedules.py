@@ -1,0 +1,215 @@
+"""The schedules of a pipeline: which rank runs which stage, and in which order its micro-batches.
+
+The orders are PyTorch's own: its schedule classes are built on stages that are only numbers, so what is simulated is
+what runs. Every rank has `chunks` stages. In a loop, stage s is on rank s mod ranks; in a V (zbv, dualpipev) the second
+half of the stages runs back, and rank 0 has the first stage and the last.
+
+    gpipe                    all forwards, then all backwards (Huang et al., NeurIPS 2019)
+    1f1b                     one forward, one backward, after a warm-up (PipeDream-Flush; Narayanan et al., 2021)
+    interleaved_1f1b         1f1b over several stages per rank (Narayanan et al., SC 2021)
+    interleaved_zero_bubble  gradients of weights fill the bubble (ZB1P; Qi et al., ICLR 2024)
+    zbv                      the same on a V of two stages per rank (Qi et al., ICLR 2024, section 6)
+    dualpipev                a V whose forwards overlap backwards (DeepSeek-V3, 2024)
+    pipedream                1f1b that updates a stage after every backward (Narayanan et al., SOSP 2019)
+
+`pipedream` runs in the order of 1f1b and is not PyTorch's. A stage updates its weights after each micro-batch, so the
+forward of micro-batch i on rank r sees max(0, i + 1 - (ranks - r)) updates of this step. Its backward uses those same
+weights, which were stashed; its gradient is applied to the newest. Stages do not agree on a version (no vertical sync).
+The micro-batches of one step drain before the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autopar.errors import PipelineError
+
+_CLASSES: dict[str, type | None] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zbv": torch_schedules.ScheduleZBVZeroBubble,
+    "dualpipev": torch_schedules.ScheduleDualPipeV,
+    "pipedream": None,
+}
+NAMES = tuple(_CLASSES)
+KINDS = ("F", "B", "I", "W")
+"""Forward, whole backward, gradient of the input, gradient of the weights."""
+_ONE_STAGE = ("gpipe", "1f1b", "pipedream")
+_INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
+_V = ("zbv", "dualpipev")
+_STAGES_FULL = ("1f1b", "dualpipev")
+"""Need a micro-batch for every stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One computation of a stage on one micro-batch; `kind` is one of KINDS."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule by name, for `num_ranks` ranks with `chunks` stages each.
+
+    Raises:
+        PipelineError: A name that is unknown, or numbers that this schedule cannot run.
+    """
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise PipelineError(f'schedule="{self.name}" is unknown. Use one of {", ".join(map(repr, NAMES))}.')
+        for what, found in (
+            ("ranks", self.num_ranks),
+            ("microbatches", self.num_microbatches),
+            ("chunks", self.chunks),
+        ):
+            if found < 1:
+                raise PipelineError(
+                    f'"{self.name}" was given {what}={found}; it needs 1 or more. Use {what}=1 or more.'
+                )
+        self._check_chunks()
+        self._check_microbatches()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks together."""
+        return self.num_ranks * self.chunks
+
+    @property
+    def torch_class(self) -> type | None:
+        """The class of torch.distributed.pipelining that runs it; None for pipedream, which PyTorch does not have."""
+        return _CLASSES[self.name]
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the second half of the stages runs back over the ranks."""
+        return self.name in _V
+
+    @property
+    def orders(self) -> tuple[tuple[Step, ...], ...]:
+        """What each rank computes, in order."""
+        return _orders(self)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs `stage`."""
+        assert 0 <= stage < self.num_stages
+        return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank`, in the order of the model."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches whose forward `stage` has run and whose backward, weights included, it has not."""
+        now = most = 0
+        for step in self.orders[self.rank_of(stage)]:
+            if step.stage == stage:
+                now += {"F": 1, "I": 0}.get(step.kind, -1)
+                most = max(most, now)
+        return most
+
+    def _check_chunks(self) -> None:
+        if self.name in _ONE_STAGE and self.chunks != 1:
+            raise PipelineError(
+                f'"{self.name}" runs one stage per rank; found chunks={self.chunks}. Use chunks=1, or '
+                'schedule="interleaved_1f1b" for several stages per rank.'
+            )
+        if self.is_v and self.chunks != 2:
+            raise PipelineError(f'"{self.name}" needs two stages per rank; found chunks={self.chunks}. Use chunks=2.')
+
+    def _check_microbatches(self) -> None:
+        found = self.num_microbatches
+        if self.name in _STAGES_FULL and found < self.num_stages:
+            raise PipelineError(
+                f'"{self.name}" needs at least as many micro-batches as stages; found {found} micro-batches for '
+                f'{self.num_stages} stages. Use microbatches={self.num_stages} or more, or schedule="gpipe".'
+            )
+        if self.name in _INTERLEAVED and not _fits_rounds(found, self.num_ranks):
+            below = next(m for m in range(found, 0, -1) if _fits_rounds(m, self.num_ranks))
+            above = next(m for m in range(found, 2 * found + self.num_ranks) if _fits_rounds(m, self.num_ranks))
+            raise PipelineError(
+                f'"{self.name}" runs micro-batches in equal rounds of at least {self.num_ranks}, one per rank; '
+                f"{found} micro-batches do not divide into {found // self.num_ranks} rounds. "
+                f"Use microbatches={below} or {above}."
+            )
+
+
+def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
+    """Whether PyTorch's interleaved schedules take so many micro-batches: equal rounds of at least one per rank."""
+    return num_microbatches % max(1, num_microbatches // num_ranks) == 0
+
+
+@cache
+def _orders(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """The orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b."""
+    if schedule.name == "pipedream":
+        return tuple(_one_forward_one_backward(schedule, rank) for rank in range(schedule.num_ranks))
+    torch_class: Any = schedule.torch_class
+    stages = [_stub(schedule, stage) for stage in schedule.stages_of(0)]
+    built = torch_class(stages[0] if schedule.name in _ONE_STAGE else stages, schedule.num_microbatches)
+    return tuple(_steps(built.pipeline_order[rank]) for rank in range(schedule.num_ranks))
+
+
+def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
+    """What PyTorch's schedules read of a stage when they are built: numbers, and no process group."""
+    return SimpleNamespace(
+        num_stages=schedule.num_stages,
+        group_size=schedule.num_ranks,
+        group_rank=schedule.rank_of(stage),
+        stage_index=stage,
+        submod=None,
+    )
+
+
+def _steps(actions: Iterable[Any]) -> tuple[Step, ...]:
+    """PyTorch's actions of one rank as steps: computations only, overlapped pairs one after the other.
+
+    Micro-batches are counted anew: every class runs them in order, but the order that 1F1B prints begins the last
+    rank's forwards at 1 (torch 2.13; what it runs begins at 0).
+    """
+    given = [action for action in actions if action is not None]
+    flat = [each for action in given for each in action.sub_actions or (action,)]
+    seen: Counter[tuple[str, int]] = Counter()
+    steps = []
+    for action in flat:
+        kind, stage = action.computation_type.value, action.stage_index
+        if kind not in KINDS:
+            continue
+        backward = "F" if kind == "F" else "W" if kind == "W" else "B"  # B and I count the same micro-batches
+        steps.append(Step(kind, stage, seen[backward, stage]))
+        seen[backward, stage] += 1
+        if kind == "B":
+            seen["W", stage] += 1
+    return tuple(steps)
+
+
+def _one_forward_one_backward(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+    """1F1B of one rank: `ranks - rank` forwards, then a backward and a forward in turn, then the other backwards."""
+    num_microbatches = schedule.num_microbatches
+    ahead = min(num_microbatches, schedule.num_ranks - rank)
+    steps = [Step("F", rank, each) for each in range(ahead)]
+    for each in range(num_microbatches):
+        steps.append(Step("B", rank, each))
+        if each + ahead < num_microbatches:
+            steps.append(Step("F", rank, each + ahead))
+    return tuple(steps)
