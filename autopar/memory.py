@@ -11,6 +11,8 @@ A view counts where its memory was made. A weight that is gathered again for the
 runs; a gradient that is still to be reduced from its call's backward to the end of the layer's. Under recomputation
 (`segments`) a segment holds only what its second run begins with: tensors from outside, results of collectives and, if
 selective, of contractions.
+
+All this is of one micro-batch; where a step has several, `accumulation` says what is held besides, and instead.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
+from autopar.accumulation import Accumulation
 from autopar.layout import Layout
+from autopar.microbatches import Microbatches
 from autopar.program import TensorInfo
 from autopar.saved import Saved, saved_in
 from autopar.segments import MODES, Recomputation, recomputation, segments_of
@@ -42,8 +46,9 @@ class MemoryModel:
     Equal calls share their arrays, which must not be changed.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, microbatches: Microbatches | None = None) -> None:
         self.space = space
+        self.microbatches = microbatches or Microbatches()
         self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
         """The calls in the order they run."""
         self._outgoing: dict[int, list[Wire]] = defaultdict(list)
@@ -59,6 +64,7 @@ class MemoryModel:
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
         self._saved_by_node = saved_in(space.program)
+        self.accumulation = Accumulation(self)
 
     # When.
 
@@ -94,14 +100,21 @@ class MemoryModel:
     # What is held all the time.
 
     def stored(self, number: int) -> dict[str, Bytes]:
-        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy."""
-        decision = self.space.decisions[number]
-        if decision.kind not in ("parameter", "buffer", "input"):
+        """Bytes of a parameter, buffer or input by what they are; the arrays have one entry per strategy.
+
+        Between stages of a pipeline there are buffers for what is received, also for gradients of what is sent.
+        """
+        decision, more = self.space.decisions[number], self.accumulation
+        if decision.kind not in ("parameter", "buffer", "input") and not more.is_sent(number):
             return {}
         info = decision.node.meta["tensor"]
         elements = self._elements(info, decision)
+        if decision.kind == "output":
+            num_gradients = self.microbatches.count if info.requires_grad else 0
+            return {"receive buffers": self._times(elements, info.dtype.itemsize * num_gradients)}
         if decision.kind != "parameter":
-            return {"buffers and inputs": self._times(elements, info.dtype.itemsize)}
+            name = "receive buffers" if more.is_received(number) else "buffers and inputs"
+            return {name: self._times(elements, info.dtype.itemsize * more.arrives(number))}
         optimizer = self.space.optimizer
         each = {
             "parameters": info.dtype.itemsize,
@@ -119,11 +132,11 @@ class MemoryModel:
         return self._times(self._elements(info, decision), info.dtype.itemsize)
 
     def _times(self, elements: Bytes, size: float) -> Bytes:
-        return self._cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+        return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
 
     def _elements(self, info: TensorInfo, decision: Decision) -> Bytes:
         layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
-        return self._cached(("elements", info.shape, layouts), lambda: self._local(info.shape, layouts, 1))
+        return self.cached(("elements", info.shape, layouts), lambda: self._local(info.shape, layouts, 1))
 
     # What is held between forward and backward.
 
@@ -149,15 +162,15 @@ class MemoryModel:
         if talking.any():  # a call that communicates by itself is never run again
             key = ("talks", id(decision.menu), tuple(map(id, arrays)))
             arrays = tuple(
-                self._cached((key, i), lambda a=array: np.where(talking, arrays[0], a)) if i else array
+                self.cached((key, i), lambda a=array: np.where(talking, arrays[0], a)) if i else array
                 for i, array in enumerate(arrays)
             )
-        return _modes(arrays)
+        return self.modes(arrays)
 
     def _talks(self, decision: Decision) -> np.ndarray:
         """Which strategies of a call run collectives of their own in the forward."""
         strategies = decision.menu.strategies
-        return self._cached(
+        return self.cached(
             ("talking", id(decision.menu)),
             lambda: np.array([any(not t.backward for t in s.transfers) for s in strategies]),
         )
@@ -166,7 +179,7 @@ class MemoryModel:
         outputs = outputs - saved.aliases
         other = saved.other_bytes if hidden else 0
         key = ("own", id(decision.menu), outputs, other)
-        return self._cached(key, lambda: self._own_bytes(decision, outputs, other))
+        return self.cached(key, lambda: self._own_bytes(decision, outputs, other))
 
     def _own_bytes(self, decision: Decision, outputs: frozenset[int], other: int) -> Bytes:
         call, menu = _call(decision), decision.menu
@@ -186,7 +199,7 @@ class MemoryModel:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
         end = wire.target, wire.target_input
         if end not in self._wires:
-            self._wires[end] = self._wire(wire)
+            self._wires[end] = None if self.accumulation.holds(wire) else self._wire(wire)
         return self._wires[end]
 
     def _wire(self, wire: Wire) -> Modes | None:
@@ -209,17 +222,17 @@ class MemoryModel:
                 states.append(("moved", True) if inside else ("kept", persistent))
         if not any(states):
             return None
-        return _modes(tuple(self._matrix(wire, state) for state in states))
+        return self.modes([self._matrix(wire, state) for state in states])
 
     def _matrix(self, wire: Wire, state: tuple[str, bool] | None) -> Bytes:
         if state is None:
             shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
-            return self._cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
-        return self._cached(("wire", state, self.space.kind(wire)), lambda: self._wire_bytes(wire, *state))
+            return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+        return self.cached(("wire", state, self.space.kind(wire)), lambda: self._wire_bytes(wire, *state))
 
     def _wire_bytes(self, wire: Wire, what: str, there: bool) -> Bytes:
         kinds = self.kinds(wire)
-        before, after = self._wire_ends(wire)
+        before, after = self.wire_ends(wire)
         if what == "moved":  # the second run makes the rest again
             return np.where(kinds == COMMUNICATED, after[None, :], 0)
         unmoved = np.zeros_like(before) if there else before
@@ -227,8 +240,12 @@ class MemoryModel:
         strategies = self.space.decisions[wire.source].menu.strategies
         if wire.tensor.regather and any(strategy.kept for strategy in strategies):
             again = np.array([not strategy.kept for strategy in strategies])
-            found[again[:, None] & self._only_gathers(wire)] = 0
+            found[again[:, None] & self.only_gathers(wire)] = 0
         return found
+
+    def kept(self, wire: Wire, there: bool) -> Bytes:
+        """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
+        return self._matrix(wire, ("kept", there))
 
     def gathered(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
@@ -241,27 +258,46 @@ class MemoryModel:
     def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
         if not self.space.is_weight(wire.source):
             return None
-        return self._cached((name, self.space.kind(wire)), lambda: make(wire))
+        found = self.cached((name, self.space.kind(wire)), lambda: make(wire))
+        if not self.accumulation.holds(wire):
+            return found
+        each_time = self.accumulation.each_time(wire)
+        return self.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
 
     def _gathered(self, wire: Wire) -> Bytes:
-        _, after = self._wire_ends(wire)
+        _, after = self.wire_ends(wire)
         found = np.where(self.kinds(wire) == COMMUNICATED, after[None, :], 0)
         strategies = self.space.decisions[wire.source].menu.strategies
         found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
         return found
 
     def _unreduced(self, wire: Wire) -> Bytes:
-        _, after = self._wire_ends(wire)
-        codes, others = self._codes(wire)
-        reduced = ((codes[:, None] == _INVARIANT) & (others[None, :] == _REPLICATED)).any(axis=2)
-        return np.where((self.kinds(wire) == COMMUNICATED) | reduced, after[None, :], 0)
+        _, after = self.wire_ends(wire)
+        return np.where(self.communicated(wire) | self.reduced(wire), after[None, :], 0)
+
+    def reduced(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it is."""
+        before, after = self._codes(wire)
+        return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
+
+    def communicated(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor goes over links."""
+        return self.kinds(wire) == COMMUNICATED
+
+    def changes(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor becomes another one, if only a slice."""
+        return self.kinds(wire) != SAME
+
+    def stays(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
+        return self.kinds(wire) <= SLICED
 
     def working(self, number: int) -> Bytes | None:
         """Bytes of the gradients of a call's inputs and outputs, and of its outputs, while it runs backward."""
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.saved(decision).aliases:
             return None
-        return self._cached(("working", id(decision.menu)), lambda: self._working(decision))
+        return self.cached(("working", id(decision.menu)), lambda: self._working(decision))
 
     def _working(self, decision: Decision) -> Bytes:
         call, strategies = _call(decision), decision.menu.strategies
@@ -279,12 +315,12 @@ class MemoryModel:
         if decision.kind != "call" or not self.segment[number]:
             return None
         forward = decision.menu.forward_seconds
-        nothing = self._cached(("no seconds", len(forward)), lambda: np.zeros(len(forward)))
+        nothing = self.cached(("no seconds", len(forward)), lambda: np.zeros(len(forward)))
         again = self._recomputations(number)
         if not any(decision.node in each.rerun for each in again):
             return None
         key = ("second forward", id(decision.menu))
-        second = self._cached(key, lambda: np.where(self._talks(decision), 0.0, forward))
+        second = self.cached(key, lambda: np.where(self._talks(decision), 0.0, forward))
         return tuple(second if decision.node in each.rerun else nothing for each in again)
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
@@ -311,13 +347,32 @@ class MemoryModel:
             sums = [(1 if worst else weight) * np.sum(parts, axis=0) for weight, parts in filled]
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
-        return self._cached(key, combine)
+        return self.cached(key, combine)
+
+    @staticmethod
+    def modes(arrays: Sequence[Bytes]) -> Modes:
+        """An array per mode; one where all modes agree."""
+        return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
 
     # Who needs what.
 
     def _recomputations(self, number: int) -> tuple[Recomputation, ...]:
         name = self.segment[number]
         return tuple(self._again[name].values()) if name else (Recomputation(frozenset(), frozenset()),)
+
+    def num_modes(self, number: int) -> int:
+        """How many modes of recomputation a decision's segment has: one where it has no segment."""
+        return len(self._recomputations(number))
+
+    def keeps_output(self, number: int, output: int, mode: int) -> bool:
+        """Whether an output of a decision is kept as it is for some backward, in a mode, or what is sent is a copy."""
+        decision = self.space.decisions[number]
+        if decision.node.op == "placeholder" or (mode > 0 and self._rerun(number, mode)):
+            return False
+        saved = self.saved(decision)
+        if output in saved.aliases:
+            return False
+        return (decision.kind == "call" and output in saved.outputs) or self._output_needed(number, output)
 
     def _rerun(self, number: int, mode: int) -> bool:
         """Whether a call, or a consumer of a hub, is run again in a mode."""
@@ -361,10 +416,10 @@ class MemoryModel:
 
     def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
         return (
-            self._cached(
+            self.cached(
                 ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
             ),
-            self._cached(
+            self.cached(
                 ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
             ),
         )
@@ -379,14 +434,14 @@ class MemoryModel:
         kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
         return kinds.max(axis=2)
 
-    def _only_gathers(self, wire: Wire) -> np.ndarray:
+    def only_gathers(self, wire: Wire) -> np.ndarray:
         """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
         before, after = self._codes(wire)
         before, after = before[:, None, :], after[None, :, :]
         exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
         return ~(exchanged | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
 
-    def _wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
+    def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
         shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
         return (
             self._local(shape, self.space.source_layouts(wire), size),
@@ -397,12 +452,12 @@ class MemoryModel:
         """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
         key = ("local", tuple(shape), tuple(layouts), size)
         sizes = self.space.mesh.sizes
-        return self._cached(
+        return self.cached(
             key,
             lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
         )
 
-    def _cached(self, key: object, make) -> np.ndarray:
+    def cached(self, key: object, make) -> np.ndarray:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
@@ -415,11 +470,6 @@ def _encode(layouts: Sequence[Layout]) -> np.ndarray:
     """Layouts as numbers, one row each."""
     codes = {"I": _INVARIANT, "R": _REPLICATED, "P": _PARTIAL}
     return np.array([[codes[p.kind] if p.kind in codes else _FIRST_DIM + p.dim for p in each] for each in layouts])
-
-
-def _modes(arrays: tuple[Bytes, ...]) -> Modes:
-    """One array where all modes agree."""
-    return arrays[:1] if all(array is arrays[0] for array in arrays) else arrays
 
 
 def _call(decision: Decision):

@@ -29,8 +29,8 @@ from autopar.symbols import Polynomial, Size
 def memory_formulas(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> dict[str, str]:
-    """Name → formula, at the fullest moment of a choice per decision."""
-    if not memory.calls:
+    """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
+    if not memory.calls or memory.microbatches.several or memory.space.program.num_sent:
         return {}
     place, backward = _fullest(memory, memory_use(memory, choices, modes)[1].timeline)
     parts = _Moment(memory, choices, modes, sizes, repetition, place, backward).parts()

@@ -15,12 +15,14 @@ from autopar.cost import base_name, num_backward
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formulas import outputs_without_gradient
 from autopar.memory import MemoryModel
+from autopar.microbatches import Microbatches
 from autopar.plan import Moved, Plan, PlanRow
 from autopar.problem import Problem
 from autopar.segments import MODES
 from autopar.shortage import MemoryLimitError
 from autopar.space import Decision, Space
 from autopar.statement import Pins, Statement
+from autopar.step_parts import parts_of
 from autopar.within import Answer, best_within
 
 
@@ -65,14 +67,18 @@ def make_plan(
     time_limit: float = 120.0,
     recompute: str = "auto",
     gap: float = 0.0,
+    microbatches: Microbatches | None = None,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
-    `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment.
+    `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment. The space is
+    that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
+    that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_parts`).
 
     Raises InfeasibleError where there is none.
     """
-    statement, settings = Statement(space, MemoryModel(space)), Settings(memory, recompute, solver, time_limit, gap)
+    settings = Settings(memory, recompute, solver, time_limit, gap)
+    statement = Statement(space, MemoryModel(space, microbatches))
     answer = answer_of(statement, pins, settings)
     context = PlanContext(space, statement.memory, pins, answer.choices, answer.problem, settings)
     return written_down(context, answer), answer.choices
@@ -91,9 +97,16 @@ def answer_of(statement: Statement, pins: Pins, settings: Settings) -> Answer:
     segments, asked = statement.memory.segments, settings.recompute
     modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
     try:
-        return best_within(statement, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap)
+        answer = best_within(
+            statement, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap
+        )
     except MemoryLimitError as error:
         raise InfeasibleError(str(error)) from error  # its text is worked out when it is asked for: here, once
+    if not statement.memory.microbatches.several:
+        return answer
+    # What the search made least is a micro-batch's share; what could be saved of that is no more in a whole step.
+    seconds = parts_of(statement.memory, answer.choices, answer.modes).seconds
+    return replace(answer, seconds=seconds, bound=seconds - (answer.seconds - answer.bound))
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:

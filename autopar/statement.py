@@ -43,7 +43,7 @@ class Statement:
         nodes: list[Node] = []
         edges: list[Edge] = []
         for number, decision in enumerate(self.space.decisions):
-            seconds = decision.menu.seconds
+            seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = np.where(pins[number], seconds, np.inf)
             held = (self._zeros(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
@@ -71,10 +71,18 @@ class Statement:
                 edges.append(Edge((segment, wire.source, wire.target), stacked, self._stacked(held, int)))
         return Problem(tuple(nodes), tuple(edges), budget)
 
+    def _seconds(self, number: int, decision: Decision) -> np.ndarray:
+        """Seconds of a decision for one micro-batch, its share of what is done once a step."""
+        seconds, more = decision.menu.seconds, self.memory.accumulation
+        if not more.microbatches.several or not more.once(number):
+            return seconds
+        return self._matrices.setdefault(("once", id(decision.menu)), seconds / more.microbatches.count)
+
     def _reshard(self, wire: Wire) -> np.ndarray:
         key = self.space.kind(wire)
         if key not in self._matrices:
-            self._matrices[key] = self.space.reshard_seconds(wire)
+            seconds = self.space.reshard_seconds(wire)
+            self._matrices[key] = self.memory.accumulation.shared_seconds(wire, seconds)
         return self._matrices[key]
 
     def _stacked(self, arrays: Modes, kind: type) -> np.ndarray:

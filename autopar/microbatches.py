@@ -1,0 +1,59 @@
+"""How many micro-batches one step of a stage runs, and how many of them are in flight at once.
+
+The graph, and with it the space of plans, is that of one micro-batch. In flight are those whose forward has run and
+whose backward has not. Three moments of a step can be the fullest:
+
+    first     the first backward, while in_flight - 1 other micro-batches wait: gradients are made for the first time
+    later     a later backward: all gradients are there, and at most min(in_flight, count - 1) - 1 others wait
+    end       gradients that were added up are reduced: they are there as they were added up, and as they are stored,
+              where that differs
+
+Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.errors import PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One backward of a step, or its end: how many other micro-batches wait for their backward, and which it is."""
+
+    others: int
+    first: bool
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """`count` micro-batches a step, of which at most `in_flight` wait for their backward at once."""
+
+    count: int = 1
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.in_flight <= self.count:
+            raise PipelineError(
+                f"{self.in_flight} micro-batches in flight, of {self.count} in a step; give at least 1 in flight, and "
+                "no more than there are in a step."
+            )
+
+    @property
+    def several(self) -> bool:
+        """Whether weights are moved, and gradients reduced, less often than they are used."""
+        return self.count > 1
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The backwards of a step, and its end, that can be its fullest moments."""
+        if not self.several:
+            return (Phase(0, True),)
+        if self.in_flight < self.count:
+            return (Phase(self.in_flight - 1, False), END)
+        return (Phase(self.count - 1, True), Phase(self.count - 2, False), END)
+
+
+END = Phase(0, False, end=True)
