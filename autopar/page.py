@@ -33,8 +33,8 @@ def page(plan: Plan) -> str:
         "title": f"Plan for {escape(str(plan.mesh))}",
         "header": _header(plan),
         "legend": "".join(f'<span class="chip {role}">{role}</span>' for role in ROLES),
-        "memory": _memory(plan),
-        "time": _time(plan),
+        "memory": memory_section(plan),
+        "time": time_section(plan),
         "notes": _notes(plan),
         "data": _embedded(_data(plan)),
     }
@@ -62,7 +62,7 @@ def _header(plan: Plan) -> str:
     return "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
 
 
-def _memory(plan: Plan) -> str:
+def memory_section(plan: Plan) -> str:
     """The bar of a device against the limit, its parts as a table, and the live bytes over the step."""
     parts = dict(plan.memory.parts) if plan.memory else {}
     named = sum(parts.values())
@@ -90,7 +90,7 @@ def _memory(plan: Plan) -> str:
         (_key(number) + escape(name), format_bytes(n), f"{n / whole:.1%}") for number, (name, n) in enumerate(sizes)
     ]
     of = "of the limit" if plan.memory_limit == whole else "share"
-    table = _table(("part", "bytes", of), rows)
+    table = html_table(("part", "bytes", of), rows)
     curve = _timeline(plan.memory.timeline, plan.memory_limit) if plan.memory and plan.memory.timeline else ""
     return f"<p>{words}</p>{drawing}{table}{curve}"
 
@@ -120,7 +120,7 @@ def _timeline(timeline: Sequence[Instant], limit: int | None) -> str:
     return f"<h3>Over the step</h3><p>{escape(words)}{line}</p>{_drawing(shapes, HEIGHT, words)}{ends}"
 
 
-def _time(plan: Plan) -> str:
+def time_section(plan: Plan) -> str:
     """Seconds by what is done, and compute by operation, as tables with bars."""
     shares = sorted(breakdown(plan).items(), key=lambda item: -item[1].seconds)
     kinds = [(name, share.seconds, format_bytes(share.num_bytes) if share.num_bytes else "") for name, share in shares]
@@ -151,7 +151,7 @@ def _bars(names: tuple[str, str], rows: Iterable[tuple[str, float, str]], whole:
         drawing = f'<svg class="small" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
         share = f"{seconds / whole:.1%}" if whole > 0 else ""
         cells.append((escape(name), drawing, format_seconds(seconds), share, more))
-    return _table((names[0], "", "time", "of step", names[1]), cells)
+    return html_table((names[0], "", "time", "of step", names[1]), cells)
 
 
 def _notes(plan: Plan) -> str:
@@ -162,7 +162,7 @@ def _notes(plan: Plan) -> str:
         groups[operation.get(name, name), reason].append(name)
     rows = [(escape(op), str(len(calls)), escape(calls[0]), escape(why)) for (op, why), calls in groups.items()]
     unruled = "<h3>Calls that run replicated because no rule fits them</h3>" if rows else ""
-    table = _table(("operation", "calls", "first call", "reason"), rows, numbers=(1,)) if rows else ""
+    table = html_table(("operation", "calls", "first call", "reason"), rows, numbers=(1,)) if rows else ""
     text = (f"<ul>{notes}</ul>" if notes else "") + unruled + table
     return f'<section id="notes"><h2>Notes</h2>{text}</section>' if text else ""
 
@@ -177,7 +177,7 @@ def _key(number: int) -> str:
     return f'<svg class="key" viewBox="0 0 10 10" aria-hidden="true">{shape}</svg>'
 
 
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
+def html_table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
     """A table of cells that are HTML already; the columns of `numbers` (all but the first) are aligned right."""
     right = set(range(1, len(names)) if numbers is None else numbers)
     kind = ['class="number"' if column in right else "" for column in range(len(names))]

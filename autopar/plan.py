@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from autopar.verify import Verification
 
 FORMAT = 2
+PIPELINE_FORMAT = "pipeline format"
+"""The field that plans of pipelines have in place of "format"."""
 
 
 class Moved(NamedTuple):
@@ -170,6 +172,8 @@ class Plan:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"not a plan: the text is no JSON ({error}); give what Plan.save wrote.") from error
+        if isinstance(values, dict) and PIPELINE_FORMAT in values:
+            raise PlanError("this is the plan of a pipeline, with a plan per stage; read it with PipelinePlan.load.")
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise PlanError(f"not a plan of format {FORMAT}; give what Plan.save of this version wrote.")
         try:
