@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.layout import I, Layout, S, replicated
+from autopar.program import Program
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,6 +75,15 @@ def layout_of(value: DTensor, mesh: DeviceMesh) -> Layout:
     known = all(type(placement) in (Shard, Replicate) for placement in found)
     layout = Layout(S(each.dim % value.ndim) if isinstance(each, Shard) else I for each in found)
     return layout if known and layout.divides(value.shape, mesh.shape) else replicated(mesh.ndim)
+
+
+def layouts_of(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict[str, Layout]:
+    """Placeholder → the layout in which it arrives, for inputs that are DTensors."""
+    return {
+        placeholder: layout_of(leaf, mesh)
+        for placeholder, leaf in zip(program.inputs, pytree.tree_leaves(arguments), strict=True)
+        if placeholder is not None and isinstance(leaf, DTensor)
+    }
 
 
 def local_input(value: Tensor, layout: Layout) -> Tensor:

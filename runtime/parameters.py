@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,25 @@ def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
     return distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
 
 
-def attach(root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, whole: Layout) -> None:
+def attach(
+    root: nn.Module,
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    mesh: DeviceMesh,
+    whole: Layout,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> None:
     """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
 
     Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers plain tensors, equal
-    on every rank.
+    on every rank. A parameter of whose (first) name `wanted` is false is left out, under all its names.
     """
     made: dict[int, nn.Parameter] = {}
+    left_out: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in left_out or (id(parameter) not in made and not wanted(name)):
+            left_out.add(id(parameter))
+            continue
         if id(parameter) not in made:
             stored = distribute(parameter, layouts.get(name, whole), mesh)
             made[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)

@@ -45,12 +45,16 @@ class LocalProgram:
     """Layout of every entry of the graph's flat output; None where it is no tensor."""
 
 
-def rewrite(space: Space, choices: Sequence[int], recompute: Mapping[str, str] | None = None) -> LocalProgram:
+def rewrite(
+    space: Space, choices: Sequence[int], recompute: Mapping[str, str] | None = None, first_key: int = 0
+) -> LocalProgram:
     """The per-rank graph of a space under one choice per decision; `recompute` is segment → mode.
+
+    Calls that draw random numbers are told apart by keys from `first_key` on.
 
     Raises PlanError where the program has no such segment, or recomputation no such mode.
     """
-    return _Rewriter(space, choices, _modes(space, recompute or {})).run()
+    return _Rewriter(space, choices, _modes(space, recompute or {}), first_key).run()
 
 
 def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
@@ -71,7 +75,9 @@ def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[st
 class _Rewriter:
     """One walk over the program's graph; `values` holds what has been emitted so far."""
 
-    def __init__(self, space: Space, choices: Sequence[int], modes: Mapping[fx.Node, tuple[str, str]]) -> None:
+    def __init__(
+        self, space: Space, choices: Sequence[int], modes: Mapping[fx.Node, tuple[str, str]], first_key: int
+    ) -> None:
         self.space = space
         self.choices = choices
         self.modes = modes
@@ -90,7 +96,7 @@ class _Rewriter:
         self.buckets = buckets_of(space, choices)
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
         self.changed = _running_statistics(space.program)
-        self.num_random = 0
+        self.next_key = first_key
 
     def run(self) -> LocalProgram:
         placeholders = [node for node in self.space.program.graph.nodes if node.op == "placeholder"]
@@ -158,8 +164,8 @@ class _Rewriter:
             split = strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes)}
             if op.implementation.random:
-                kwargs["key"] = self.num_random
-                self.num_random += 1
+                kwargs["key"] = self.next_key
+                self.next_key += 1
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new
