@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,28 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.annotate import Annotation, annotations_of, pins_of
 from autopar.build import build_space
 from autopar.capture import capture, skeleton
 from autopar.collector import uncollected
-from autopar.errors import InputError, MeshError
+from autopar.compile_pipeline import PipelineOptions, compile_pipeline, pipeline_plan
+from autopar.errors import InputError, MeshError, PipelineError
 from autopar.hardware import Hardware, load
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
+from autopar.microbatches import Microbatches
 from autopar.normalize import rehome
 from autopar.optimizers import Optimizer
+from autopar.pipeline import plan_pipeline
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.plan import Plan
-from autopar.planner import PlanContext, choices_of, make_plan
+from autopar.planner import PlanContext, Settings, choices_of, make_plan
 from autopar.program import Program
-from autopar.progress import stages
+from autopar.progress import stages as progress
+from autopar.recommendation import Wish, best_schedule
 from autopar.runtime.agreement import from_first_rank, on_all_ranks
-from autopar.runtime.inputs import Arguments, canonical_arguments, layout_of, without_placements
-from autopar.runtime.module import Executable, ParallelModule
+from autopar.runtime.executable import Executable
+from autopar.runtime.inputs import Arguments, canonical_arguments, layouts_of, without_placements
+from autopar.runtime.microbatches import batch_size, split_batch
+from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import attach
+from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.rewrite import rewrite
+from autopar.schedules import Schedule
 from autopar.search import best_mesh
 from autopar.sizes import parse_bytes
 from autopar.space import Space
@@ -50,7 +58,7 @@ def compile(
     *,
     mode: Mode = "auto",
     strategy: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | PipelinePlan | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
@@ -60,7 +68,12 @@ def compile(
     solver: Literal["auto", "ilp"] = "auto",
     deterministic: bool = False,
     seed: int | None = None,
-) -> ParallelModule:
+    microbatches: int | None = None,
+    pipeline: str | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    stages: Sequence[str] | None = None,
+) -> ParallelModule | PipelineModule:
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
     Args:
@@ -83,6 +96,14 @@ def compile(
         solver: "auto" or "ilp" (the plain reference ILP).
         deterministic: dropout equal to one device's, at the price of drawing whole masks.
         seed: of dropout; by default rank 0's `torch.initial_seed()`.
+        microbatches: into how many parts `train_step` splits a batch; the plan is for one of them. By default one, or
+            as many as suit a pipeline.
+        pipeline: the mesh axis whose ranks run stages of the model one after the other; an axis called "pp" is taken by
+            itself.
+        schedule: of the pipeline: "gpipe", "1f1b" (the default), "interleaved_1f1b", "interleaved_zero_bubble", "zbv",
+            "dualpipev" or "pipedream".
+        chunks: stages per rank; by default as few as the schedule takes.
+        stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -95,8 +116,32 @@ def compile(
     profile = profile_of(hardware, abstract)
     limit = None if memory is None else parse_bytes(memory)
     trained_by = Optimizer(optimizer, master_copies)
-    traced = skeleton(model)
     annotations = annotations_of(model)
+    axis, count = pipeline_axis(abstract, pipeline), microbatches or 1
+    if axis is not None:
+        return _on_pipeline(
+            model,
+            mesh,
+            example_inputs,
+            PipelineOptions(
+                axis,
+                Wish(schedule, microbatches, chunks),
+                None if stages is None else tuple(stages),
+                lambda program, inner: _with_preset(annotations, strategy, program, inner),
+                mode,
+                Settings(limit, recompute, solver),
+                trained_by,
+                profile,
+                outputs,
+                deterministic,
+                seed,
+                pipeline_plan(plan),
+            ),
+        )
+    _check_no_pipeline(schedule, chunks, stages, annotations, abstract)
+    if isinstance(plan, PipelinePlan):
+        raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {abstract}.")
+    traced = skeleton(model)
     signature = inspect.signature(model.forward)
     training = model.training
     storage: dict[str, Layout] = {}
@@ -111,10 +156,10 @@ def compile(
         def captured() -> Space:
             program = capture(traced, *without_placements(arguments), training=training)
             rehome(program.graph, torch.device(mesh.device_type))
-            layouts = _input_layouts(program, arguments, mesh)
+            layouts = layouts_of(program, arguments, mesh)
             return build_space(program, abstract, profile, outputs == "full", layouts, trained_by)
 
-        space = on_all_ranks(captured, lambda space: _summary(space.program), mesh)
+        space = on_all_ranks(captured, lambda space: space.program.summary, mesh)
 
         contexts: list[PlanContext] = []
 
@@ -124,7 +169,7 @@ def compile(
                 return plan.to_json()
             said = _with_preset(annotations, strategy, space.program, abstract)
             pins = pins_of(said, space, mode, storage)
-            made, _ = make_plan(space, pins, limit, solver, recompute=recompute)
+            made, _ = make_plan(space, pins, limit, solver, recompute=recompute, microbatches=Microbatches(count))
             contexts.append(replace(made.context, annotations=said, mode=mode))
             return made.to_json()
 
@@ -147,12 +192,40 @@ def compile(
         whole_outputs=outputs == "full",
         deterministic=deterministic,
         seed=from_first_rank(lambda: torch.initial_seed() if seed is None else seed, mesh),
+        num_microbatches=count,
     )
     module.train(training)
     if example_inputs is not None:
         args, kwargs = example_arguments(example_inputs)
         module.prepare(args, kwargs)
     return module
+
+
+def _on_pipeline(
+    model: nn.Module, mesh: DeviceMesh, example_inputs: ExampleInputs | None, options: PipelineOptions
+) -> PipelineModule:
+    module = compile_pipeline(model, mesh, options)
+    if example_inputs is not None:
+        module.prepare(*example_arguments(example_inputs))
+    return module
+
+
+def _check_no_pipeline(
+    schedule: str | None,
+    chunks: int | None,
+    stages: Sequence[str] | None,
+    annotations: tuple[Annotation, ...],
+    mesh: Mesh,
+) -> None:
+    """Raise PipelineError for what is said about a pipeline on a mesh without one."""
+    said = {"schedule": schedule, "chunks": chunks, "stages": stages}
+    said["annotate(stage=…)"] = next((each for each in annotations if each.stage is not None), None)
+    for name, value in said.items():
+        if value is not None:
+            raise PipelineError(
+                f"{name} is given ({value}), but no axis of the mesh {mesh} is a pipeline; name one, as in "
+                f'pipeline="{mesh.names[0]}", or call an axis "pp".'
+            )
 
 
 def plan(
@@ -173,43 +246,89 @@ def plan(
     solver: Literal["auto", "ilp"] = "auto",
     time_limit: float = 120.0,
     gap: float = 0.0,
-) -> Plan:
+    microbatches: int | None = None,
+    pipeline: str | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    stages: Sequence[str] | None = None,
+) -> Plan | PipelinePlan:
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
     With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned.
     The plan is the best there is; under a memory limit, and where the graph is too wide for elimination, one that is
     within `gap` of the best (a share of its step) will do. After `time_limit` seconds the solver returns what it has,
-    with its bound and a warning.
+    with its bound and a warning. On a mesh with a pipeline axis the plan is a `PipelinePlan`.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP
+    >>> plan(model, Mesh({"pp": 4, "tp": 8}, hardware="h100"), (ids, labels), microbatches=16)  # doctest: +SKIP
     """
     _check_options(mode, outputs, solver)
-    limit = None if memory is None else parse_bytes(memory)
+    settings = Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap)
     trained_by = Optimizer(optimizer, master_copies)
     annotations = annotations_of(model)
-    args, kwargs = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
-    with stages("planning", 1) as step, uncollected():
-        step("capture")
-        program = capture(skeleton(model), args, kwargs, training=model.training)
+    batch = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+    programs: dict[int, Program] = {}
+
+    def captured(count: int) -> Program:
+        """The program of one of so many micro-batches."""
+        if count not in programs:
+            with progress("planning", 1) as step, uncollected():
+                step("capture")
+                part = split_batch(batch, count)[0]
+                programs[count] = capture(skeleton(model), *part, training=model.training)
+        return programs[count]
 
     def on(mesh: Mesh) -> Plan:
-        with stages(f"planning on {mesh}", 2) as step:
+        _check_no_pipeline(schedule, chunks, stages, annotations, mesh)
+        program = captured(microbatches or 1)
+        with progress(f"planning on {mesh}", 2) as step:
             step("strategies and costs")
-            return solved(mesh, step)
+            return solved(program, mesh, step)
 
     @uncollected()
-    def solved(mesh: Mesh, step: Callable[[str], None]) -> Plan:
+    def solved(program: Program, mesh: Mesh, step: Callable[[str], None]) -> Plan:
         space = build_space(program, mesh, profile_of(hardware, mesh), outputs == "full", optimizer=trained_by)
         said = _with_preset(annotations, strategy, program, mesh)
         pins = pins_of(said, space, mode, {})
         step("solving")
-        found, _ = make_plan(space, pins, limit, solver, time_limit, recompute, gap)
+        runs = Microbatches(microbatches or 1)
+        found, _ = make_plan(space, pins, settings.memory, solver, time_limit, recompute, gap, runs)
         return replace(found, context=replace(found.context, annotations=said, mode=mode))
 
+    def requested(mesh: Mesh, axis: str, schedule: Schedule) -> PipelineRequest:
+        program = captured(schedule.num_microbatches)
+        return PipelineRequest(
+            program,
+            mesh,
+            axis,
+            profile_of(hardware, mesh),
+            schedule,
+            _with_preset(annotations, strategy, program, stage_mesh(mesh, axis)),
+            mode,
+            None if stages is None else tuple(stages),
+            settings,
+            trained_by,
+            outputs == "full",
+        )
+
+    @uncollected()
+    def in_stages(mesh: Mesh, axis: str) -> PipelinePlan:
+        wish, size = Wish(schedule, microbatches, chunks), batch_size(batch)
+        known = wish.schedule(mesh.size(axis))
+        chosen = known or best_schedule(wish, size, mesh, axis, lambda each: requested(mesh, axis, each))
+        return plan_pipeline(requested(mesh, axis, chosen))
+
     if isinstance(mesh, str):
+        if pipeline is not None:
+            raise PipelineError(
+                f'mesh="{mesh}" arranges devices for plans without a pipeline, and pipeline="{pipeline}" is given; '
+                f'give the mesh, as in Mesh({{"{pipeline}": 4, "tp": 8}}).'
+            )
         return best_mesh(on, mesh, devices, hardware, max_axes)
-    return on(Mesh.of(mesh))
+    abstract = Mesh.of(mesh)
+    axis = pipeline_axis(abstract, pipeline)
+    return on(abstract) if axis is None else in_stages(abstract, axis)
 
 
 def _with_preset(
@@ -260,19 +379,3 @@ def example_arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str
         f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional inputs, (x,), "
         "or a dict of keyword inputs."
     )
-
-
-def _input_layouts(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict[str, Layout]:
-    """Placeholder → the layout in which it arrives, for inputs that are DTensors."""
-    leaves = pytree.tree_leaves(arguments)
-    return {
-        placeholder: layout_of(leaf, mesh)
-        for placeholder, leaf in zip(program.inputs, leaves, strict=True)
-        if placeholder is not None and isinstance(leaf, DTensor)
-    }
-
-
-def _summary(program: Program) -> str:
-    """What must be equal on all ranks, in words."""
-    inputs = zip(program.input_names, program.input_values, strict=True)
-    return f"{', '.join(f'{name}: {value}' for name, value in inputs)} (graph {program.fingerprint})"

@@ -20,8 +20,10 @@ from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh
 from autopar.models import NAMES
 from autopar.optimizers import NAMES as OPTIMIZERS
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.report import plan_table
+from autopar.schedules import NAMES as SCHEDULES
 from autopar.segments import MODES
 from autopar.strategies.presets import PRESETS
 from autopar.subjects import named
@@ -121,6 +123,10 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
     parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {', '.join(PRESETS)}")
     parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
+    parser.add_argument("--pipeline", metavar="AXIS", help='the axis whose ranks run stages; "pp" is taken by itself')
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline; the best one is taken")
+    parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
+    parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
 
@@ -157,7 +163,7 @@ def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
 
 def _plan(options: argparse.Namespace) -> int:
     plan = _made(options)
-    print(plan_table(plan, verbose=options.verbose))
+    print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     for path, write in ((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace)):
         if path:
             try:
@@ -169,11 +175,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    print(_made(options).explain(options.name))
+    plan = _made(options)
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"explain speaks of one plan, and on {plan.mesh} every stage has its own; plan without the axis "
+            f"{plan.axis}, or ask plan.stages[0].plan.explain(…) in Python."
+        )
+    print(plan.explain(options.name))
     return 0
 
 
-def _made(options: argparse.Namespace) -> Plan:
+def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan that the options ask for."""
     model, example_inputs = named(options.model, options.batch, options.sequence, options.layers)
     auto = options.mesh == "auto"
@@ -193,4 +205,8 @@ def _made(options: argparse.Namespace) -> Plan:
             master_copies=options.master_copies,
             solver=options.solver,
             time_limit=options.time_limit,
+            pipeline=options.pipeline,
+            schedule=options.schedule,
+            microbatches=options.microbatches,
+            chunks=options.chunks,
         )

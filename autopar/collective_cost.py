@@ -109,6 +109,23 @@ def pieces(
     return tuple(best)
 
 
+def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Seconds of a message of each device to its neighbour on `axis`, over the outermost link that joins neighbours.
+
+    A message is one step of the ring; what the link's factors say of all_to_all, which is messages too, holds for it.
+    """
+    levels = levels_of(hardware.links, mesh, axis)
+    if not levels:
+        return 0.0
+    link = levels[-1].link
+    slower, efficiency = link.latencies.all_to_all, link.efficiencies.all_to_all
+    return min(
+        (p.base_latency_s + p.step_latency_s) * slower + num_bytes / (p.efficiency * efficiency * link.bytes_per_s)
+        for p in link.protocols
+        if p.algorithm == "ring"
+    )
+
+
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
     """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
     position = mesh.index(axis)

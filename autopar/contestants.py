@@ -16,6 +16,7 @@ from autopar.errors import InputError
 from autopar.hardware import Hardware
 from autopar.peers import PEERS, Context
 from autopar.plan import Plan
+from autopar.runtime.module import ParallelModule
 from autopar.strategies.presets import PRESETS
 
 AUTO = "auto"
@@ -110,5 +111,6 @@ def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: De
         hardware=terms.hardware,
         memory=terms.memory,
     )
+    assert isinstance(compiled, ParallelModule), "a contest has no pipelines"
     seconds = time.perf_counter() - start
     return Contestant(compiled, inputs, plan=compiled.plan, setup_seconds=seconds)

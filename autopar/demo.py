@@ -25,6 +25,7 @@ from autopar.launch import World, on_ranks
 from autopar.mesh import Mesh
 from autopar.models import LanguageModel, language_model, require_transformers
 from autopar.runtime.axes import record_traffic
+from autopar.runtime.module import ParallelModule
 from autopar.sizes import format_bytes, format_seconds
 from autopar.text import batches, library_text
 
@@ -124,6 +125,7 @@ def _train_on_mesh(settings: Settings, alone: Sequence[float]) -> Measured:
             line = f"step {step:3d}   loss {loss:.6f}   alone {alone[step]:.6f}   {format_seconds(seconds)}"
             print(line, flush=True)
 
+    assert isinstance(model, ParallelModule), "the demo has no pipeline"
     optimizer = _adamw(model)
     with record_traffic() as counted:
         losses, seconds = _train(model, optimizer, data, show)

@@ -1,0 +1,73 @@
+"""Parameters that several ranks of a pipeline hold: tied weights whose uses stand on different stages.
+
+Each holder has a gradient of its own uses. The gradient of the parameter is their sum, which every holder computes in
+the order of the ranks, so that equal parameters stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Holders = Mapping[str, tuple[int, ...]]
+"""Parameter → the ranks of the pipeline that hold it, in order; two at least."""
+
+
+def holders_of(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """The parameters that several ranks hold; `parameters` are the names that each rank holds."""
+    names = dict.fromkeys(name for each in parameters for name in each)
+    found = {name: tuple(rank for rank, each in enumerate(parameters) if name in each) for name in names}
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def sum_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters that several ranks of `group` hold; every rank of it calls this."""
+    here = dist.get_rank(group)
+    for name, ranks in holders.items():
+        parameter = root.get_parameter(name) if here in ranks else None
+        if parameter is None or not parameter.requires_grad:
+            continue
+        own = _local(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).contiguous()
+        parts = {rank: own if rank == here else torch.empty_like(own) for rank in ranks}
+        peers = [rank for rank in ranks if rank != here]
+        sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in peers]
+        receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
+        for work in dist.batch_isend_irecv([*sends, *receives]):
+            work.wait()
+        total = torch.stack([parts[rank] for rank in ranks]).sum(0)
+        parameter.grad = _like(total, parameter)
+
+
+def copy_from_first_holder(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> None:
+    """Give every holder the values of the first one; every rank of `group` calls this."""
+    here = dist.get_rank(group)
+    for name, (first, *others) in holders.items():
+        if here == first:
+            for rank in others:
+                dist.send(_local(root.get_parameter(name).detach()).contiguous(), group=group, group_dst=rank)
+        elif here in others:
+            own = _local(root.get_parameter(name).detach())
+            received = torch.empty_like(own, memory_format=torch.contiguous_format)
+            dist.recv(received, group=group, group_src=first)
+            own.copy_(received)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
