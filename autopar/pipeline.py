@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.collective_cost import message_seconds
+from autopar.cut_refinement import refined
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout
 from autopar.microbatches import Microbatches
@@ -86,7 +87,7 @@ class _StagePlanner:
         planned, request = self.planned, self.planned.request
         problem = CutProblem(planned.costs, planned.cut_seconds, request.schedule, planned.places())
         if request.settings.memory is None:
-            return best_cuts(problem).starts
+            return refined(problem, best_cuts(problem).starts)
         count, num_blocks = request.num_microbatches, len(planned.blocks)
         own = [c.forward + c.backward_input + c.backward_weight + c.once / count for c in planned.costs]
         until = np.concatenate([[0.0], np.cumsum(own)])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from autopar.cut_refinement import stages_of_blocks
 from autopar.errors import InfeasibleError, PipelineError
 from autopar.mesh import Mesh
 from autopar.pipeline import plan_pipeline
@@ -73,7 +73,7 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         if schedule is None:
             return None
         cuts = best_cuts(CutProblem(tuple(costs), tuple(sent), schedule))
-        return _stages(costs, sent, cuts.starts)
+        return stages_of_blocks(costs, sent, cuts.starts)
 
     kwargs = {} if wish.name is None else {"schedules": (wish.name,)}
     return recommend(num_ranks, batch_size, num_blocks, seconds_of, microbatches=asked, chunks=wish.chunks, **kwargs)
@@ -113,23 +113,6 @@ def _between(
         for m, f in zip(measured[many][0], measured[few][0], strict=True)
     ]
     return costs, [line(m, f) for m, f in zip(measured[many][1], measured[few][1], strict=True)]
-
-
-def _stages(costs: Sequence[BlockCost], sent: Sequence[float], starts: tuple[int, ...]) -> list[StageSeconds]:
-    found = []
-    for start, end in pairwise((*starts, len(costs))):
-        own = costs[start:end]
-        found.append(
-            StageSeconds(
-                sum(each.forward for each in own),
-                sum(each.backward_input for each in own),
-                sum(each.backward_weight for each in own),
-                sent[end] / 2 if end < len(costs) else 0.0,
-                sent[start] / 2 if start else 0.0,
-                sum(each.once for each in own),
-            )
-        )
-    return found
 
 
 def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf) -> Schedule:
