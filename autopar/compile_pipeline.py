@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from autopar.annotation import Annotation
 from autopar.blocks import blocks_of, is_random
 from autopar.capture import capture, skeleton
 from autopar.collector import uncollected
-from autopar.errors import MeshError, PipelineError
+from autopar.errors import MeshError, PipelineError, PlanError
 from autopar.hardware import Hardware
 from autopar.layout import Layout, replicated
 from autopar.mesh import Mesh
@@ -33,7 +33,8 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.microbatches import batch_size, split_batch
 from autopar.runtime.parameters import attach
-from autopar.runtime.pipeline import Pipeline, PipelineModule
+from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.pipeline_executable import Pipeline
 from autopar.runtime.rewrite import rewrite
 from autopar.runtime.shared_parameters import copy_from_first_holder
 from autopar.schedules import Schedule
@@ -72,6 +73,7 @@ class PipelineOptions:
 def compile_pipeline(model: nn.Module, mesh: DeviceMesh, options: PipelineOptions) -> PipelineModule:
     """Parallelize `model` over `mesh`, of which one axis is the pipeline; planned when the first inputs are given."""
     abstract = Mesh.of(mesh)
+    _check_mesh_of(options.plan, abstract, options.axis)
     inner = stage_devices(mesh, options.axis)
     rank = mesh.get_local_rank(options.axis)
     traced = skeleton(model)
@@ -135,13 +137,14 @@ def compile_pipeline(model: nn.Module, mesh: DeviceMesh, options: PipelineOption
             return plan_pipeline(request).to_json()
 
         plan = PipelinePlan.from_json(from_first_rank(solved, mesh))
-        pipeline, layouts = _realised(request, plan, inner, rank)
+        pipeline = _realised(request, plan, inner, rank)
         if originals:
             whole = replicated(inner.ndim)
-            owners.update(_owners(pipeline.programs))
-            mine = set().union(*(pipeline.programs[stage].parameters for stage in pipeline.executables))
-            storage.update(layouts)
-            attach(module, originals.pop(), layouts, inner, whole, lambda name: name not in owners or name in mine)
+            owners.update(_owners(pipeline.programs, [name for name, _ in traced.named_buffers()]))
+            mine = {name for name, stages in owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
+            storage.update({name: whole for name, _ in traced.named_parameters()})
+            storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
+            attach(module, originals.pop(), storage, inner, whole, lambda name: name not in owners or name in mine)
             copy_from_first_holder(module, pipeline.holders, mesh.get_group(options.axis))
         return pipeline
 
@@ -193,33 +196,58 @@ def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=(axis, ONE_DEVICE))[ONE_DEVICE]
 
 
-def _realised(
-    request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, rank: int
-) -> tuple[Pipeline, dict[str, Layout]]:
-    """This rank's stages of a plan, and the layouts in which their parameters are stored."""
+def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, rank: int) -> Pipeline:
+    """This rank's stages of a plan."""
     blocks = blocks_of(request.program, plan.schedule.num_stages)
+    named, planned = [block.name for block in blocks], [name for stage in plan.stages for name in stage.blocks]
+    if named != planned:
+        raise PlanError(
+            f"the plan is for a model with the blocks {', '.join(planned)}; this one has {', '.join(named)}. Plan "
+            "again, or load the plan that was made for this model."
+        )
     programs = split(request.program, blocks, plan.starts)
     executables: dict[int, Executable] = {}
-    layouts: dict[str, Layout] = {}
     for stage in plan.schedule.stages_of(rank):
         program, stage_plan = programs[stage], plan.stages[stage].plan
         space, choices = stage_space(request, program, stage_plan)
         drawn = sum(is_random(node) for before in programs[:stage] for node in before.graph.nodes)
         local = rewrite(space, choices, stage_plan.recompute, drawn)
         executables[stage] = Executable.of(program, stage_plan, local, inner)
-        layouts.update({name: local.layouts[node] for name, node in program.parameters.items()})
     last, results = programs[-1], plan.stages[-1].plan
     result_layouts = tuple(
         Layout.parse(results.choices[f"output:{number}"]) if isinstance(value, torch.fx.Node) else None
         for number, value in enumerate(last.output[: last.num_outputs])
     )
-    return Pipeline(plan, programs, executables, result_layouts), layouts
+    return Pipeline(plan, programs, executables, result_layouts)
 
 
-def _owners(programs: tuple[Program, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Parameter → the stages that use it."""
+def _check_mesh_of(plan: PipelinePlan | None, mesh: Mesh, axis: str) -> None:
+    """Raise PlanError where a plan is for another mesh or another axis of it."""
+    if plan is not None and (dict(plan.mesh.axes), plan.axis) != (dict(mesh.axes), axis):
+        raise PlanError(
+            f"the plan is for the mesh {plan.mesh} with the pipeline {plan.axis}, this mesh is {mesh} with the "
+            f"pipeline {axis}; plan again, or load the plan that was made for this mesh."
+        )
+
+
+def _layouts(pipeline: Pipeline) -> dict[str, Layout]:
+    """Parameter → the layout in which it is stored, on whichever stage it is."""
+    found: dict[str, Layout] = {}
+    for program, stage in zip(pipeline.programs, pipeline.plan.stages, strict=True):
+        for name, placeholder in program.parameters.items():
+            found.setdefault(name, Layout.parse(stage.plan.choices[placeholder].removesuffix(" kept")))
+    return found
+
+
+def _owners(programs: tuple[Program, ...], buffers: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
+    """Parameter or buffer → the stages that use it.
+
+    A buffer that no stage uses yet, as the counter of a batch norm in evaluation, belongs to those of its module.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for stage, program in enumerate(programs):
-        for name in program.parameters:
+        for name in (*program.parameters, *program.buffers):
             found[name] = (*found.get(name, ()), stage)
-    return found
+    of_module = {name.rpartition(".")[0]: stages for name, stages in found.items()}
+    unused = {name: of_module.get(name.rpartition(".")[0]) for name in buffers if name not in found}
+    return found | {name: stages for name, stages in unused.items() if stages is not None}

@@ -13,6 +13,10 @@ class PipelineError(AutoparError, ValueError):
     """Stages, micro-batches or a schedule that do not fit the model or the mesh."""
 
 
+class PipelineRankError(AutoparError, RuntimeError):
+    """Another rank of a pipeline raised or died in this step; the message says which, and its message comes first."""
+
+
 class LayoutError(AutoparError, ValueError):
     """A layout that a tensor cannot have."""
 

@@ -61,7 +61,8 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
 
 
 def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:
-    names, owners = request.program.parameter_names, request.owners
+    program, owners = request.program, request.owners
+    names = {placeholder: name for name, placeholder in (*program.parameters.items(), *program.buffers.items())}
     found: dict[int, int] = {}
     for number, block in enumerate(blocks):
         taken = {node.name for call in block.nodes for node in call.all_input_nodes}

@@ -59,7 +59,7 @@ class PipelineRequest:
     storage: Mapping[str, Layout] = field(default_factory=dict)
     """Parameter → the layout in which it is stored already."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameter → the stages that hold it already."""
+    """Parameter or buffer → the stages that hold it already."""
 
     @property
     def stage_mesh(self) -> Mesh:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
     """What `work` gives on the first rank of the mesh, on every rank; where it fails there, its error on every rank."""
-    if not _many_processes(mesh):
+    if not many_processes(mesh):
         return work()
     result: Any = None
     error: Exception | None = None
@@ -37,7 +37,7 @@ def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
 
 def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: DeviceMesh) -> T:
     """What `work` gives on this rank; an error on every rank where it fails on one or `describe` tells them apart."""
-    if not _many_processes(mesh):
+    if not many_processes(mesh):
         return work()
     result: Any = None
     error: Exception | None = None
@@ -84,6 +84,6 @@ def _first_rank(mesh: DeviceMesh) -> int:
     return int(mesh.mesh.flatten()[0])
 
 
-def _many_processes(mesh: DeviceMesh) -> bool:
+def many_processes(mesh: DeviceMesh) -> bool:
     """Whether the mesh spans processes; simulated ranks share one."""
     return mesh.size() > 1 and dist.get_backend() != "fake"

@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime.code import readable_code
 from autopar.runtime.executable import Executable
 from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of
+from autopar.runtime.loss_scale import scale_of, with_scaled_gradient
 from autopar.runtime.microbatches import loss_position, split_batch
 from autopar.runtime.parameters import placements_of
 from autopar.runtime.recompute import run
@@ -129,15 +130,16 @@ class ParallelModule(StoredModule):
         batches = split_batch(arguments, self._num_microbatches)
         executable = self._prepared(batches[0])
         position = loss_position(executable.program)
+        scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
             loss = pytree.tree_leaves(self(*args, **kwargs))[position]
-            loss.backward()
+            with_scaled_gradient(loss, scale).backward()
             return loss.detach()
         if executable not in self._stages:
             self._stages[executable] = Stage(executable, self, self._seed, self._deterministic)
         stage = self._stages[executable]
         self._step += len(batches)
-        return accumulate(stage, batches, position, self._step - len(batches))
+        return accumulate(stage, batches, position, self._step - len(batches), scale)
 
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:

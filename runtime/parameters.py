@@ -46,7 +46,7 @@ def attach(
     """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
 
     Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers plain tensors, equal
-    on every rank. A parameter of whose (first) name `wanted` is false is left out, under all its names.
+    on every rank. Of whose (first) name `wanted` is false, that is left out, under all its names.
     """
     made: dict[int, nn.Parameter] = {}
     left_out: set[int] = set()
@@ -61,6 +61,9 @@ def attach(
         owner.register_parameter(leaf, made[id(parameter)])
     shared: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) in left_out or (id(buffer) not in shared and not wanted(name)):
+            left_out.add(id(buffer))
+            continue
         if id(buffer) not in shared:
             shared[id(buffer)] = distribute(buffer, whole, mesh).to_local()
         owner, leaf = _owner(root, name)

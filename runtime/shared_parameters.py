@@ -6,7 +6,8 @@ the order of the ranks, so that equal parameters stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,28 +25,46 @@ def holders_of(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-def sum_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters that several ranks of `group` hold; every rank of it calls this."""
+@contextlib.contextmanager
+def summed_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> Iterator[None]:
+    """Sum over their holders the gradients that the block adds; every rank of `group` enters it.
+
+    Gradients from before the block are sums already, and the block's are added to them.
+    """
     here = dist.get_rank(group)
-    for name, ranks in holders.items():
-        parameter = root.get_parameter(name) if here in ranks else None
-        if parameter is None or not parameter.requires_grad:
-            continue
-        own = _local(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).contiguous()
-        parts = {rank: own if rank == here else torch.empty_like(own) for rank in ranks}
-        peers = [rank for rank in ranks if rank != here]
-        sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in peers]
-        receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
-        for work in dist.batch_isend_irecv([*sends, *receives]):
-            work.wait()
-        total = torch.stack([parts[rank] for rank in ranks]).sum(0)
-        parameter.grad = _like(total, parameter)
+    held = {name: root.get_parameter(name) for name, ranks in holders.items() if here in ranks}
+    held = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    before = {name: parameter.grad for name, parameter in held.items()}
+    for parameter in held.values():
+        parameter.grad = None
+    try:
+        yield
+        for name, parameter in held.items():
+            _sum(parameter, holders[name], here, group)
+    finally:
+        for name, parameter in held.items():
+            earlier, found = before[name], parameter.grad
+            parameter.grad = found if earlier is None else earlier if found is None else earlier + found
+
+
+def _sum(parameter: nn.Parameter, ranks: Sequence[int], here: int, group: dist.ProcessGroup) -> None:
+    own = _local(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).contiguous()
+    parts = {rank: own if rank == here else torch.empty_like(own) for rank in ranks}
+    peers = [rank for rank in ranks if rank != here]
+    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in peers]
+    receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
+    for work in dist.batch_isend_irecv([*sends, *receives]):
+        work.wait()
+    total = torch.stack([parts[rank] for rank in ranks]).sum(0)
+    parameter.grad = _like(total, parameter)
 
 
 def copy_from_first_holder(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> None:
-    """Give every holder the values of the first one; every rank of `group` calls this."""
+    """Give every holder the values of the first one, where there are values; every rank of `group` calls this."""
     here = dist.get_rank(group)
     for name, (first, *others) in holders.items():
+        if here in (first, *others) and root.get_parameter(name).is_meta:
+            continue
         if here == first:
             for rank in others:
                 dist.send(_local(root.get_parameter(name).detach()).contiguous(), group=group, group_dst=rank)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.runtime.executable import Executable
 from autopar.runtime.hoist import hoist
 from autopar.runtime.inputs import Arguments
+from autopar.runtime.loss_scale import with_scaled_gradient
 from autopar.runtime.recompute import run, steps_of
 
 
@@ -83,13 +84,18 @@ class Stage(nn.Module):
         return self.executable.surroundings(self._seed, self._first_step + microbatch, self._deterministic)
 
 
-def accumulate(stage: Stage, microbatches: Sequence[Arguments], position: int, first_step: int) -> Tensor:
-    """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`."""
+def accumulate(
+    stage: Stage, microbatches: Sequence[Arguments], position: int, first_step: int, scale: Tensor | None = None
+) -> Tensor:
+    """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`.
+
+    Gradients are multiplied by `scale`.
+    """
     stage.begin(microbatches, first_step)
     total: Tensor | None = None
     for number in range(len(microbatches)):
         stage.microbatch = number
-        loss = stage()[position] / len(microbatches)
+        loss = with_scaled_gradient(stage()[position], scale) / len(microbatches)
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     stage.finish()

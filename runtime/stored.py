@@ -13,6 +13,12 @@ from autopar.runtime.parameters import as_stored, tie, ties_of
 class StoredModule(nn.Module):
     """A module that gets its parameters when its first inputs are known, as `parameters.attach` stores them."""
 
+    scaler: Any = None
+    """A `ShardedGradScaler` whose scale `train_step` puts on the gradients; its `step` and `update` stay the caller's.
+
+    Its process group is that of all ranks of the mesh: all of them skip an update, or none.
+    """
+
     def _ready(self) -> Any:
         """Raise InputError where the module has no parameters yet."""
         raise NotImplementedError

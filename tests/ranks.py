@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils import _pytree as pytree
 
 from autopar.launch import run_collectives_in_one_thread
@@ -220,6 +221,7 @@ def _serve(rank: int, pipe: Connection, stack: str) -> None:
 def _join_group(store: str, rank: int, world_size: int) -> None:
     """Leave the group of the call before and meet the other ranks at the file `store`."""
     mesh.cache_clear()
+    _clear_sharding_prop_cache()  # which holds meshes of that group, and takes them for equal ones of the next
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
