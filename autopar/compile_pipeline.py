@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +37,6 @@ from autopar.runtime.parameters import attach
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.pipeline_executable import Pipeline
 from autopar.runtime.rewrite import rewrite
-from autopar.runtime.shared_parameters import copy_from_first_holder
 from autopar.schedules import Schedule
 from autopar.splitting import split
 
@@ -144,8 +144,15 @@ def compile_pipeline(model: nn.Module, mesh: DeviceMesh, options: PipelineOption
             mine = {name for name, stages in owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
             storage.update({name: whole for name, _ in traced.named_parameters()})
             storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
-            attach(module, originals.pop(), storage, inner, whole, lambda name: name not in owners or name in mine)
-            copy_from_first_holder(module, pipeline.holders, mesh.get_group(options.axis))
+            attach(
+                module,
+                originals.pop(),
+                storage,
+                inner,
+                whole,
+                lambda name: name not in owners or name in mine,
+                lambda tensor: _of_first_rank(tensor, mesh, options.axis),
+            )
         return pipeline
 
     module = PipelineModule(
@@ -194,6 +201,15 @@ def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     if mesh.device_type not in ("cpu", "cuda"):
         raise MeshError(f"a pipeline runs on cpu or cuda devices; found {mesh.device_type}.")
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=(axis, ONE_DEVICE))[ONE_DEVICE]
+
+
+def _of_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, axis: str) -> torch.Tensor:
+    """The values that the first rank of the pipeline has; a tensor without values as it is."""
+    if tensor.is_meta:
+        return tensor
+    values = tensor.detach().to(mesh.device_type, copy=True).contiguous()
+    dist.broadcast(values, group=mesh.get_group(axis), group_src=0)
+    return values
 
 
 def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, rank: int) -> Pipeline:

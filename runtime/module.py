@@ -141,6 +141,11 @@ class ParallelModule(StoredModule):
         self._step += len(batches)
         return accumulate(stage, batches, position, self._step - len(batches), scale)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of the parameters; on a pipeline, which has it too, over all stages."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
         """What runs these inputs, and what its graph takes."""

@@ -42,30 +42,38 @@ def attach(
     mesh: DeviceMesh,
     whole: Layout,
     wanted: Callable[[str], bool] = lambda name: True,
+    agreed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> None:
     """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
 
     Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers plain tensors, equal
-    on every rank. Of whose (first) name `wanted` is false, that is left out, under all its names.
+    on every rank. Of whose (first) name `wanted` is false, that is left out, under all its names. `agreed` gives the
+    values of a tensor that counts; it is called for each one, of those left out too.
     """
     made: dict[int, nn.Parameter] = {}
     left_out: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in left_out or (id(parameter) not in made and not wanted(name)):
-            left_out.add(id(parameter))
+        if id(parameter) in left_out:
             continue
         if id(parameter) not in made:
-            stored = distribute(parameter, layouts.get(name, whole), mesh)
+            values = agreed(parameter)
+            if not wanted(name):
+                left_out.add(id(parameter))
+                continue
+            stored = distribute(values, layouts.get(name, whole), mesh)
             made[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
         owner, leaf = _owner(root, name)
         owner.register_parameter(leaf, made[id(parameter)])
     shared: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) in left_out or (id(buffer) not in shared and not wanted(name)):
-            left_out.add(id(buffer))
+        if id(buffer) in left_out:
             continue
         if id(buffer) not in shared:
-            shared[id(buffer)] = distribute(buffer, whole, mesh).to_local()
+            values = agreed(buffer)
+            if not wanted(name):
+                left_out.add(id(buffer))
+                continue
+            shared[id(buffer)] = distribute(values, whole, mesh).to_local()
         owner, leaf = _owner(root, name)
         source = model.get_submodule(name.rpartition(".")[0])
         owner.register_buffer(leaf, shared[id(buffer)], persistent=leaf not in source._non_persistent_buffers_set)

@@ -59,22 +59,6 @@ def _sum(parameter: nn.Parameter, ranks: Sequence[int], here: int, group: dist.P
     parameter.grad = _like(total, parameter)
 
 
-def copy_from_first_holder(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> None:
-    """Give every holder the values of the first one, where there are values; every rank of `group` calls this."""
-    here = dist.get_rank(group)
-    for name, (first, *others) in holders.items():
-        if here in (first, *others) and root.get_parameter(name).is_meta:
-            continue
-        if here == first:
-            for rank in others:
-                dist.send(_local(root.get_parameter(name).detach()).contiguous(), group=group, group_dst=rank)
-        elif here in others:
-            own = _local(root.get_parameter(name).detach())
-            received = torch.empty_like(own, memory_format=torch.contiguous_format)
-            dist.recv(received, group=group, group_src=first)
-            own.copy_(received)
-
-
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 

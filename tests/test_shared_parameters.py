@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.shared_parameters import copy_from_first_holder, holders_of, summed_over_holders
+from autopar.runtime.shared_parameters import holders_of, summed_over_holders
 from tests.families import HIDDEN
 from tests.parity import SLOW_DEVICES, whole
 from tests.ranks import Ranks, mesh
@@ -102,32 +102,18 @@ def _distributed() -> None:
     own = grid.get_local_rank("pp")
     for placement in (Shard(0), Shard(1), Replicate()):
         root = nn.Module()
-        value = torch.arange(24.0).reshape(6, 4) + 100 * own
+        value = torch.arange(24.0).reshape(6, 4)
         root.register_parameter("w", nn.Parameter(distribute_tensor(value.clone(), inner, [placement])))
         weight = root.get_parameter("w")
-        copy_from_first_holder(root, {"w": (0, 1)}, group)
-        assert isinstance(weight, DTensor)
-        assert torch.equal(weight.full_tensor(), value - 100 * own)
         with summed_over_holders(root, {"w": (0, 1)}, group):
             if own == 0:
                 weight.grad = distribute_tensor(value * 2, inner, [placement])
         assert isinstance(weight.grad, DTensor) and weight.grad.placements == (placement,)
-        assert torch.equal(weight.grad.full_tensor(), 2 * (value - 100 * own))
+        assert torch.equal(weight.grad.full_tensor(), 2 * value)
 
 
-def test_parts_of_a_distributed_weight_are_summed_and_copied_part_by_part(ranks: Ranks) -> None:
+def test_parts_of_a_distributed_weight_are_summed_part_by_part(ranks: Ranks) -> None:
     ranks.run(_distributed, world_size=4)
-
-
-def _copied() -> list[float]:
-    rank, group = dist.get_rank(), mesh((3,), ("pp",)).get_group()
-    root = _held(rank)
-    copy_from_first_holder(root, HOLDERS, group)
-    return [float(p[0]) for p in root.parameters()]
-
-
-def test_every_holder_gets_the_values_of_the_first(ranks: Ranks) -> None:
-    assert ranks.run(_copied, world_size=3) == [[1.0] * 3, [1.0] * 2, [1.0] * 2]
 
 
 class Tied(nn.Module):
@@ -150,8 +136,8 @@ def _tied_on_stages(size: int, names: tuple[str, ...], schedule: str, microbatch
     alone = Tied()
     model = copy.deepcopy(alone)
     with torch.no_grad():
-        # The values of the first holder count.
-        model.get_parameter("layers.0.weight").add_(mesh((size, *[2] * (len(names) - 1)), names).get_local_rank("pp"))
+        for parameter in model.parameters():
+            parameter.add_(dist.get_rank())  # the values of rank 0 count
     x_BD = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(0))
     shape = (size, 2) if len(names) > 1 else (size,)
     parallel: Any = autopar.compile(
