@@ -16,11 +16,13 @@ from autopar.errors import (
     LayoutError,
     MeshError,
     PipelineError,
+    PipelineRankError,
     PlanError,
     RuleError,
     StrategyError,
 )
 from autopar.mesh import Mesh
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "Mesh",
     "MeshError",
     "PipelineError",
+    "PipelinePlan",
+    "PipelineRankError",
     "Plan",
     "PlanError",
     "RuleError",

@@ -1,8 +1,9 @@
-"""Cuts of several stages per rank, made better by simulation.
+"""Cuts, made better by simulation.
 
-The formula of `stages` does not see which stages share a rank, nor what a zero-bubble schedule hides. So a cut, or a
-run of neighbouring cuts together, is moved by one block and stays where the simulated step is shorter, until no move
-helps or enough has been simulated. The result is never worse than where it began, and need not be the best there is.
+The formula of `stages` does not see which stages share a rank, what a zero-bubble schedule hides, and that with few
+micro-batches the slowest stage is not the pace of all. So a cut, or a run of neighbouring cuts together, is moved by
+one block and stays where the simulated step is shorter, until no move helps or enough has been simulated. The result is
+never worse than where it began, and need not be the best there is.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ MOST_STEPS = 600_000
 
 def refined(problem: CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
     """The first block of each stage after all moves that help."""
-    schedule = problem.schedule
-    if schedule.chunks == 1:
-        return starts
-    left = MOST_STEPS // sum(len(order) for order in schedule.orders)
+    left = MOST_STEPS // sum(len(order) for order in problem.schedule.orders)
     best, seconds = starts, simulated_seconds(problem, starts)
     helped = True
     while helped and left > 0:

@@ -1,8 +1,9 @@
 """Plans for a mesh with a pipeline axis: the model is cut into stages, and every stage planned on the other axes.
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
-cuts      `stages` cuts it where a step of the schedule is shortest; under a limit, each stage it thinks of is
-          planned within the limit, with as many micro-batches in flight as the schedule has there
+cuts      `stages` cuts it where a step of the schedule is shortest, and `cut_refinement` moves the cuts while the
+          simulated step gets shorter; under a limit, each stage that `stages` thinks of is planned within the limit,
+          with as many micro-batches in flight as the schedule has there
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -36,7 +37,7 @@ from autopar.stages import CutProblem, best_cuts
 from autopar.step_parts import stage_seconds, step_parts
 
 TOLERANCE = 0.02
-"""Of a step: how far from the best a cut under a memory limit may be; each step closer plans many stages."""
+"""Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
 
 
 def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> PipelinePlan:
@@ -51,7 +52,7 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
     for program, (start, end) in zip(
         split(request.program, blocks, starts), pairwise((*starts, len(blocks))), strict=True
     ):
-        plan = planner.plan(program, len(stages), storage)
+        plan = planner.known_plan(program, len(stages), storage)
         for name, placeholder in program.parameters.items():
             storage.setdefault(name, Layout.parse(plan.choices[placeholder].removesuffix(" kept")))
         names = tuple(block.name for block in blocks[start:end])
@@ -81,6 +82,8 @@ class _StagePlanner:
     planned: PlannedBlocks
     known: dict[object, float] = field(default_factory=dict)
     """Structure of a stage and micro-batches in flight → its seconds."""
+    plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    """Stage and names of its calls → a plan that was made in the search."""
 
     def starts(self) -> tuple[int, ...]:
         """The first block of every stage."""
@@ -107,10 +110,17 @@ class _StagePlanner:
         if key not in self.known:
             try:
                 plan = self.plan(program, stage, request.storage)
+                self.plans[_names(program, stage)] = plan
                 self.known[key] = step_parts(plan).per_microbatch(request.num_microbatches)
             except InfeasibleError:
                 self.known[key] = math.inf
         return self.known[key]
+
+    def known_plan(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Plan:
+        """The plan of a stage, from the search unless parameters are stored that the search knew nothing of."""
+        found = self.plans.get(_names(program, stage))
+        new = (name for name in program.parameters if name in storage and name not in self.planned.request.storage)
+        return self.plan(program, stage, storage) if found is None or any(new) else found
 
     def plan(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Plan:
         """The plan of a stage, within its share of its rank's memory."""
@@ -124,7 +134,7 @@ class _StagePlanner:
             settings.solver,
             settings.time_limit,
             settings.recompute,
-            settings.gap,
+            settings.gap if settings.memory is None else max(settings.gap, TOLERANCE),
             Microbatches(schedule.num_microbatches, schedule.in_flight(stage)),
         )
         return found
@@ -191,3 +201,7 @@ class _StagePlanner:
             str(self.planned.boundary(v.name)) for v in program.output[: program.num_sent] if isinstance(v, fx.Node)
         ]
         return tuple(described), tuple(sent), program.num_outputs
+
+
+def _names(program: Program, stage: int) -> tuple[object, ...]:
+    return stage, tuple(node.name for node in program.graph.nodes)

@@ -7,13 +7,13 @@ Every schedule that may run is then cut and simulated with those seconds (`sched
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cut_refinement import stages_of_blocks
 from autopar.errors import InfeasibleError, PipelineError
 from autopar.mesh import Mesh
 from autopar.pipeline import plan_pipeline
-from autopar.pipeline_blocks import planned_blocks
+from autopar.pipeline_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline_request import PipelineRequest
 from autopar.schedule_choice import MICROBATCHES_PER_STAGE, SEVERAL_STAGES, Option, recommend
 from autopar.schedule_simulation import StageSeconds
@@ -43,7 +43,7 @@ class Wish:
 
 
 def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: RequestOf) -> tuple[Option, ...]:
-    """The schedules that go with a wish, best first.
+    """The schedules that go with a wish and with what is said of stages, best first.
 
     Raises PipelineError where none can run.
     """
@@ -55,6 +55,8 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
     ]
     ends = sorted({counts[0], counts[-1]}) if asked is None else [asked]
     measured: dict[int, tuple[list[BlockCost], list[float]]] = {}
+    refused: list[PipelineError] = []
+    planned: PlannedBlocks | None = None
     for count in ends:
         # For its costs alone: a schedule that any number of micro-batches fits.
         request = request_of(Schedule("gpipe", num_ranks, count))
@@ -72,11 +74,24 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         schedule = Schedule("gpipe", num_ranks, count) if chunks == 1 else _interleaved(num_ranks, count, chunks)
         if schedule is None:
             return None
-        cuts = best_cuts(CutProblem(tuple(costs), tuple(sent), schedule))
+        assert planned is not None
+        try:
+            places = replace(planned, request=replace(planned.request, schedule=schedule)).places()
+        except PipelineError as error:  # what is said of stages does not go with so many of them
+            refused.append(error)
+            return None
+        cuts = best_cuts(CutProblem(tuple(costs), tuple(sent), schedule, places))
         return stages_of_blocks(costs, sent, cuts.starts)
 
     kwargs = {} if wish.name is None else {"schedules": (wish.name,)}
-    return recommend(num_ranks, batch_size, num_blocks, seconds_of, microbatches=asked, chunks=wish.chunks, **kwargs)
+    try:
+        return recommend(
+            num_ranks, batch_size, num_blocks, seconds_of, microbatches=asked, chunks=wish.chunks, **kwargs
+        )
+    except PipelineError:
+        if refused:
+            raise refused[0] from None
+        raise
 
 
 def _chunks(wish: Wish) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.annotate import annotate, annotations_of
 from autopar.annotation import Annotation
-from autopar.errors import AnnotationError
+from autopar.errors import AnnotationError, PipelineError
 from autopar.pins import pins_of
 from autopar.plan import Plan
 from autopar.planner import PlanContext, replan
@@ -20,9 +20,16 @@ from autopar.statement import Pins
 def what_if(context: PlanContext, said: Sequence[Annotation]) -> Plan:
     """The best plan that keeps to the annotations beside those it was made with.
 
-    Raises AnnotationError for an annotation that matches nothing or contradicts another one, and InfeasibleError where
-    no plan keeps to all.
+    Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
+    names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
     """
+    for each in said:
+        if each.stage is not None:
+            raise PipelineError(
+                f"{each}: found stage {each.stage}, and what_if plans one piece of a model again without cutting it. "
+                f'Say it of the model, autopar.annotate(model, "{each.pattern}", stage={each.stage}), and plan the '
+                "pipeline again."
+            )
     pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
     together = (*context.annotations, *said)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in

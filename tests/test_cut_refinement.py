@@ -54,9 +54,9 @@ def test_a_long_block_on_a_rank_leaves_the_rest_to_the_other() -> None:
     assert found[3] == 10 and found[1] < 4
 
 
-def test_one_stage_per_rank_stays_as_the_formula_cuts_it() -> None:
+def test_a_bad_cut_of_one_stage_per_rank_is_mended() -> None:
     problem = _problem([1.0, 2.0, 3.0, 1.0], Schedule("1f1b", 2, 4))
-    assert refined(problem, (0, 1)) == (0, 1)
+    assert refined(problem, (0, 1)) == (0, 2)
 
 
 def test_the_search_ends_when_enough_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
