@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.collector import uncollected
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPat
             return stage(*args, **kwargs)
 
         monkeypatch.setattr(api, name, noted)
-    with pytest.raises(PlanError):
-        autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}, hardware="h100"), (torch.ones(2, 4),), gap=2.0)
+    with pytest.raises(InfeasibleError):
+        autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}, hardware="h100"), (torch.ones(2, 4),), memory=1)
     assert was_on == {"capture": False, "build_space": False, "make_plan": False}
     assert gc.isenabled()
