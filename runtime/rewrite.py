@@ -16,10 +16,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.blocks import writes
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, Placement
 from autopar.mesh import Mesh
-from autopar.program import Program, TensorInfo, tensor_inputs
+from autopar.program import TensorInfo, tensor_inputs
 from autopar.reshard import Move, Tensor
 from autopar.runtime.bucketing import Bucket, buckets_of
 from autopar.runtime.buckets import gather_parameters, reduce_gradients
@@ -95,7 +96,7 @@ class _Rewriter:
         """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
-        self.changed = _running_statistics(space.program)
+        self.changed = {buffer for node in space.program.graph.nodes for buffer in writes(node)}
         self.next_key = first_key
 
     def run(self) -> LocalProgram:
@@ -301,17 +302,6 @@ class _Rewriter:
     @property
     def mesh(self) -> Mesh:
         return self.space.mesh
-
-
-def _running_statistics(program: Program) -> set[fx.Node]:
-    """The buffers that calls change in place; all other changes are outputs of the graph."""
-    return {
-        value
-        for node in program.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-        if argument.name.startswith("running_") and isinstance(value, fx.Node)
-    }
 
 
 def _runtime_function(name: str) -> Callable[..., Any]:
