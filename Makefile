@@ -23,7 +23,7 @@ demo: $(DEMO_READY)
 	$(BIN)/autopar demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check
