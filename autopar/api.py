@@ -100,8 +100,8 @@ def compile(
             as many as suit a pipeline.
         pipeline: the mesh axis whose ranks run stages of the model one after the other; an axis called "pp" is taken by
             itself.
-        schedule: of the pipeline: "gpipe", "1f1b" (the default), "interleaved_1f1b", "interleaved_zero_bubble", "zbv",
-            "dualpipev" or "pipedream".
+        schedule: of the pipeline: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or
+            "pipedream"; by default the one with the shortest predicted step.
         chunks: stages per rank; by default as few as the schedule takes.
         stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
 
@@ -315,8 +315,8 @@ def plan(
     @uncollected()
     def in_stages(mesh: Mesh, axis: str) -> PipelinePlan:
         wish, size = Wish(schedule, microbatches, chunks), batch_size(batch)
-        known = wish.schedule(mesh.size(axis))
-        chosen = known or best_schedule(wish, size, mesh, axis, lambda each: requested(mesh, axis, each))
+        limited = settings.memory is not None
+        chosen = best_schedule(wish, size, mesh, axis, lambda each: requested(mesh, axis, each), limited)
         return plan_pipeline(requested(mesh, axis, chosen))
 
     if isinstance(mesh, str):

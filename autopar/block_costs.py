@@ -7,15 +7,16 @@ seconds of a stage are the sum of its blocks'. Half of a backward counts for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.blocks import Block, shared_calls
+from autopar.blocks import Block
 from autopar.collective_cost import message_seconds
 from autopar.hardware import Hardware
-from autopar.layout import Layout, P, R, replicated
+from autopar.layout import I, Layout, P, R, replicated
 from autopar.memory import MemoryModel
 from autopar.mesh import Mesh
 from autopar.program import TensorInfo
@@ -59,16 +60,19 @@ def cut_seconds(
     """Seconds to send, there and back, what crosses the start of each block over `axis` of `mesh`."""
     there, back = [0] * len(blocks), [0] * len(blocks)
     for node, (made, last) in _crossings(whole.space, blocks).items():
-        info: TensorInfo = node.meta["tensor"]
-        layout = boundary_layout(whole, node)
-        elements = 1
-        for size in layout.local_shape(info.shape, whole.space.mesh.sizes):
-            elements *= size
+        num_bytes = boundary_bytes(whole, node)
         for place in range(made + 1, last + 1):
-            there[place] += elements * info.dtype.itemsize
-            back[place] += elements * info.dtype.itemsize * info.requires_grad
+            there[place] += num_bytes
+            back[place] += num_bytes * node.meta["tensor"].requires_grad
     pairs = zip(there, back, strict=True)
     return tuple(sum(message_seconds(each, mesh, axis, hardware) for each in pair if each) for pair in pairs)
+
+
+def boundary_bytes(whole: PlannedWhole, node: fx.Node) -> int:
+    """Bytes of a value that each device sends from stage to stage."""
+    info: TensorInfo = node.meta["tensor"]
+    shape = boundary_layout(whole, node).local_shape(info.shape, whole.space.mesh.sizes)
+    return math.prod(shape) * info.dtype.itemsize
 
 
 def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
@@ -78,9 +82,9 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
     """
     space, choices = whole.space, whole.choices
     made, position = source_of(node)
-    wires = [w for w in space.wires if w.source == space.index[made.name] and w.source_output == position]
-    strategies = [space.decisions[n].menu.strategies[choices[n]] for n in (space.index[made.name],)]
-    offered = [strategies[0].outputs[position]]
+    maker = space.index[made.name]
+    wires = [w for w in space.wires if (w.source, w.source_output) == (maker, position)]
+    offered = [space.decisions[maker].menu.strategies[choices[maker]].outputs[position]]
     for wire in wires:
         target = space.decisions[wire.target].menu.strategies[choices[wire.target]]
         found = target.inputs[wire.target_input]
@@ -89,7 +93,7 @@ def boundary_layout(whole: PlannedWhole, node: fx.Node) -> Layout:
     for layout in offered:
         if P not in layout and R not in layout and layout.divides(info.shape, space.mesh.sizes):
             return layout
-    whole_axes = Layout(replicated(1)[0] if placement in (P, R) else placement for placement in offered[0])
+    whole_axes = Layout(I if placement in (P, R) else placement for placement in offered[0])
     return whole_axes if whole_axes.divides(info.shape, space.mesh.sizes) else replicated(space.mesh.ndim)
 
 
@@ -110,10 +114,7 @@ def _crossings(space: Space, blocks: Sequence[Block]) -> dict[fx.Node, tuple[int
 def _blocks_of_decisions(space: Space, blocks: Sequence[Block]) -> list[int | None]:
     """The block of every decision: that of its call, or of the first that uses it."""
     place = {node: number for number, block in enumerate(blocks) for node in block.nodes}
-    shared = shared_calls(space.program)
-    found: list[int | None] = [
-        place.get(d.node) if d.kind == "call" and d.node not in shared else None for d in space.decisions
-    ]
+    found: list[int | None] = [place.get(d.node) if d.kind == "call" else None for d in space.decisions]
     for wire in reversed(space.wires):  # the wires that leave a hub lie behind the one that enters it
         target = found[wire.target]
         if space.decisions[wire.source].kind in ("hub", "parameter") and target is not None:

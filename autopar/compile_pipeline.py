@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.normalize import rehome
 from autopar.optimizers import Optimizer
 from autopar.pins import Mode
-from autopar.pipeline import plan_pipeline, stage_space
+from autopar.pipeline import plan_pipeline, stage_space, stored_layouts
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_request import ONE_DEVICE, PipelineRequest
 from autopar.planner import Settings
@@ -114,9 +114,8 @@ def compile_pipeline(model: nn.Module, mesh: DeviceMesh, options: PipelineOption
             return requested(captured(part, training), part, schedule)
 
         def choice() -> dict[str, Any]:
-            known = options.wish.schedule(abstract.size(options.axis))
-            size = batch_size(arguments)
-            return asdict(known or best_schedule(options.wish, size, abstract, options.axis, request_of))
+            size, limited = batch_size(arguments), options.settings.memory is not None
+            return asdict(best_schedule(options.wish, size, abstract, options.axis, request_of, limited))
 
         if not chosen:
             chosen.append(Schedule(**from_first_rank(choice, mesh)))
@@ -250,8 +249,8 @@ def _layouts(pipeline: Pipeline) -> dict[str, Layout]:
     """Parameter → the layout in which it is stored, on whichever stage it is."""
     found: dict[str, Layout] = {}
     for program, stage in zip(pipeline.programs, pipeline.plan.stages, strict=True):
-        for name, placeholder in program.parameters.items():
-            found.setdefault(name, Layout.parse(stage.plan.choices[placeholder].removesuffix(" kept")))
+        for name, layout in stored_layouts(program, stage.plan).items():
+            found.setdefault(name, layout)
     return found
 
 

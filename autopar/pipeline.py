@@ -19,6 +19,7 @@ import numpy as np
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.block_costs import boundary_bytes
 from autopar.collective_cost import message_seconds
 from autopar.cut_refinement import refined
 from autopar.errors import InfeasibleError
@@ -29,7 +30,7 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.pipeline_request import PipelineRequest
 from autopar.plan import Plan
 from autopar.planner import choices_of, make_plan
-from autopar.program import Program, TensorInfo
+from autopar.program import Program
 from autopar.schedule_simulation import simulate
 from autopar.space import Space
 from autopar.splitting import split
@@ -53,8 +54,8 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         split(request.program, blocks, starts), pairwise((*starts, len(blocks))), strict=True
     ):
         plan = planner.known_plan(program, len(stages), storage)
-        for name, placeholder in program.parameters.items():
-            storage.setdefault(name, Layout.parse(plan.choices[placeholder].removesuffix(" kept")))
+        for name, layout in stored_layouts(program, plan).items():
+            storage.setdefault(name, layout)
         names = tuple(block.name for block in blocks[start:end])
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *planner.messages(program))))
     return PipelinePlan(
@@ -67,6 +68,14 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         memory_limit=request.settings.memory,
         notes=tuple(notes),
     )
+
+
+def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
+    """Parameter → the layout in which a stage's plan stores it."""
+    return {
+        name: Layout.parse(plan.choices[placeholder].removesuffix(" kept"))
+        for name, placeholder in program.parameters.items()
+    }
 
 
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
@@ -91,9 +100,8 @@ class _StagePlanner:
         problem = CutProblem(planned.costs, planned.cut_seconds, request.schedule, planned.places())
         if request.settings.memory is None:
             return refined(problem, best_cuts(problem).starts)
-        count, num_blocks = request.num_microbatches, len(planned.blocks)
-        own = [c.forward + c.backward_input + c.backward_weight + c.once / count for c in planned.costs]
-        until = np.concatenate([[0.0], np.cumsum(own)])
+        num_blocks = len(planned.blocks)
+        until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
 
         def seconds_of(first: int, end: int, stage: int) -> float:
             cuts = sorted({0, first, end} - {num_blocks})
@@ -146,11 +154,8 @@ class _StagePlanner:
         return self._message(later), self._message([n for n in earlier if n.meta["tensor"].requires_grad])
 
     def _message(self, nodes: Sequence[fx.Node]) -> float:
-        request, num_bytes = self.planned.request, 0
-        for node in nodes:
-            info: TensorInfo = node.meta["tensor"]
-            shape = self.planned.boundary(node.name).local_shape(info.shape, request.stage_mesh.sizes)
-            num_bytes += math.prod(shape) * info.dtype.itemsize
+        request, whole = self.planned.request, self.planned.whole
+        num_bytes = sum(boundary_bytes(whole, self.planned.nodes[node.name]) for node in nodes)
         return message_seconds(num_bytes, request.mesh, request.axis, request.hardware) if nodes else 0.0
 
     def _pins(self, space: Space, storage: Mapping[str, Layout]) -> dict[int, np.ndarray]:

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.pipeline import plan_pipeline
 from autopar.pipeline_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline_request import PipelineRequest
-from autopar.schedule_choice import MICROBATCHES_PER_STAGE, SEVERAL_STAGES, Option, recommend
+from autopar.schedule_choice import MICROBATCHES_PER_STAGE, Option, chunks_of, recommend
 from autopar.schedule_simulation import StageSeconds
 from autopar.schedules import Schedule
 from autopar.stages import BlockCost, CutProblem, best_cuts
@@ -38,8 +38,7 @@ class Wish:
         """The schedule, where nothing is left open that matters."""
         if self.name is None or self.num_microbatches is None:
             return None
-        chunks = self.chunks if self.chunks is not None else 2 if self.name in SEVERAL_STAGES else 1
-        return Schedule(self.name, num_ranks, self.num_microbatches, chunks)
+        return Schedule(self.name, num_ranks, self.num_microbatches, chunks_of(self.name, self.chunks))
 
 
 def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: RequestOf) -> tuple[Option, ...]:
@@ -48,7 +47,9 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
     Raises PipelineError where none can run.
     """
     if wish.name is not None:
-        Schedule(wish.name, num_ranks, 2 * MICROBATCHES_PER_STAGE * num_ranks, _chunks(wish))  # is there such a one?
+        Schedule(
+            wish.name, num_ranks, 2 * MICROBATCHES_PER_STAGE * num_ranks, chunks_of(wish.name, wish.chunks)
+        )  # is there such a one?
     asked = wish.num_microbatches
     counts = [
         n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= 2 * MICROBATCHES_PER_STAGE * num_ranks
@@ -94,10 +95,6 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         raise
 
 
-def _chunks(wish: Wish) -> int:
-    return wish.chunks if wish.chunks is not None else 2 if wish.name in SEVERAL_STAGES else 1
-
-
 def _interleaved(num_ranks: int, count: int, chunks: int) -> Schedule | None:
     try:
         return Schedule("interleaved_1f1b", num_ranks, count, chunks)
@@ -130,17 +127,21 @@ def _between(
     return costs, [line(m, f) for m, f in zip(measured[many][1], measured[few][1], strict=True)]
 
 
-def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf) -> Schedule:
-    """The schedule to run; micro-batches stay as large as all devices of a stage can share, where the batch is.
+def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf, limited: bool) -> Schedule:
+    """The schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
+
+    Micro-batches stay as large as all devices of a stage can share, where the batch is.
 
     Raises PipelineError where none can run, or none that is recommended fits into memory.
     """
     num_ranks = mesh.size(axis)
+    known = wish.schedule(num_ranks)
+    if known is not None:
+        return known
     share = mesh.num_devices // num_ranks
     per_device = batch_size // share if batch_size % share == 0 else batch_size
     options = recommended(wish, per_device, num_ranks, request_of)
-    request = request_of(options[0].schedule)
-    if request.settings.memory is None:
+    if not limited:
         return options[0].schedule
     reason: Exception | None = None
     for option in options[:TRIED]:

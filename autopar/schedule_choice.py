@@ -61,7 +61,7 @@ def recommend(
             f"microbatches={microbatches} does not divide a batch of {batch_size} samples per pipeline. "
             f"Use one of {', '.join(map(str, _divisors(batch_size)))}."
         )
-    fewest = num_ranks * min(_chunks(name, chunks) for name in schedules)
+    fewest = num_ranks * min(chunks_of(name, chunks) for name in schedules)
     if fewest > num_blocks:
         raise PipelineError(
             f"{num_ranks} pipeline ranks need {fewest} stages; the model has {num_blocks} blocks to cut between. "
@@ -91,14 +91,14 @@ def _candidates(
 ) -> Iterator[tuple[str, int, int]]:
     """Name, micro-batches and chunks of all that is tried."""
     for name in schedules:
-        own = _chunks(name, chunks)
+        own = chunks_of(name, chunks)
         most = MICROBATCHES_PER_STAGE * num_ranks * own
         for each in _divisors(batch_size):
             if each <= most if microbatches is None else each == microbatches:
                 yield name, each, own
 
 
-def _chunks(name: str, given: int | None) -> int:
+def chunks_of(name: str | None, given: int | None) -> int:
     """Stages per rank: what is given, or the fewest that a schedule is made for."""
     return given if given is not None else 2 if name in SEVERAL_STAGES else 1
 
