@@ -18,7 +18,7 @@ from autopar.layout import Layout
 from autopar.plan import Plan
 from autopar.runtime.code import readable_code
 from autopar.runtime.executable import Executable
-from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of
+from autopar.runtime.inputs import Arguments, canonical_arguments
 from autopar.runtime.loss_scale import scale_of, with_scaled_gradient
 from autopar.runtime.microbatches import loss_position, split_batch
 from autopar.runtime.parameters import placements_of
@@ -38,7 +38,7 @@ Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
 
 
-class ParallelModule(StoredModule):
+class ParallelModule(StoredModule[Executable]):
     """A model running on a mesh. Made by `autopar.compile`; used like the model it was made from.
 
     It takes the global batch as plain tensors, equal on every rank, or DTensors, and returns what the model returns:
@@ -56,18 +56,15 @@ class ParallelModule(StoredModule):
         seed: int = 0,
         num_microbatches: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(mesh.device_type, prepare)
         self._forward_signature = forward_signature
         self._mesh = mesh
-        self._prepare = prepare
         self._whole_outputs = whole_outputs
         self._deterministic = deterministic
         self._seed = seed
         self._num_microbatches = num_microbatches
         self._step = 0
-        self._executables: dict[object, Executable] = {}
         self._stages: dict[Executable, Stage] = {}
-        self._latest: Executable | None = None
 
     @property
     def plan(self) -> Plan:
@@ -87,20 +84,6 @@ class ParallelModule(StoredModule):
         """What runs a micro-batch of these inputs, planned on their first appearance."""
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         return self._prepared(split_batch(arguments, self._num_microbatches)[0])
-
-    def _prepared(self, arguments: Arguments) -> Executable:
-        frozen = self._frozen() if self._latest is not None else None
-        key = kind_of(arguments, self._mesh.device_type), self.training, frozen
-        if key not in self._executables:
-            # A first call for inference is prepared for training all the same.
-            with torch.inference_mode(False), torch.enable_grad():
-                found = self._prepare(arguments, self.training, frozen)
-            # The first graph gave the module its parameters, and the key must name those that are frozen.
-            self._executables[*key[:2], self._frozen() if frozen is None else frozen] = found
-            self._latest = found
-        else:
-            self._latest = self._executables[key]
-        return self._latest
 
     # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
     # everything else is disabled.
@@ -176,14 +159,6 @@ class ParallelModule(StoredModule):
         if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0 or self._whole_outputs:
             return value
         return DTensor.from_local(value, self._mesh, placements_of(layout), run_check=False)
-
-    def _ready(self) -> Executable:
-        if self._latest is None:
-            raise InputError(
-                "the model was compiled without example_inputs, so it has no parameters and no plan yet; "
-                "call it once, or give autopar.compile(..., example_inputs=...)."
-            )
-        return self._latest
 
 
 def _check_not_compiled(executable: Executable) -> None:

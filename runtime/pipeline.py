@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError, PipelineError
+from autopar.errors import PipelineError
 from autopar.layout import Layout
 from autopar.pipeline_plan import PipelinePlan
 from autopar.runtime.code import readable_code
 from autopar.runtime.evaluation import evaluated
 from autopar.runtime.failure import watched
 from autopar.runtime.frozen import FrozenNames
-from autopar.runtime.inputs import Arguments, canonical_arguments, kind_of
+from autopar.runtime.inputs import Arguments, canonical_arguments
 from autopar.runtime.loss_scale import scale_of
 from autopar.runtime.microbatches import loss_position, split_batch
 from autopar.runtime.parameters import placements_of
@@ -38,11 +38,13 @@ PreparePipeline = Callable[[Arguments, bool, frozenset[str] | None], Pipeline]
 """(arguments of a micro-batch, training, names of frozen parameters if known) → what runs them."""
 
 
-class PipelineModule(StoredModule):
+class PipelineModule(StoredModule[Pipeline]):
     """A model running on a mesh with a pipeline axis. Made by `autopar.compile`.
 
     `train_step` trains; a call evaluates. Each rank has the parameters of its stages, under their original names.
     """
+
+    FIRST_CALL = "call train_step once"
 
     def __init__(
         self,
@@ -56,19 +58,16 @@ class PipelineModule(StoredModule):
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(mesh.device_type, prepare)
         self._forward_signature = forward_signature
         self._mesh = mesh
         self._group = mesh.get_group(axis)
-        self._prepare = prepare
         self._num_microbatches = num_microbatches
         self._whole_outputs = whole_outputs
         self._deterministic = deterministic
         self._seed = seed
         self._step = 0
-        self._pipelines: dict[object, Pipeline] = {}
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
-        self._latest: Pipeline | None = None
         self._watch = watched(self, mesh)
         self._frozen_names = FrozenNames(self._group, mesh.device_type)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -164,33 +163,15 @@ class PipelineModule(StoredModule):
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
         return norm
 
-    def _prepared(self, arguments: Arguments) -> Pipeline:
-        frozen = self._frozen_names.of_all_ranks(self._frozen()) if self._latest is not None else None
-        key = kind_of(arguments, self._mesh.device_type), self.training, frozen
-        if key not in self._pipelines:
-            with torch.inference_mode(False), torch.enable_grad():
-                found = self._prepare(arguments, self.training, frozen)
-            if frozen is None:
-                frozen = self._frozen_names.of_all_ranks(self._frozen())
-            self._pipelines[*key[:2], frozen] = found
-            self._latest = found
-        else:
-            self._latest = self._pipelines[key]
-        return self._latest
+    def _frozen(self) -> frozenset[str]:
+        """Those of all ranks: a stage's graph depends on what is frozen before it."""
+        return self._frozen_names.of_all_ranks(super()._frozen())
 
     def _user_output(self, value: Any, layout: Layout | None, pipeline: Pipeline) -> Any:
         if layout is None or value.ndim == 0 or self._whole_outputs:
             return value
         mesh = next(iter(pipeline.executables.values())).mesh
         return DTensor.from_local(value, mesh, placements_of(layout), run_check=False)
-
-    def _ready(self) -> Pipeline:
-        if self._latest is None:
-            raise InputError(
-                "the model was compiled without example_inputs, so it has no parameters and no plan yet; "
-                "call train_step once, or give autopar.compile(..., example_inputs=...)."
-            )
-        return self._latest
 
 
 def _pipedream(

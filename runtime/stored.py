@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
+from autopar.errors import InputError
+from autopar.runtime.inputs import Arguments, kind_of
 from autopar.runtime.parameters import as_stored, tie, ties_of
 
+Runs = TypeVar("Runs")
+"""What runs one kind of input."""
 
-class StoredModule(nn.Module):
+
+class StoredModule(nn.Module, Generic[Runs]):
     """A module that gets its parameters when its first inputs are known, as `parameters.attach` stores them."""
+
+    FIRST_CALL = "call it once"
 
     scaler: Any = None
     """A `ShardedGradScaler` whose scale `train_step` puts on the gradients; its `step` and `update` stay the caller's.
@@ -19,9 +27,36 @@ class StoredModule(nn.Module):
     Its process group is that of all ranks of the mesh: all of them skip an update, or none.
     """
 
-    def _ready(self) -> Any:
-        """Raise InputError where the module has no parameters yet."""
-        raise NotImplementedError
+    def __init__(self, device: str, prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs]) -> None:
+        """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
+        super().__init__()
+        self._device = device
+        self._prepare = prepare
+        self._known: dict[object, Runs] = {}
+        self._latest: Runs | None = None
+
+    def _ready(self) -> Runs:
+        """What ran last; InputError where the module has no parameters yet."""
+        if self._latest is None:
+            raise InputError(
+                "the model was compiled without example_inputs, so it has no parameters and no plan yet; "
+                f"{self.FIRST_CALL}, or give autopar.compile(..., example_inputs=...)."
+            )
+        return self._latest
+
+    def _prepared(self, arguments: Arguments) -> Runs:
+        """What runs these arguments, prepared on their first appearance."""
+        frozen = self._frozen() if self._latest is not None else None
+        key = kind_of(arguments, self._device), self.training, frozen
+        if key not in self._known:
+            # A first call for inference is prepared for training all the same.
+            with torch.inference_mode(False), torch.enable_grad():
+                found = self._prepare(arguments, self.training, frozen)
+            # The first graph gave the module its parameters, and the key must name those that are frozen.
+            key = *key[:2], self._frozen() if frozen is None else frozen
+            self._known[key] = found
+        self._latest = self._known[key]
+        return self._latest
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""

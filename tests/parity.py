@@ -6,6 +6,7 @@ the last, and the bytes of every collective of the first step against the plan.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,8 +154,11 @@ def train_alone(
 _programs: dict[tuple[Any, ...], Program] = {}
 
 
-def captured_once(graph: tuple[Any, ...]) -> Any:
-    """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh."""
+def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.api",)) -> Any:
+    """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh.
+
+    It is found so in `modules`, which call it.
+    """
 
     def find(*args: Any, training: bool) -> Program:
         key = (*graph, training)
@@ -162,7 +166,10 @@ def captured_once(graph: tuple[Any, ...]) -> Any:
             _programs[key] = capture(*args, training=training)
         return _programs[key]
 
-    return mock.patch("autopar.api.capture", find)
+    patches = contextlib.ExitStack()
+    for module in modules:
+        patches.enter_context(mock.patch(f"{module}.capture", find))
+    return patches
 
 
 def parallel(case: Case) -> Training:

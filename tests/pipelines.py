@@ -7,22 +7,18 @@ that the rank holds; together the ranks hold everything.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.program import Program
 from tests import parity
 from tests.families import FAMILIES, HIDDEN, SEED
-from tests.parity import SLOW_DEVICES, STEPS, Training, distance, whole
+from tests.parity import SLOW_DEVICES, STEPS, Training, captured_once, distance, whole
 from tests.ranks import Ranks, mesh
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -182,24 +178,6 @@ def train_alone(case: PipelineCase) -> Training:
     return _train_alone(*case.graph, same_microbatches, case.steps)
 
 
-_programs: dict[tuple[Any, ...], Program] = {}
-
-
-def captured_once(graph: tuple[Any, ...]) -> Any:
-    """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh."""
-
-    def find(*args: Any, training: bool) -> Program:
-        key = (*graph, training)
-        if key not in _programs:
-            _programs[key] = capture(*args, training=training)
-        return _programs[key]
-
-    patches = contextlib.ExitStack()
-    for module in ("autopar.api", "autopar.compile_pipeline"):
-        patches.enter_context(mock.patch(f"{module}.capture", find))
-    return patches
-
-
 def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
     """The case's model on the mesh of this process group (runs on every rank)."""
     import autopar
@@ -212,7 +190,7 @@ def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
     if "pp" in case.axes:
         options["schedule"] = case.schedule
     on = mesh(tuple(case.axes.values()), tuple(case.axes))
-    with captured_once(case.graph):
+    with captured_once(case.graph, ("autopar.api", "autopar.compile_pipeline")):
         return autopar.compile(model, on, kwargs or args, **{**options, **case.options})
 
 
