@@ -132,7 +132,7 @@ class Accumulation:
         return self.holds(wire) and wire.tensor.requires_grad and not self.is_cast(wire.target)
 
     def _kind(self, wire: Wire) -> tuple[object, ...]:
-        return (*self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
+        return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
 
     def gradients(self, number: int) -> Bytes | None:
         """Bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no call uses."""

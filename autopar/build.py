@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from autopar.candidates import Menu, call_menu, gathered_or_kept, padded_factors, split_layouts, whole_menu
+from autopar.candidates import Menu, call_menu, gathered_or_kept, split_layouts, whole_menu
 from autopar.cost import optimizer_seconds
 from autopar.hardware import Hardware
 from autopar.layout import Layout, P, replicated
@@ -23,7 +23,7 @@ from autopar.optimizers import ADAMW, Optimizer
 from autopar.program import Program, TensorInfo, tensor_inputs
 from autopar.reshard import Tensor
 from autopar.rule import ROLE_OF_FACTOR
-from autopar.saved import backward_needs
+from autopar.saved import backward_needs, saved_in
 from autopar.sharing import ALONE, sharing
 from autopar.space import Decision, Roles, Space, Wire, carries_pin, is_call, is_cast, source_of
 
@@ -66,7 +66,9 @@ class _Builder:
         self.whole_outputs = whole_outputs
         self.parameters = frozenset(space.program.parameters.values())
         weights = space.program.placeholders()
-        self.sharing = sharing(space.program, {name for name in self.parameters if _is_regathered(weights[name])})
+        self._saved = saved_in(space.program)
+        self._regathered: dict[fx.Node, bool] = {}
+        self.sharing = sharing(space.program, {name for name in self.parameters if self._is_regathered(weights[name])})
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
@@ -97,7 +99,7 @@ class _Builder:
         self.space.dim_roles[node.name, 0] = roles
         if parameter:
             menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
-            if _is_regathered(node):
+            if self._is_regathered(node):
                 menu = gathered_or_kept(menu)
         else:
             layout = self.input_layouts.get(node.name, replicated(mesh.ndim))
@@ -114,14 +116,13 @@ class _Builder:
             menu = _auxiliary(menu)
         if is_cast(node) and keys[0][0] in self.parameters:
             self.space.weight_casts[node.name] = keys[0][0]
-            if _is_regathered(node):
+            if self._is_regathered(node):
                 menu = gathered_or_kept(menu)
         assert menu.call is not None and menu.bound is not None and menu.op is not None
-        roles = _factor_roles(menu, [self.space.dim_roles[key] for key in keys])
-        paddable = padded_factors(menu.op, menu.bound, [self.padded[key] for key in keys])
+        roles = _factor_roles(menu, tuple([self.space.dim_roles[key] for key in keys]))
         for position, (term, info) in enumerate(zip(menu.bound.rule.outputs, menu.call.outputs, strict=True)):
             self.infos[node.name, position] = info
-            self.padded[node.name, position] = frozenset(d for d, names in enumerate(term.dims) if names[0] in paddable)
+            self.padded[node.name, position] = frozenset(d for d, names in enumerate(term.dims) if names[0] in menu.paddable)
             self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
         decision = self.space.add(Decision(node.name, "call", menu, node, roles))
         for position, key in enumerate(keys):
@@ -151,7 +152,7 @@ class _Builder:
         info = self.infos[key]
         number = self.space.index[name]
         weight = self.space.is_weight(number)
-        regather = weight and _is_regathered(self.space.decisions[number].node)
+        regather = weight and self._is_regathered(self.space.decisions[number].node)
         assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
         shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
         tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
@@ -188,6 +189,14 @@ class _Builder:
         self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
         return hub
 
+    def _is_regathered(self, weight: fx.Node) -> bool:
+        """Whether a weight stored in parts may be gathered again for the backward: its one consumer needs it there."""
+        if weight not in self._regathered:
+            uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
+            returned = any(user.op == "output" for user in weight.users)
+            self._regathered[weight] = uses == 1 and not returned and backward_needs(weight, self._saved)
+        return self._regathered[weight]
+
     def _connect(self, source: tuple[int, int], use: _Use, tensor: Tensor) -> None:
         self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
 
@@ -216,13 +225,6 @@ def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer:
     return replace(whole_menu(layouts), seconds=np.array(seconds))
 
 
-def _is_regathered(weight: fx.Node) -> bool:
-    """Whether a weight, stored in parts, may be gathered again for the backward: its one consumer needs it there."""
-    uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
-    returned = any(user.op == "output" for user in weight.users)
-    return uses == 1 and not returned and backward_needs(weight)
-
-
 def _auxiliary(menu: Menu) -> Menu:
     """The menu of a call that depends on no parameter (a mask, positions, shifted labels): whole, unless it is large.
 
@@ -247,7 +249,8 @@ def _input_roles(info: TensorInfo) -> Roles:
     return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))
 
 
-def _factor_roles(menu: Menu, dim_roles: list[Roles]) -> dict[str, str]:
+@functools.lru_cache(maxsize=4096)
+def _factor_roles(menu: Menu, dim_roles: tuple[Roles, ...]) -> Mapping[str, str]:
     """Roles of a call's factors: by their name (o, k, x), else that of the first input dim they stand on."""
     assert menu.bound is not None
     found: dict[str, str] = {}

@@ -62,6 +62,8 @@ class Menu:
     call: Call | None = None
     op: OpRule | None = None
     bound: BoundRule | None = None
+    paddable: frozenset[str] = frozenset()
+    """Factors of the call that may be padded."""
     reason: str = ""
     """Why the call runs replicated, where no rule fits it."""
 
@@ -156,7 +158,7 @@ def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
         if same not in found:
             found[same] = (strategy, seconds, forward)
     strategies, times, forwards = zip(*found.values(), strict=True)
-    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, reason)
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, paddable, reason)
 
 
 def _bound_rule(call: Call) -> tuple[OpRule, BoundRule, str]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.eliminate import Elimination, Step, bag_sum
-from autopar.problem import Edge, Floats, Integers, Node, Problem
-from autopar.pruning import Pruned, cut_table
+from autopar.problem import Floats, Integers, Problem
+from autopar.pruning import cut_table
 
 HAIR = 0.01  # of the grid
 
@@ -119,34 +119,6 @@ def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...
         return np.full(sizes, np.inf)
     inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
     return bag_sum(Step(sizes, inputs), cut)
-
-
-def keep_below(problem: Problem, found: Excesses, limit: float) -> Pruned:
-    """The same problem without the strategies, and with the pairs forbidden, whose excess is above `limit` seconds."""
-    cheap: dict[tuple[int, int], tuple[Integers, Integers]] = {}  # equal nodes stay one array, and so do equal edges
-    for excess, alive in zip(found.of_node, found.alive, strict=True):
-        if (id(excess), id(alive)) not in cheap:
-            near = np.flatnonzero(excess[alive] <= limit)
-            cheap[id(excess), id(alive)] = near, alive[near]
-    rows = [cheap[id(excess), id(alive)] for excess, alive in zip(found.of_node, found.alive, strict=True)]
-    menus: dict[tuple[int, int, int], tuple[Floats, Integers]] = {}
-    nodes: list[Node] = []
-    for node, (_, kept) in zip(problem.nodes, rows, strict=True):
-        menu = (id(node.seconds), id(node.num_bytes), id(kept))
-        if menu not in menus:
-            menus[menu] = node.seconds[kept], node.num_bytes[kept]
-        nodes.append(Node(node.name, *menus[menu]))
-    pairs: dict[object, tuple[Floats, Integers | None]] = {}
-    edges: list[Edge] = []
-    for edge, excess in zip(problem.edges, found.of_edge, strict=True):
-        ends = [rows[end] for end in edge.ends]
-        pair = (id(edge.seconds), id(edge.num_bytes), id(excess), *[id(kept) for _, kept in ends])
-        if pair not in pairs:
-            near, kept = zip(*ends, strict=True)
-            seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)
-            pairs[pair] = seconds, None if edge.num_bytes is None else cut_table(edge.num_bytes, kept)
-        edges.append(Edge(edge.ends, *pairs[pair]))
-    return Pruned(Problem(tuple(nodes), tuple(edges), problem.budget), tuple(kept for _, kept in rows))
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:

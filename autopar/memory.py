@@ -59,11 +59,11 @@ class MemoryModel:
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
+        self._saved_by_node = saved_in(space.program)
         for segment in segments_of(space.program):
-            self._again[segment.name] = {mode: recomputation(segment, mode) for mode in MODES}
+            self._again[segment.name] = {mode: recomputation(space.program, segment, mode) for mode in MODES}
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
-        self._saved_by_node = saved_in(space.program)
         self.accumulation = Accumulation(self)
 
     # When.

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, optimum
-from autopar.problem import Problem
+from autopar.problem import Floats, Problem
 
 MAX_STEPS = 64
+WORTHWHILE = 5e-6  # of the bound: what a better price could prove, and no longer looked for
 TOLERANCE = 1e-12  # of the seconds: below this two sums differ by rounding alone
 
 
@@ -40,22 +41,34 @@ class Relaxation:
 
 
 def point(problem: Problem, choices: tuple[int, ...]) -> Point:
-    return Point(choices, problem.seconds_of(choices), problem.bytes_of(choices))
+    return Point(choices, *problem.cost_of(choices))
 
 
 Least = Callable[[float], tuple[float, Point | None]]
 """Price → a bound on seconds + price · bytes of any choices, and the choices that attain it (None: none found)."""
 
 
-def least_by_elimination(problem: Problem, elimination: Elimination, tables: Tables) -> Least:
-    """Exact at every price, by one evaluation each."""
+class LeastByElimination:
+    """Exact at every price, by one evaluation each; the last one is kept."""
 
-    def least(price: float) -> tuple[float, Point | None]:
-        weighted = evaluate(elimination, tables.weighted(price))
-        reached = optimum(elimination, weighted)
-        return reached, point(problem, choices_of(elimination, weighted)) if reached < math.inf else None
+    def __init__(self, problem: Problem, elimination: Elimination, tables: Tables) -> None:
+        self._problem = problem
+        self._elimination = elimination
+        self._tables = tables
+        self._price = math.nan
+        self._evaluated: list[Floats] = []
 
-    return least
+    def evaluated(self, price: float) -> list[Floats]:
+        """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them."""
+        if price != self._price:
+            self._evaluated = evaluate(self._elimination, self._tables.weighted(price))
+            self._price = price
+        return self._evaluated
+
+    def __call__(self, price: float) -> tuple[float, Point | None]:
+        found = self.evaluated(price)
+        reached = optimum(self._elimination, found)
+        return reached, point(self._problem, choices_of(self._elimination, found)) if reached < math.inf else None
 
 
 def maximise_bound(
@@ -80,8 +93,9 @@ def maximise_bound(
         fits = met.num_bytes <= budget
         incumbent = met if fits and met.seconds < best.incumbent.seconds else best.incumbent
         best = Relaxation(price, bound, incumbent) if bound > best.bound else replace(best, incumbent=incumbent)
-        on_the_line = reached >= small.seconds + price * small.num_bytes - 4 * slack
-        if on_the_line or met in (large, small) or time.monotonic() > deadline:
+        # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
+        line = small.seconds + price * small.num_bytes
+        if line - reached <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small) or time.monotonic() > deadline:
             break
         large, small = (large, met) if fits else (met, small)
     mixed = mixture(problem, large, small)

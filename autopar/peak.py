@@ -68,7 +68,8 @@ def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
         if working is not None and memory.position[number] == place:
             parts.append((working,))
         moments.append((weight, parts))
-    nothing = np.zeros(len(memory.space.decisions[number].menu.strategies), dtype=np.int64)
+    shape = (len(memory.space.decisions[number].menu.strategies),)
+    nothing = memory.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
     return memory.total(moments, row.worst) or (nothing,)
 
 

@@ -10,8 +10,12 @@ must not be changed afterwards.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +105,24 @@ class Edge:
         return self.ends[0] == self.ends[-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Nodes, or edges, that share their arrays, and for each dim of these the nodes that are chosen from."""
+
+    seconds: Floats
+    num_bytes: Integers | None
+    ends: tuple[Integers, ...]
+    edges: Integers
+    """Which edges they are; for nodes negative."""
+
+    def cost(self, choices: Integers, which: np.ndarray | slice = slice(None)) -> tuple[list[float], int]:
+        """Seconds of each, and bytes of all, at one choice per node of the problem."""
+        index = tuple([choices[ends[which]] for ends in self.ends])
+        held = 0 if self.num_bytes is None else int(self.num_bytes[index].sum())
+        return self.seconds[index].tolist(), held
+
+
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Nodes, edges between them, and the bytes that the chosen strategies may take together (None: any number)."""
 
@@ -135,17 +156,39 @@ class Problem:
 
     def seconds_of(self, choices: Sequence[int]) -> float:
         """The objective at one choice per node; inf where something forbidden is chosen."""
-        nodes = sum(float(node.seconds[choice]) for node, choice in zip(self.nodes, choices, strict=True))
-        return nodes + sum(float(edge.seconds[tuple(choices[end] for end in edge.ends)]) for edge in self.edges)
+        return self.cost_of(choices)[0]
 
     def bytes_of(self, choices: Sequence[int]) -> int:
         """Bytes of the chosen strategies together."""
-        nodes = sum(int(node.num_bytes[choice]) for node, choice in zip(self.nodes, choices, strict=True))
-        return nodes + sum(
-            int(edge.num_bytes[tuple(choices[end] for end in edge.ends)])
-            for edge in self.edges
-            if edge.num_bytes is not None
-        )
+        return self.cost_of(choices)[1]
+
+    def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, int]:
+        """Seconds and bytes at one choice per node: of all, or of some nodes (a mask) and the edges among these."""
+        assert len(choices) == len(self.nodes), f"{len(choices)} choices for {len(self.nodes)} nodes"
+        chosen = np.array(choices, dtype=np.intp)
+        costs = [
+            each.cost(chosen, slice(None) if among is None else np.all([among[ends] for ends in each.ends], axis=0))
+            for each in self._alike
+        ]
+        return math.fsum(itertools.chain.from_iterable(seconds for seconds, _ in costs)), sum(held for _, held in costs)
+
+    def edges_at(self, nodes: np.ndarray) -> list[int]:
+        """The edges (by position) that have an end among some nodes (a mask)."""
+        found = [each.edges[np.any([nodes[ends] for ends in each.ends], axis=0)] for each in self._alike]
+        return sorted(number for each in found for number in each.tolist() if number >= 0)
+
+    @cached_property
+    def _alike(self) -> tuple[_Alike, ...]:
+        ends: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
+        edges: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        arrays: dict[tuple[int, int, int], tuple[Floats, Integers | None]] = {}
+        for number, part in enumerate((*self.nodes, *self.edges), start=-len(self.nodes)):
+            where = part.ends if isinstance(part, Edge) else (number + len(self.nodes),)
+            key = id(part.seconds), id(part.num_bytes), len(where)
+            ends[key].append(where)
+            edges[key].append(number)
+            arrays[key] = part.seconds, part.num_bytes
+        return tuple(_Alike(*arrays[key], tuple(np.array(each).T), np.array(edges[key])) for key, each in ends.items())
 
     def in_bytes(self) -> Problem:
         """The same question about bytes alone: they stand for the seconds (exact below 2**53), without a limit."""

@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,6 +73,8 @@ class Program:
     """Of a pipeline stage: placeholders of what arrives from the stage before, in the order in which that sends it."""
     num_sent: int = 0
     """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
+    facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What has been found out of the graph, by the name of the question: it does not change once it is captured."""
 
     @property
     def num_results(self) -> int:

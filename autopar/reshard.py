@@ -216,8 +216,6 @@ class ReshardTable:
 def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
     """The table of a kind of tensor; cached by value."""
     layouts = _layouts(tensor, dims, mesh)
-    index = {layout: i for i, layout in enumerate(layouts)}
-    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
     # Where nothing is padded, the number of elements says all that a transfer depends on.
     local = shapes if tensor.padded else list(map(math.prod, shapes))
@@ -225,18 +223,16 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     np.fill_diagonal(alone, 0.0)
     together = alone.copy()
     priced: dict[object, tuple[float, float]] = {}
-    for i, layout in enumerate(layouts):
-        for move in _moves(layout, index, placements):
-            j = index[move.after]
-            # Moves of one axis between equal placements move the same bytes where the parts are as large.
-            kind = (move.axis, move.source, move.target, local[i], local[j])
-            if kind not in priced:
-                found = transfers(move, tensor, mesh, tensor.regather)
-                shared = in_bucket(move, tensor)
-                by_itself = sum(transfer_seconds(t, mesh, hardware) for t in found)
-                in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
-                priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
-            alone[i, j], together[i, j] = priced[kind]
+    for i, j, alike, move in _moves_among(layouts):
+        # Moves of one axis between equal placements move the same bytes where the parts are as large.
+        kind = (alike, local[i], local[j])
+        if kind not in priced:
+            found = transfers(move, tensor, mesh, tensor.regather)
+            shared = in_bucket(move, tensor)
+            by_itself = sum(transfer_seconds(t, mesh, hardware) for t in found)
+            in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
+            priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
+        alone[i, j], together[i, j] = priced[kind]
     return ReshardTable(layouts, _all_pairs(alone), _all_pairs(together) if tensor.bucketed else None, tensor, mesh)
 
 
@@ -246,6 +242,19 @@ def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, 
     placements = (*kinds, *(S(dim) for dim in sorted(dims)))
     candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _moves_among(layouts: tuple[Layout, ...]) -> tuple[tuple[int, int, int, Move], ...]:
+    """Every move between two of the layouts: their places, a number for axis and placements, and the move."""
+    index = {layout: i for i, layout in enumerate(layouts)}
+    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
+    numbers: dict[tuple[int, Placement, Placement], int] = {}
+    return tuple(
+        (i, index[move.after], numbers.setdefault((move.axis, move.source, move.target), len(numbers)), move)
+        for i, layout in enumerate(layouts)
+        for move in _moves(layout, index, placements)
+    )
 
 
 def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:

@@ -1,7 +1,12 @@
-"""Which tensors a call keeps for its backward: asked of autograd itself, on tensors without memory."""
+"""Which tensors a call keeps for its backward: asked of autograd itself, on tensors without memory.
+
+These are on the meta device. Where the answer depends on the device (which kernel an attention takes), and where the
+call would make tensors of its own, they are fake ones on the CPU, which take five times as long.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -15,10 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.operation import Call, is_view
 from autopar.program import Program, TensorInfo, tensor_inputs
 
 Strides = tuple[int, ...]
+
+DEVICE_DECIDES = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+"""Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +42,22 @@ class Saved:
     """Of each output."""
 
 
-def saved_by(node: fx.Node) -> Saved:
-    """What the call keeps, were its inputs contiguous. A view of an input counts as the input; cached by value."""
-    infos = tuple(argument.meta["tensor"] for argument in tensor_inputs(node))
-    if not any(info.requires_grad for info in infos):
-        return Saved(frozenset(), frozenset())
-    return saved_with(node, infos)
-
-
 def saved_with(node: fx.Node, infos: tuple[TensorInfo, ...]) -> Saved:
     """What the call would keep of other inputs, contiguous ones; RuntimeError where it does not take them."""
     return _saved(_question(node, infos, (None,) * len(infos)))
 
 
-def saved_in(program: Program) -> dict[fx.Node, Saved]:
-    """What each call of a program keeps, its inputs lying in memory as the calls before have left them."""
+def saved_in(program: Program) -> Mapping[fx.Node, Saved]:
+    """What each call of a program keeps, its inputs lying in memory as the calls before have left them.
+
+    A view of an input counts as the input.
+    """
+    if "saved" not in program.facts:
+        program.facts["saved"] = _saved_in(program)
+    return program.facts["saved"]
+
+
+def _saved_in(program: Program) -> dict[fx.Node, Saved]:
     found: dict[fx.Node, Saved] = {}
     strides: dict[fx.Node, Strides | None] = {}
     for node in program.graph.nodes:
@@ -85,14 +93,14 @@ def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strid
     return _Question(node.target, infos, strides, arguments, repr(arguments))  # type: ignore[arg-type]
 
 
-def backward_needs(value: fx.Node) -> bool:
+def backward_needs(value: fx.Node, saved: Mapping[fx.Node, Saved]) -> bool:
     """Whether some call keeps a node's value, or a view of it, for its backward."""
     for user in value.users:
         if user.op != "call_function" or user.target is operator.getitem:
             continue
-        if is_view(Call.of(user)) and backward_needs(user):
+        if any(argument is value and i in saved[user].inputs for i, argument in enumerate(tensor_inputs(user))):
             return True
-        if any(argument is value and i in saved_by(user).inputs for i, argument in enumerate(tensor_inputs(user))):
+        if saved[user].aliases and backward_needs(user, saved):
             return True
     return False
 
@@ -135,15 +143,21 @@ def _saved(question: _Question) -> Saved:
         kept[storage._cdata] = storage  # held, so that no other gets its address
         return tensor
 
+    on_meta = bool(question.infos) and question.target not in DEVICE_DECIDES
+    device = torch.device("meta" if on_meta else "cpu")
     # enable_grad: planning may run under no_grad, the question is about training.
-    with FakeTensorMode(), torch.enable_grad():
+    with contextlib.nullcontext() if on_meta else FakeTensorMode(), torch.enable_grad():
         tensors = [
-            _empty(info, strides).requires_grad_(info.requires_grad)
+            _empty(info, strides, device).requires_grad_(info.requires_grad)
             for info, strides in zip(question.infos, question.strides, strict=True)
         ]
-        args, kwargs = pytree.tree_map(
-            lambda leaf: tensors[leaf.number] if isinstance(leaf, _Position) else leaf, question.arguments
-        )
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, _Position):
+                return tensors[leaf.number]
+            return device if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(argument, question.arguments)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             results = question.target(*args, **kwargs)
         outputs = [results] if isinstance(results, torch.Tensor) else [x for x in results if x is not None]
@@ -155,10 +169,10 @@ def _saved(question: _Question) -> Saved:
         return Saved(_among(tensors, kept), _among(outputs, kept), other, aliases, strides)
 
 
-def _empty(info: TensorInfo, strides: Strides | None) -> torch.Tensor:
+def _empty(info: TensorInfo, strides: Strides | None, device: torch.device) -> torch.Tensor:
     if strides is None:
-        return torch.empty(info.shape, dtype=info.dtype)
-    return torch.empty_strided(info.shape, strides, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device=device)
+    return torch.empty_strided(info.shape, strides, dtype=info.dtype, device=device)
 
 
 def _among(tensors: list[torch.Tensor], kept: Mapping[int, object]) -> frozenset[int]:

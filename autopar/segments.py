@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.program import Program, tensor_inputs
-from autopar.saved import saved_by
+from autopar.saved import saved_in
 
 MODES = ("none", "selective", "full")
 _PRODUCTS = ("linear", "mm", "matmul", "bmm", "addmm", "baddbmm", "einsum")
@@ -74,10 +74,11 @@ def prefix_of(module: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def recomputation(segment: Segment, mode: str) -> Recomputation:
+def recomputation(program: Program, segment: Segment, mode: str) -> Recomputation:
     """What a mode runs again and keeps: only what the backward, or something that runs again, asks for."""
     if mode == "none":
         return Recomputation(frozenset(), frozenset())
+    saved_by = saved_in(program)
     needed: set[fx.Node] = set()
     rerun: set[fx.Node] = set()
     kept: set[fx.Node] = set()
@@ -87,7 +88,7 @@ def recomputation(segment: Segment, mode: str) -> Recomputation:
                 rerun.add(node)
                 needed.update(node.all_input_nodes)
             continue
-        saved, inputs = saved_by(node), tensor_inputs(node)
+        saved, inputs = saved_by[node], tensor_inputs(node)
         needed.update(inputs[i] for i in saved.inputs)
         if node not in needed and not saved.outputs and not saved.other_bytes:
             continue

@@ -25,11 +25,12 @@ from autopar.conflict import describe_conflict
 from autopar.counts import Counted, TooManyChoicesError, best_counts
 from autopar.eliminate import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.errors import InfeasibleError, PlanError
+from autopar.fixing import remaining
 from autopar.hubs import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
 from autopar.ilp import IlpResult, solve_ilp
-from autopar.marginals import excesses, keep_below
-from autopar.multiplier import Least, Point, Relaxation, least_by_elimination, maximise_bound, point
-from autopar.problem import Problem, Solution
+from autopar.marginals import excesses
+from autopar.multiplier import Least, LeastByElimination, Point, Relaxation, maximise_bound, point
+from autopar.problem import Floats, Problem, Solution
 from autopar.pruning import prune
 from autopar.reduction import reduce_problem
 from autopar.shortage import MemoryLimitError
@@ -179,14 +180,14 @@ def _by_elimination(
             raise MemoryLimitError(problem)
         return least_bytes
 
-    least = least_by_elimination(problem, elimination, tables)
+    least = LeastByElimination(problem, elimination, tables)
     relaxed = _relaxed(problem, least, smallest, deadline)
     assert relaxed is not None
     if relaxed.multiplier == 0 and _is_closed(relaxed.incumbent.seconds, relaxed.bound):
         return _solution(relaxed.incumbent, relaxed.bound, "elimination")
     if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
         return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
-    return _close_the_gap(problem, tables, elimination, relaxed, deadline, gap)
+    return _close_the_gap(problem, elimination, least.evaluated(relaxed.multiplier), relaxed, deadline, gap)
 
 
 def _relaxed(
@@ -208,12 +209,19 @@ def _relaxed(
 
 
 def _close_the_gap(
-    problem: Problem, tables: Tables, elimination: Elimination, relaxed: Relaxation, deadline: float, gap: float
+    problem: Problem,
+    elimination: Elimination,
+    weighted: list[Floats],
+    relaxed: Relaxation,
+    deadline: float,
+    gap: float,
 ) -> Solution:
-    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
+    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left.
+
+    `weighted` is what the elimination comes to at that price.
+    """
     incumbent, bound = relaxed.incumbent, relaxed.bound
     rounding = TOLERANCE * abs(incumbent.seconds)
-    weighted = evaluate(elimination, tables.weighted(relaxed.multiplier))
     epsilon = FIRST_EPSILON * abs(bound)
     found, widest = None, 0.0
     while not _is_closed(incumbent.seconds, bound, gap):
@@ -225,11 +233,12 @@ def _close_the_gap(
         if found is None or margin > widest:
             widest = min(WIDER * epsilon, most) + rounding
             found = excesses(problem, elimination, weighted, widest, rounding * FINE)
-        near = keep_below(problem, found, margin)
+        near = remaining(problem, found, margin)
         residual = reduce_problem(near.problem)
+        constant = near.constant + residual.constant
         result = Counted(None, math.inf, True)
-        if residual.constant < np.inf:
-            below = limit - residual.constant
+        if constant < np.inf:
+            below = limit - constant
             left = deadline - time.monotonic()
             result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, left)
         if result.choices is not None:
@@ -237,7 +246,7 @@ def _close_the_gap(
                 incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
             )
         # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
-        bound = max(bound, min(residual.constant + result.bound, limit))
+        bound = max(bound, min(constant + result.bound, limit))
         if not result.is_proven:
             _warn(incumbent.seconds, bound)
             break

@@ -80,6 +80,8 @@ class Space:
     """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
     dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
     """(node name, output position) → roles of its dims."""
+    _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
+    _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, decision: Decision) -> int:
         assert decision.name not in self.index, f"two decisions named {decision.name}"
@@ -130,10 +132,14 @@ class Space:
         target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
         return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
 
-    def kind(self, wire: Wire) -> tuple[object, ...]:
-        """What wires that move alike have in common: menus (which the space holds) and places at both ends, tensor."""
-        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
-        return id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+    def kind(self, wire: Wire) -> int:
+        """A number that wires have in common which move alike: same menus and places at both ends, same tensor."""
+        end = wire.target, wire.target_input
+        if end not in self._kinds:
+            menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+            alike = id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+            self._kinds[end] = self._numbers.setdefault(alike, len(self._numbers))
+        return self._kinds[end]
 
     def unruled(self) -> dict[str, str]:
         """Calls that run replicated because no rule fits them, with the reason."""

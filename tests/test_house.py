@@ -44,7 +44,7 @@ FLOORS = (
     ("space", "eliminate", "ilp", "reduction", "pruning"),
     ("accumulation",),
     ("build", "memory", "runtime", "repetition", "hidden_bytes", "marginals", "multiplier", "conflict"),
-    ("hubs",),
+    ("hubs", "fixing"),
     ("counts", "wide", "peak", "symbolic_shapes", "shortage"),
     ("solve", "certificate"),
     ("local_sizes", "step_parts"),

@@ -143,7 +143,10 @@ def predicted_bytes(program: Program, mode: str) -> int:
     """The same, by what calls save and what recomputation leaves of that."""
     saved = saved_in(program)
     rerun_of = {
-        node: again.rerun for s in segments_of(program) for again in (recomputation(s, mode),) for node in s.nodes
+        node: again.rerun
+        for segment in segments_of(program)
+        for again in (recomputation(program, segment, mode),)
+        for node in segment.nodes
     }
 
     def memory_of(node: fx.Node) -> fx.Node:
@@ -262,7 +265,7 @@ def test_the_calls_that_run_again_are_those_that_the_segments_say(mode: str, mon
     loss = loss_of(model.forward(mode, model.inputs()))
     names = count_calls(monkeypatch)
     loss.backward()
-    again = [recomputation(segment, mode) for segment in segments_of(model.program)]
+    again = [recomputation(model.program, segment, mode) for segment in segments_of(model.program)]
     views = {node.name for node, what in saved_in(model.program).items() if what.aliases}
     assert set(names) - views == {node.name for each in again for node in each.rerun} - views
     assert len(names) == len(set(names))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import saved
 from autopar.capture import capture
 from autopar.program import Program
-from autopar.saved import Saved, saved_by, saved_in
+from autopar.saved import Saved, saved_in
 from tests.eager import calls
+from tests.families import FAMILIES
 
 aten = torch.ops.aten
 
@@ -37,8 +39,12 @@ def program_of(function: Callable[[Tensor], Tensor]) -> Program:
 
 
 def kept(function: Callable[[Tensor], Tensor], target: object) -> Saved:
-    (node,) = calls(program_of(function), target)
-    return saved_by(node)
+    return saved_by(program_of(function), target)
+
+
+def saved_by(program: Program, target: object) -> Saved:
+    """What the last call of a target keeps."""
+    return saved_in(program)[calls(program, target)[-1]]
 
 
 def test_linear_keeps_its_input_and_its_weight_but_not_its_bias() -> None:
@@ -50,20 +56,19 @@ def test_linear_keeps_its_input_and_its_weight_but_not_its_bias() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
 
-    second = calls(capture(Two(), (torch.ones(2, 4),), {}), aten.linear.default)[-1]
-    assert _positions(saved_by(second)) == (frozenset({0, 1}), frozenset())
+    program = capture(Two(), (torch.ones(2, 4),), {})
+    assert _positions(saved_by(program, aten.linear.default)) == (frozenset({0, 1}), frozenset())
 
 
 def test_a_linear_layer_whose_input_needs_no_gradient_keeps_the_input_alone() -> None:
-    (first,) = calls(program_of(lambda x: x), aten.linear.default)
-    assert _positions(saved_by(first)) == (frozenset({0}), frozenset())
+    assert _positions(kept(lambda x: x, aten.linear.default)) == (frozenset({0}), frozenset())
 
 
 def test_a_linear_layer_with_a_frozen_weight_keeps_the_weight_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model[1].weight.requires_grad_(False)
-    second = calls(capture(model, (torch.ones(2, 4),), {}), aten.linear.default)[-1]
-    assert _positions(saved_by(second)) == (frozenset({1}), frozenset())
+    program = capture(model, (torch.ones(2, 4),), {})
+    assert _positions(saved_by(program, aten.linear.default)) == (frozenset({1}), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -85,8 +90,11 @@ def test_a_pointwise_call_keeps_what_its_derivative_needs(
 
 
 def test_a_call_without_gradients_keeps_nothing() -> None:
-    (node,) = calls(capture(nn.ReLU(), (torch.ones(2, 4),), {}), aten.relu.default)
-    assert _positions(saved_by(node)) == (frozenset(), frozenset())
+    program = capture(nn.ReLU(), (torch.ones(2, 4),), {})
+    assert _positions(saved_by(program, aten.relu.default)) == (
+        frozenset(),
+        frozenset(),
+    )
 
 
 def test_the_answer_is_the_same_under_no_grad() -> None:
@@ -118,3 +126,20 @@ def test_a_reshape_of_a_transposed_tensor_is_a_copy_and_of_another_a_view() -> N
         program = capture(Reshape(swapped), (torch.ones(2, 3),), {})
         (saved,) = (s for n, s in saved_in(program).items() if n.target in (aten.reshape.default, aten.view.default))
         assert bool(saved.aliases) is not swapped
+
+
+class _Everything:
+    def __contains__(self, target: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_meta_device_answers_as_the_cpu_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, kwargs = FAMILIES[family].inputs(0)
+    program = capture(FAMILIES[family].build(), args, kwargs)
+    found = saved_in(program)
+    program.facts.clear()
+    saved._saved.cache_clear()
+    monkeypatch.setattr(saved, "DEVICE_DECIDES", _Everything())
+    assert saved_in(program) == found
+    saved._saved.cache_clear()

@@ -119,15 +119,17 @@ def test_only_what_the_backward_asks_for_runs_again_or_is_kept(
     full: tuple[list[str], list[str]],
     selective: tuple[list[str], list[str]],
 ) -> None:
-    (segment,) = segments_of(program_of(function))
-    assert names(recomputation(segment, "full")) == full
-    assert names(recomputation(segment, "selective")) == selective
-    assert recomputation(segment, "none") == Recomputation(frozenset(), frozenset())
+    program = program_of(function)
+    (segment,) = segments_of(program)
+    assert names(recomputation(program, segment, "full")) == full
+    assert names(recomputation(program, segment, "selective")) == selective
+    assert recomputation(program, segment, "none") == Recomputation(frozenset(), frozenset())
 
 
 def test_a_call_of_several_outputs_runs_again_with_its_parts() -> None:
-    (segment,) = segments_of(program_of(lambda y, x: y.sort(-1)[0].sin()))
-    found = {node.name for node in recomputation(segment, "full").rerun}
+    program = program_of(lambda y, x: y.sort(-1)[0].sin())
+    (segment,) = segments_of(program)
+    found = {node.name for node in recomputation(program, segment, "full").rerun}
     assert {"sort_default", "getitem"} <= found or {"sort", "getitem"} <= found
 
 
@@ -141,6 +143,6 @@ def test_attention_is_no_contraction_and_products_are() -> None:
     assert not is_contraction(attended)
     products = [n for n in program.graph.nodes if n.op == "call_function" and is_contraction(n)]
     assert [str(n.target) for n in products] == ["aten.linear.default", "aten.linear.default", "aten.matmul.default"]
-    selective = recomputation(segments_of(program)[0], "selective")
+    selective = recomputation(program, segments_of(program)[0], "selective")
     assert attended in selective.rerun
     assert products[1] in selective.kept
