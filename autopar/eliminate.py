@@ -172,7 +172,7 @@ def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimina
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
     """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
     found: list[Elimination] = []
-    for balanced, by_growth in ((False, False), (True, False), (False, True)):
+    for balanced, by_growth in ((True, False), (False, False), (False, True)):
         order, largest = _order(problem, balanced, by_growth)
         if largest > MAX_TABLE:
             continue

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar import eliminate, multiplier
 from autopar.conflict import conflicting_edges, conflicting_nodes
 from autopar.eliminate import Tables, compile_elimination, evaluate, optimum
 from autopar.errors import InfeasibleError, PlanError
+from autopar.fixing import remaining
 from autopar.marginals import excesses
 from autopar.problem import Edge, Node, Problem
+from autopar.pruning import prune
 from autopar.reduction import reduce_problem
 from autopar.solve import smallest_bytes, solve, solve_narrow
 
@@ -170,6 +172,56 @@ def test_large_messages_are_built_in_blocks(seed: int, forbidden: float) -> None
         patch.setattr(eliminate, "SMALL", 1)
         patch.setattr(eliminate, "BLOCK", 5)
         _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, None), "auto")
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=seeds, forbidden=shares, budget=st.integers(20, 120), share=st.sampled_from([0.1, 0.3, 0.6]))
+def test_every_choice_below_the_limit_remains_with_its_cost(
+    seed: int, forbidden: float, budget: int, share: float
+) -> None:
+    problem = _random_problem(np.random.default_rng(seed), forbidden, None)
+    assume(problem.forbidden_node is None)
+    pruned = prune(problem).problem
+    costs = [seconds for seconds, _ in _feasible(pruned)]
+    assume(costs)
+    tables = Tables(pruned)
+    elimination = compile_elimination(pruned, tables, balanced=True)
+    limit = share * (max(costs) - min(costs)) + CLOSE
+    found = excesses(pruned, elimination, evaluate(elimination, tables.weighted(0.0)), limit)
+    limited = Problem(pruned.nodes, pruned.edges, budget)
+    left = remaining(limited, found, limit)
+    good = {choices for seconds, choices in _feasible(limited) if seconds <= min(costs) + limit - CLOSE / 2}
+    if left.constant == np.inf:
+        assert not good
+        return
+    kept = {left.extend(choices): seconds for seconds, choices in _feasible(left.problem)}
+    assert good <= kept.keys()
+    for choices, seconds in kept.items():
+        assert left.constant + seconds == pytest.approx(limited.seconds_of(choices))
+        assert limited.fits(limited.bytes_of(choices))
+        in_it = tuple(int(np.flatnonzero(left.kept[n] == choices[n])[0]) for n in left.undecided)
+        assert left.problem.bytes_of(in_it) - (left.problem.budget or 0) == limited.bytes_of(choices) - budget
+    assert all(len(left.kept[node]) > 1 for node in left.undecided)
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=seeds, which=st.integers(0, 63))
+def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, which: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = _random_problem(rng, 0.0, None)
+    choices = [int(rng.integers(node.num_strategies)) for node in problem.nodes]
+    some = np.array([bool(which >> number & 1) for number in range(len(problem.nodes))])
+    within, at = problem.cost_of(choices, among=some), set(problem.edges_at(~some))
+    expected = [part for part, wanted in zip(problem.nodes, some, strict=True) if wanted], problem.edges
+    seconds = sum(n.seconds[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
+    num_bytes = sum(n.num_bytes[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
+    for number, edge in enumerate(expected[1]):
+        assert (number in at) is not all(some[end] for end in edge.ends)
+        if number not in at:
+            index = tuple(choices[end] for end in edge.ends)
+            seconds += edge.seconds[index]
+            num_bytes += 0 if edge.num_bytes is None else edge.num_bytes[index]
+    assert within == (pytest.approx(seconds), num_bytes)
 
 
 @settings(deadline=None, max_examples=60)
