@@ -4,7 +4,8 @@
                  backward: those are moved for each micro-batch
     gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
                  end of the step, when they are there as they are stored, too; of weights that are gathered again for
-                 the backward, in the layout from which they are gathered
+                 the backward, in the layout from which they are gathered, and besides those that one backward has
+                 reduced, until it ends
     in flight    all that a micro-batch keeps for its backward, for each that waits
     buffers      for what every micro-batch receives: tensors from the stage before and gradients of those sent
     sent         tensors are held by the sender until their backward
@@ -24,7 +25,8 @@ import torch
 from autopar.space import Wire
 
 if TYPE_CHECKING:
-    from autopar.memory import Bytes, MemoryModel, Modes
+    from autopar.memory import MemoryModel
+    from autopar.tensor_bytes import Bytes, Modes
 
 ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
@@ -127,6 +129,16 @@ class Accumulation:
     def _fresh(self, wire: Wire) -> Bytes:
         _, after = self.memory.wire_ends(wire)
         return np.where(self.each_time(wire), 0, after[None, :])
+
+    def arrived(self, wire: Wire) -> Bytes | None:
+        """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
+        if not self._has_gradient(wire) or not wire.tensor.regather:
+            return None
+        return self.memory.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
+
+    def _arrived(self, wire: Wire) -> Bytes:
+        before, _ = self.memory.wire_ends(wire)
+        return np.where(self.each_time(wire), before[:, None], 0)
 
     def _has_gradient(self, wire: Wire) -> bool:
         return self.holds(wire) and wire.tensor.requires_grad and not self.is_cast(wire.target)

@@ -7,54 +7,47 @@ and backward a call holds what autograd keeps for it (asked of autograd, see `sa
     its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
-A view counts where its memory was made. A weight that is gathered again for the backward is held only while its layer
-runs; a gradient that is still to be reduced from its call's backward to the end of the layer's. Under recomputation
-(`segments`) a segment holds only what its second run begins with: tensors from outside, results of collectives and, if
-selective, of contractions.
+A view counts where its memory was made. What weights and their gradients take on their way, `moved_weights` says. Under
+recomputation (`segments`) a segment holds only what its second run begins with: tensors from outside, results of
+collectives and, if selective, of contractions.
 
 All this is of one micro-batch; where a step has several, `accumulation` says what is held besides, and instead.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 from torch import fx
 
 from autopar.accumulation import Accumulation
-from autopar.layout import Layout
 from autopar.microbatches import Microbatches
-from autopar.program import TensorInfo
+from autopar.moved_weights import MovedWeights
 from autopar.saved import Saved, saved_in
 from autopar.segments import MODES, Recomputation, recomputation, segments_of
 from autopar.space import Decision, Space, Wire
+from autopar.tensor_bytes import COMMUNICATED, SLICED, Bytes, Modes, TensorBytes
 
-SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
 LATE = 1 << 40  # the position of what no call uses
-Bytes = np.ndarray
-Modes = tuple[Bytes, ...]
-"""An array per mode of recomputation; one array where the mode does not matter."""
 
 
-class MemoryModel:
+class MemoryModel(TensorBytes):
     """Bytes of every decision (one entry per strategy) and wire (a matrix over the strategies at its ends).
 
     Equal calls share their arrays, which must not be changed.
     """
 
     def __init__(self, space: Space, microbatches: Microbatches | None = None) -> None:
-        self.space = space
+        super().__init__(space)
         self.microbatches = microbatches or Microbatches()
         self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
         """The calls in the order they run."""
         self._outgoing: dict[int, list[Wire]] = defaultdict(list)
         for wire in space.wires:
             self._outgoing[wire.source].append(wire)
-        self._cache: dict[object, Bytes] = {}
         self._needs: dict[tuple[int, int], bool] = {}
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
@@ -65,6 +58,7 @@ class MemoryModel:
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
         self.accumulation = Accumulation(self)
+        self.weights = MovedWeights(self)
 
     # When.
 
@@ -108,20 +102,20 @@ class MemoryModel:
         if decision.kind not in ("parameter", "buffer", "input") and not more.is_sent(number):
             return {}
         info = decision.node.meta["tensor"]
-        elements = self._elements(info, decision)
+        elements = self.elements(info, decision)
         if decision.kind == "output":
             num_gradients = self.microbatches.count if info.requires_grad else 0
-            return {"receive buffers": self._times(elements, info.dtype.itemsize * num_gradients)}
+            return {"receive buffers": self.times(elements, info.dtype.itemsize * num_gradients)}
         if decision.kind != "parameter":
             name = "receive buffers" if more.is_received(number) else "buffers and inputs"
-            return {name: self._times(elements, info.dtype.itemsize * more.arrives(number))}
+            return {name: self.times(elements, info.dtype.itemsize * more.arrives(number))}
         optimizer = self.space.optimizer
         each = {
             "parameters": info.dtype.itemsize,
             "optimizer": optimizer.state_bytes(info),
             "master copies": optimizer.master_bytes(info),
         }
-        return {name: self._times(elements, size) for name, size in each.items() if size}
+        return {name: self.times(elements, size) for name, size in each.items() if size}
 
     def gradients(self, number: int) -> Bytes | None:
         """Bytes of a parameter's gradient, once it is reduced; None where there is none."""
@@ -129,14 +123,7 @@ class MemoryModel:
         info = decision.node.meta["tensor"]
         if decision.kind != "parameter" or not info.requires_grad:
             return None
-        return self._times(self._elements(info, decision), info.dtype.itemsize)
-
-    def _times(self, elements: Bytes, size: float) -> Bytes:
-        return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
-
-    def _elements(self, info: TensorInfo, decision: Decision) -> Bytes:
-        layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
-        return self.cached(("elements", info.shape, layouts), lambda: self._local(info.shape, layouts, 1))
+        return self.times(self.elements(info, decision), info.dtype.itemsize)
 
     # What is held between forward and backward.
 
@@ -177,23 +164,26 @@ class MemoryModel:
 
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
         outputs = outputs - saved.aliases
-        other = saved.other_bytes if hidden else 0
-        key = ("own", id(decision.menu), outputs, other)
-        return self.cached(key, lambda: self._own_bytes(decision, outputs, other))
+        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0)
+        return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden))
 
-    def _own_bytes(self, decision: Decision, outputs: frozenset[int], other: int) -> Bytes:
+    def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool) -> Bytes:
         call, menu = _call(decision), decision.menu
         total = np.zeros(len(menu.strategies), dtype=np.int64)
         for position in outputs:
             info = call.outputs[position]
-            total += self._local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
-        if other and call.inputs:
-            # Hidden tensors are split as the largest input is.
-            largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
-            info = call.inputs[largest]
-            local = self._local(info.shape, [s.inputs[largest] for s in menu.strategies], 1)
-            total += np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
-        return total
+            total += self.local(info.shape, [s.outputs[position] for s in menu.strategies], info.dtype.itemsize)
+        return total + self._hidden(decision) if hidden else total
+
+    def _hidden(self, decision: Decision) -> Bytes:
+        """Bytes of what a call keeps beside its inputs and outputs: split as its largest input is."""
+        call, strategies, other = _call(decision), decision.menu.strategies, self.saved(decision).other_bytes
+        if not other or not call.inputs:
+            return np.zeros(len(strategies), dtype=np.int64)
+        largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
+        info = call.inputs[largest]
+        local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
+        return np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
 
     def wire(self, wire: Wire) -> Modes | None:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
@@ -247,66 +237,43 @@ class MemoryModel:
         """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
         return self._matrix(wire, ("kept", there))
 
-    def gathered(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
-        return self._of_weight("gathered", wire, self._gathered)
-
-    def unreduced(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire, from its call's backward to the end of the layer's: the gradient to reduce."""
-        return self._of_weight("unreduced", wire, self._unreduced) if wire.tensor.requires_grad else None
-
-    def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
-        if not self.space.is_weight(wire.source):
-            return None
-        found = self.cached((name, self.space.kind(wire)), lambda: make(wire))
-        if not self.accumulation.holds(wire):
-            return found
-        each_time = self.accumulation.each_time(wire)
-        return self.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
-
-    def _gathered(self, wire: Wire) -> Bytes:
-        _, after = self.wire_ends(wire)
-        found = np.where(self.kinds(wire) == COMMUNICATED, after[None, :], 0)
-        strategies = self.space.decisions[wire.source].menu.strategies
-        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
-        return found
-
-    def _unreduced(self, wire: Wire) -> Bytes:
-        _, after = self.wire_ends(wire)
-        return np.where(self.communicated(wire) | self.reduced(wire), after[None, :], 0)
-
-    def reduced(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it is."""
-        before, after = self._codes(wire)
-        return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
-
-    def communicated(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a tensor goes over links."""
-        return self.kinds(wire) == COMMUNICATED
-
-    def changes(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which a tensor becomes another one, if only a slice."""
-        return self.kinds(wire) != SAME
-
-    def stays(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
-        return self.kinds(wire) <= SLICED
-
     def working(self, number: int) -> Bytes | None:
-        """Bytes of the gradients of a call's inputs and outputs, and of its outputs, while it runs backward."""
+        """Bytes that a call works on while it runs backward: its outputs, and gradients of all that it takes and makes.
+
+        That includes what it keeps beside inputs and outputs, as the probabilities of a loss.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.saved(decision).aliases:
             return None
-        return self.cached(("working", id(decision.menu)), lambda: self._working(decision))
+        key = ("working", id(decision.menu), self.saved(decision).other_bytes)
+        return self.cached(key, lambda: self._working(decision))
 
     def _working(self, decision: Decision) -> Bytes:
         call, strategies = _call(decision), decision.menu.strategies
-        total = np.zeros(len(strategies), dtype=np.int64)
-        for position, info in enumerate(call.inputs):
-            if info.requires_grad:
-                total += self._local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
+        total = self._gradients_of(decision, (i for i, info in enumerate(call.inputs) if info.requires_grad))
         for position, info in enumerate(call.outputs):
-            total += self._local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+            total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
+        return total + self._hidden(decision)
+
+    def handed_on(self, number: int) -> Bytes | None:
+        """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
+        decision = self.space.decisions[number]
+        if decision.kind != "call":
+            return None
+        call = _call(decision)
+        inputs = frozenset(
+            position
+            for position, info in enumerate(call.inputs)
+            if info.requires_grad and not self.space.is_weight(self.space.inbound[number, position].source)
+        )
+        return self.cached(("handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+
+    def _gradients_of(self, decision: Decision, inputs: Iterable[int]) -> Bytes:
+        call, strategies = _call(decision), decision.menu.strategies
+        total = np.zeros(len(strategies), dtype=np.int64)
+        for position in inputs:
+            info = call.inputs[position]
+            total += self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
 
     def recompute_seconds(self, number: int) -> Modes | None:
@@ -348,11 +315,6 @@ class MemoryModel:
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
-
-    @staticmethod
-    def modes(arrays: Sequence[Bytes]) -> Modes:
-        """An array per mode; one where all modes agree."""
-        return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
 
     # Who needs what.
 
@@ -411,65 +373,6 @@ class MemoryModel:
     def saved(self, decision: Decision) -> Saved:
         """What autograd keeps of a call."""
         return self._saved_by_node[decision.node]
-
-    # Layouts as numbers.
-
-    def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            self.cached(
-                ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
-            ),
-            self.cached(
-                ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
-            ),
-        )
-
-    def kinds(self, wire: Wire) -> np.ndarray:
-        """How the tensor lies in memory after the wire, for every pair of layouts."""
-        before, after = self._codes(wire)
-        before, after = before[:, None, :], after[None, :, :]
-        whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
-        kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
-        kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
-        kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
-        return kinds.max(axis=2)
-
-    def only_gathers(self, wire: Wire) -> np.ndarray:
-        """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
-        before, after = self._codes(wire)
-        before, after = before[:, None, :], after[None, :, :]
-        exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
-        return ~(exchanged | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
-
-    def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
-        shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
-        return (
-            self._local(shape, self.space.source_layouts(wire), size),
-            self._local(shape, self.space.target_layouts(wire), size),
-        )
-
-    def _local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
-        """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
-        key = ("local", tuple(shape), tuple(layouts), size)
-        sizes = self.space.mesh.sizes
-        return self.cached(
-            key,
-            lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
-        )
-
-    def cached(self, key: object, make) -> np.ndarray:
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
-
-
-_INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
-
-
-def _encode(layouts: Sequence[Layout]) -> np.ndarray:
-    """Layouts as numbers, one row each."""
-    codes = {"I": _INVARIANT, "R": _REPLICATED, "P": _PARTIAL}
-    return np.array([[codes[p.kind] if p.kind in codes else _FIRST_DIM + p.dim for p in each] for each in layouts])
 
 
 def _call(decision: Decision):

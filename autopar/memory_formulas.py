@@ -16,14 +16,14 @@ from fractions import Fraction
 from autopar.hidden_bytes import hidden_bytes
 from autopar.layout import Layout
 from autopar.local_sizes import LocalSizes
-from autopar.memory import SLICED, MemoryModel
-from autopar.peak import memory_use
-from autopar.plan import Instant
+from autopar.memory import MemoryModel
+from autopar.peak import FORWARD, GATHERING, REDUCING, At, memory_use, moment_of
 from autopar.repetition import Repetition
 from autopar.segments import MODES
 from autopar.space import Wire
 from autopar.symbolic_shapes import input_keys
 from autopar.symbols import Polynomial, Size
+from autopar.tensor_bytes import SLICED
 
 
 def memory_formulas(
@@ -32,8 +32,8 @@ def memory_formulas(
     """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
     if not memory.calls or memory.microbatches.several or memory.space.program.num_sent:
         return {}
-    place, backward = _fullest(memory, memory_use(memory, choices, modes)[1].timeline)
-    parts = _Moment(memory, choices, modes, sizes, repetition, place, backward).parts()
+    at = _fullest(memory, choices, modes)
+    parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()
     return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
 
 
@@ -42,17 +42,18 @@ def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: i
     return MODES.index(modes.get(memory.segment[number], MODES[0])) if count > 1 else 0
 
 
-def _fullest(memory: MemoryModel, timeline: Sequence[Instant]) -> tuple[int, bool]:
-    """The place of the call at which most is held, and whether it runs backward."""
-    count = len(memory.calls)
-    forward = [instant.num_bytes for instant in timeline[:count]]
-    backward = [instant.num_bytes for instant in reversed(timeline[count:])]
-    most = max(backward) >= max(forward)
-    return (backward.index(max(backward)), True) if most else (forward.index(max(forward)), False)
+def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> At:
+    """The moment at which most is held."""
+    peak, use, moment = memory_use(memory, choices, modes)
+    at, count = moment_of(memory, moment), len(memory.calls)
+    forward = [instant.num_bytes for instant in use.timeline[:count]]
+    if any(instant.num_bytes == peak for instant in use.timeline[count:]):
+        return at
+    return At(forward.index(peak), at.phase, FORWARD)
 
 
 class _Moment:
-    """The tensors that a device holds while one call runs."""
+    """The tensors that a device holds at one moment."""
 
     def __init__(
         self,
@@ -61,11 +62,10 @@ class _Moment:
         modes: Mapping[str, str],
         sizes: LocalSizes,
         repetition: Repetition,
-        place: int,
-        backward: bool,
+        at: At,
     ) -> None:
         self.memory, self.space, self.choices, self.modes = memory, memory.space, choices, modes
-        self.sizes, self.repetition, self.place, self.backward = sizes, repetition, place, backward
+        self.sizes, self.repetition, self.at = sizes, repetition, at
         self._found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
         self._elements: dict[tuple[int, Layout], Size] = {}
         self._hidden_bytes: dict[Hashable, Size] = {}
@@ -102,7 +102,7 @@ class _Moment:
         )
         held = dict(self.memory.stored(number))
         gradients = self.memory.gradients(number)
-        if gradients is not None and self.backward and self.memory.position[number] > self.place:
+        if gradients is not None and self.at.has_run(self.memory.position[number]):
             held["gradients"] = gradients
         for name, array in held.items():
             layout = decision.menu.strategies[choice].outputs[0]
@@ -118,22 +118,38 @@ class _Moment:
             self.repetition.of_decision(number),
         )
         place, own = self.memory.position[number], self.memory.own(number)
-        if own is not None and place <= self.place:
+        if own is not None and self._is_kept(place):
             kept = int(own[self._mode(number, len(own))][choice])
             if kept:
                 self._add("activations", self._kept(number, kept), count)
-        if place == self.place and self.backward and self.memory.working(number) is not None:
-            strategy, call = decision.menu.strategies[choice], decision.menu.call
-            assert call is not None
-            read = zip(input_keys(self.space, decision), call.inputs, strategy.inputs, strict=True)
-            made = (((decision.name, i), info, strategy.outputs[i]) for i, info in enumerate(call.outputs))
-            for key, info, layout in (*(each for each in read if each[1].requires_grad), *made):
+        working, handed_on = self.memory.working(number), self.memory.handed_on(number)
+        if working is not None and self.at.computes(place):
+            self._worked_on(number, True)
+            self._add("working set", self._hidden(number, self.memory.saved(decision).other_bytes), count)
+        elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
+            self._worked_on(number, False)
+
+    def _is_kept(self, place: int) -> bool:
+        """Whether what is kept for the backward of the call at that place is there."""
+        return place <= self.at.place and not self.at.has_run(place)
+
+    def _worked_on(self, number: int, computes: bool) -> None:
+        """Gradients of a call's inputs and outputs, and its outputs; or only gradients that go on to other calls."""
+        decision, count = self.space.decisions[number], self.repetition.of_decision(number)
+        strategy, call = decision.menu.strategies[self.choices[number]], decision.menu.call
+        assert call is not None
+        read = zip(input_keys(self.space, decision), call.inputs, strategy.inputs, strict=True)
+        for position, (key, info, layout) in enumerate(read):
+            weight = self.space.is_weight(self.space.inbound[number, position].source)
+            if info.requires_grad and (computes or not weight):
                 self._add("working set", self._local(self.sizes.shape(key), layout) * info.dtype.itemsize, count)
+        for position, info in enumerate(call.outputs if computes else ()):
+            elements = self._local(self.sizes.shape((decision.name, position)), strategy.outputs[position])
+            self._add("working set", elements * info.dtype.itemsize, count)
 
     def _mode(self, number: int, count: int) -> int:
         """A segment that is computed again holds all of its own while it is."""
-        again = self.backward and self.memory.segment[number] == self.memory.segment[self.memory.calls[self.place]]
-        return 0 if again else mode_of(self.memory, number, self.modes, count)
+        return mode_of(self.memory, number, self.modes, count) if self.at.frees(self.memory, number) else 0
 
     def _kept(self, number: int, kept: int) -> Size:
         """Outputs and hidden tensors that make this many bytes."""
@@ -173,15 +189,21 @@ class _Moment:
         if place >= len(memory.calls):
             return
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
-        kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
+        kept, unreduced, sent_off = memory.wire(wire), memory.weights.unreduced(wire), memory.weights.sent_off(wire)
+        gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
-        if kept is not None and place <= self.place and kept[self._mode(wire.target, len(kept))][ends]:
+        if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
             unmoved = memory.kinds(wire)[ends] <= SLICED
             layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
             self._add("activations", self._local(shape, layout) * itemsize, count)
-        if memory.layer[wire.target] == memory.layer[memory.calls[self.place]]:
-            whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
-            if gathered is not None and gathered[ends]:
+        if memory.layer[wire.target] != memory.layer[memory.calls[self.at.place]]:
+            return
+        whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
+        if gathered is not None and gathered[ends]:
+            for _ in range({GATHERING: 2, REDUCING: 0}.get(self.at.kind, 1)):
                 self._add("gathered weights", whole, count)
-            if unreduced is not None and unreduced[ends] and self.backward and place >= self.place:
+        if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
+            self._add("gradients", whole, count)
+        if sent_off is not None and sent_off[ends] and place >= self.at.place and self.at.kind == REDUCING:
+            for _ in range(2 if place == self.at.place else 1):
                 self._add("gradients", whole, count)

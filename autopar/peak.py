@@ -2,9 +2,13 @@
 
     forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer
     backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
-                           parameters that only calls after t use, the weights of t's layer and the gradients that its
-                           calls from t on have left to be reduced, and the gradients that t works on; a segment that
-                           is computed again holds all of its own
+                           parameters that only calls after t use, weights of t's layer that are gathered again,
+                           gradients that the layer's calls after t have left to be reduced, and what t works on; a
+                           segment that is computed again holds all of its own
+    gathering before it    for the last call of a layer that takes such weights: these twice, as they arrive and as they
+                           are used, in place of what t works on
+    reducing after it      for the first call of a layer that takes weights whose gradients are reduced: these as calls
+                           have made them, as they are sent, and as they arrive, and what t hands on to calls before it
 
 With many micro-batches in a step (`microbatches`, `accumulation`) all moments hold besides what those keep that wait
 for their backward, weights as they were moved, and gradients that are added up. Places of later backwards are counted
@@ -16,24 +20,26 @@ choices, so that "no more than the limit at moment t" is one memory row of the p
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.memory import MemoryModel, Modes
-from autopar.microbatches import END, Phase
+from autopar.memory import MemoryModel
+from autopar.microbatches import END, Microbatches, Phase
 from autopar.plan import Instant, MemoryUse
 from autopar.segments import MODES
 from autopar.space import Wire
+from autopar.tensor_bytes import Modes
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The bytes at moments of the backward (places of calls, see `_moment`), added up with whole weights.
+    """The bytes at moments of the backward (see `moment_of`), added up with whole weights.
 
     With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
     each of the moments, though not every choice that does so fits the row.
@@ -50,23 +56,25 @@ class Row:
 
 def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
     """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
-    more = memory.accumulation
-    gradients, own, working = more.gradients(number), memory.own(number), memory.working(number)
+    more, first_use = memory.accumulation, memory.position[number]
+    gradients, own = more.gradients(number), memory.own(number)
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
-        place, phase = _moment(memory, moment)
+        at = moment_of(memory, moment)
         parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
-        if phase.end:
+        if at.phase.end:
             moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
             continue
-        if gradients is not None and (memory.position[number] > place or not phase.first):
+        if gradients is not None and (at.has_run(first_use) or not at.phase.first):
             parts.append((gradients,))
-        if own is not None and memory.position[number] <= place:
-            parts.append(own if _frees(memory, number, place) else own[:1])
-        if own is not None and phase.others:
-            parts.append(more.waiting(own, phase.others))
-        if working is not None and memory.position[number] == place:
-            parts.append((working,))
+        if own is not None and not at.has_run(first_use):
+            parts.append(own if at.frees(memory, number) else own[:1])
+        if own is not None and at.phase.others:
+            parts.append(more.waiting(own, at.phase.others))
+        if at.place == first_use and at.kind != GATHERING:
+            works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
+            if works_on is not None:
+                parts.append((works_on,))
         moments.append((weight, parts))
     shape = (len(memory.space.decisions[number].menu.strategies),)
     nothing = memory.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
@@ -75,45 +83,75 @@ def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
     """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
-    kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
-    more = memory.accumulation
+    more, place, weights = memory.accumulation, memory.position[wire.target], memory.weights
+    kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
-    reduced = more.reduced(wire)
+    reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
-        place, phase = _moment(memory, moment)
+        at = moment_of(memory, moment)
         parts: list[Modes] = [] if held is None else [(held,)]
-        if accumulated is not None and (memory.position[wire.target] > place or not phase.first):
+        if accumulated is not None and (at.has_run(place) or not at.phase.first):
             parts.append((accumulated,))
-        if phase.end:
+        if at.phase.end:
             moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
             continue
-        if kept is not None and memory.position[wire.target] <= place:
-            parts.append(kept if _frees(memory, wire.target, place) else kept[:1])
-        if kept is not None and phase.others:
-            parts.append(more.waiting(kept, phase.others))
+        if arrived is not None and at.has_run(place) and not at.phase.first:
+            parts.append((arrived,))
+        if kept is not None and not at.has_run(place):
+            parts.append(kept if at.frees(memory, wire.target) else kept[:1])
+        if kept is not None and at.phase.others:
+            parts.append(more.waiting(kept, at.phase.others))
         if sent is not None:
-            parts.append(more.waiting(sent, phase.others + 1))
-        if fresh is not None and memory.position[wire.target] == place:
+            parts.append(more.waiting(sent, at.phase.others + 1))
+        if fresh is not None and at.computes(place):
             parts.append((fresh,))
-        if memory.layer[wire.target] == memory.layer[memory.calls[place]]:
-            if gathered is not None:
-                parts.append((gathered,))
-            if unreduced is not None and memory.position[wire.target] >= place:
+        if memory.layer[wire.target] == memory.layer[memory.calls[at.place]]:
+            if again is not None and at.kind != REDUCING:
+                parts += [(again,)] * (2 if at.kind == GATHERING else 1)
+            if unreduced is not None and place > at.place:
                 parts.append((unreduced,))
+            if sent_off is not None and at.kind == REDUCING and place >= at.place:
+                parts += [(sent_off,)] * (2 if place == at.place else 1)
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
 
 
-def _moment(memory: MemoryModel, moment: int) -> tuple[int, Phase]:
-    """The place of the call that runs backward at a moment, and which backward of the step that is."""
-    number, place = divmod(moment, len(memory.calls))
-    return place, memory.microbatches.phases[number]
+COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
 
 
-def _frees(memory: MemoryModel, number: int, place: int) -> bool:
-    """Whether recomputation helps at that moment: not while the decision's own segment is computed again."""
-    return memory.segment[number] != memory.segment[memory.calls[place]]
+@dataclass(frozen=True, slots=True)
+class At:
+    """A moment of a step: on account of the call at which place, in which of its backwards, and what happens."""
+
+    place: int
+    phase: Phase
+    kind: int
+
+    def has_run(self, place: int) -> bool:
+        """Whether the backward of the call at that place is over."""
+        return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
+
+    def computes(self, place: int) -> bool:
+        """Whether it is the call at that place that runs."""
+        return place == self.place and self.kind == COMPUTING
+
+    def frees(self, memory: MemoryModel, number: int) -> bool:
+        """Whether recomputation helps: not while the decision's own segment is computed again."""
+        waits = self.kind in (FORWARD, GATHERING)
+        return waits or memory.segment[number] != memory.segment[memory.calls[self.place]]
+
+
+def moment_of(memory: MemoryModel, moment: int) -> At:
+    """The moment of the backward of that number: places, over phases, over kinds."""
+    return _at(moment, len(memory.calls), memory.microbatches)
+
+
+@functools.lru_cache(maxsize=1024)
+def _at(moment: int, num_calls: int, microbatches: Microbatches) -> At:
+    number, place = divmod(moment, num_calls)
+    kind, number = divmod(number, len(microbatches.phases))
+    return At(place, microbatches.phases[number], kind)
 
 
 def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[int, MemoryUse, int]:
@@ -140,17 +178,19 @@ def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, 
 
 def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int, MemoryUse, int]:
     """What `memory_use` finds in one phase."""
-    phase = memory.microbatches.phases[number]
+    phases = memory.microbatches.phases
     names = [memory.space.decisions[number].name for number in memory.calls]
-    forward, backward = moments.forward(phase), moments.backward(phase)
-    forward_totals, backward_totals = (np.sum(list(each.values()), axis=0) for each in (forward, backward))
-    timeline = [Instant(name, False, int(n)) for name, n in zip(names, forward_totals, strict=True)]
-    timeline += [Instant(name, True, int(n)) for name, n in reversed(list(zip(names, backward_totals, strict=True)))]
-    place = int(np.argmax(backward_totals))
-    top = backward if backward_totals[place] >= forward_totals.max() else forward
-    at = place if top is backward else int(np.argmax(forward_totals))
+    forward = moments.forward(phases[number])
+    backward = moments.backward(phases[number]), moments.gathering(phases[number]), moments.reducing(phases[number])
+    before = np.sum(list(forward.values()), axis=0)
+    totals = np.array([np.sum(list(each.values()), axis=0) for each in backward])
+    timeline = [Instant(name, False, int(n)) for name, n in zip(names, before, strict=True)]
+    after = reversed(list(zip(names, totals.max(axis=0), strict=True)))
+    timeline += [Instant(name, True, int(n)) for name, n in after]
+    kind, place = divmod(int(np.argmax(totals)), len(names))
+    top, at = (backward[kind], place) if totals.max() >= before.max() else (forward, int(np.argmax(before)))
     parts = {name: int(array[at]) for name, array in top.items() if array[at]}
-    moment = place + number * len(names)
+    moment = place + (number + kind * len(phases)) * len(names)
     return max(each.num_bytes for each in timeline), MemoryUse(parts, tuple(timeline)), moment
 
 
@@ -163,12 +203,16 @@ class _Moments:
         self.always: dict[str, int] = defaultdict(int)
         self.kept, self.whole = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         """Kept for the backward by place of use: as the modes say, and as without recomputation."""
-        self.born = np.zeros(count + 1, dtype=np.int64)
-        self.outputs = np.zeros(count, dtype=np.int64)
+        self.born, self.arrived = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+        self.working, self.handed_on = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.layers = [memory.layer[number] for number in memory.calls]
         self.segments = [memory.segment[number] for number in memory.calls]
         self.of_layer: dict[str, int] = defaultdict(int)
-        self.unreduced = np.zeros(count, dtype=np.int64)
+        self.again: dict[str, int] = defaultdict(int)
+        """Bytes of gathered weights by layer: of all, and of those that are gathered again for the backward."""
+        self.unreduced, self.sent_off = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.gathers = np.isin(np.arange(count), list(memory.weights.last_gather.values()))
+        self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
         self.fresh = np.zeros(count, dtype=np.int64)
         self.reduced = self.sent = 0
         """Bytes of gradients that are reduced at the end; of what one micro-batch has sent."""
@@ -178,17 +222,21 @@ class _Moments:
             place = memory.position[number]
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
-            gradients, own, working = more.gradients(number), memory.own(number), memory.working(number)
+            gradients, own = more.gradients(number), memory.own(number)
+            working = memory.working(number)
+            handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
             if gradients is not None:
                 self.born[min(place, count)] += int(gradients[choice])
             if own is not None and place < count:
                 self._keep(place, own, mode_of.get(memory.segment[number], 0), (choice,))
             if working is not None:
-                self.outputs[place] += int(working[choice])
+                self.working[place] += int(working[choice])
+            if handed_on is not None:
+                self.handed_on[place] += int(handed_on[choice])
         for wire in space.wires:
             ends, place = (choices[wire.source], choices[wire.target]), memory.position[wire.target]
             sent, held, accumulated = more.sent(wire), more.held(wire), more.accumulated(wire)
-            fresh, reduced = more.fresh(wire), more.reduced(wire)
+            fresh, reduced, arrived = more.fresh(wire), more.reduced(wire), more.arrived(wire)
             if sent is not None:
                 mode = mode_of.get(memory.segment[wire.source], 0)
                 self.sent += int(sent[min(mode, len(sent) - 1)][ends])
@@ -200,27 +248,36 @@ class _Moments:
                 self.reduced += int(reduced[ends])
             if place >= count:
                 continue
+            if arrived is not None:
+                self.arrived[place] += int(arrived[ends])
             if fresh is not None and memory.space.decisions[wire.target].kind == "call":
                 self.fresh[place] += int(fresh[ends])
-            kept, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
+            kept = memory.wire(wire)
             if kept is not None:
                 self._keep(place, kept, mode_of.get(memory.segment[wire.target], 0), ends)
-            if gathered is not None:
-                self.of_layer[memory.layer[wire.target]] += int(gathered[ends])
-            if unreduced is not None:
-                self.unreduced[place] += int(unreduced[ends])
+            if space.is_weight(wire.source):
+                self._move(memory, wire, place, ends)
         self.always_total = sum(self.always.values())
 
     def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...]) -> None:
         self.kept[place] += int(modes[min(mode, len(modes) - 1)][ends])
         self.whole[place] += int(modes[0][ends])
 
+    def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
+        weights, layer = memory.weights, memory.layer[wire.target]
+        found = weights.gathered(wire), weights.gathered_again(wire), weights.unreduced(wire), weights.sent_off(wire)
+        gathered, again, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
+        self.of_layer[layer] += gathered
+        self.again[layer] += again
+        self.unreduced[place] += unreduced
+        self.sent_off[place] += sent_off
+
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs forward."""
         found = {
             **self._always(phase),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
-            "gathered weights": self._gathered(),
+            "gathered weights": self._gathered(self.of_layer),
         }
         if phase.first:
             return found
@@ -228,6 +285,36 @@ class _Moments:
 
     def backward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs backward."""
+        return {
+            **self._always(phase),
+            "gradients": self._reduced(phase)[1:] + self._unreduced() + self.fresh,
+            "activations": self._computed_again() + self._waiting(phase),
+            "gathered weights": self._gathered(self.again),
+            "working set": self.working,
+        }
+
+    def gathering(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while weights are gathered again for a layer's backward; 0 at other places."""
+        found = {
+            **self._always(phase),
+            "gradients": self._reduced(phase)[1:] + self._unreduced(),
+            "activations": np.cumsum(self.kept) + self._waiting(phase),
+            "gathered weights": 2 * self._gathered(self.again),
+        }
+        return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
+
+    def reducing(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
+        found = {
+            **self._always(phase),
+            "gradients": self._reduced(phase)[:-1] + self._unreduced() + self._left(self.sent_off) + self.sent_off,
+            "activations": self._computed_again() - self.whole + self._waiting(phase),
+            "working set": self.handed_on,
+        }
+        return {name: np.where(self.reduces, array, 0) for name, array in found.items()}
+
+    def _computed_again(self) -> np.ndarray:
+        """What is kept up to each place; of a segment that is computed again, all of its own."""
         kept, whole = np.cumsum(self.kept), np.cumsum(self.whole)
         activations = kept.copy()
         again = {s for s, one, other in zip(self.segments, self.kept, self.whole, strict=True) if s and one != other}
@@ -237,15 +324,7 @@ class _Moments:
                 before_kept, before_whole = kept[place - 1], whole[place - 1]
             if segment in again:
                 activations[place] = before_kept + whole[place] - before_whole
-        born = np.cumsum(self.born[::-1])[::-1]
-        there = born[1:] if phase.first else np.full(self.count, born[0])
-        return {
-            **self._always(phase),
-            "gradients": there + self._unreduced() + self.fresh,
-            "activations": activations + self._waiting(phase),
-            "gathered weights": self._gathered(),
-            "working set": self.outputs,
-        }
+        return activations
 
     def _waiting(self, phase: Phase) -> int:
         """What the other micro-batches keep for their backward."""
@@ -255,14 +334,23 @@ class _Moments:
         sent = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}
         return {name: np.full(self.count, num_bytes) for name, num_bytes in {**self.always, **sent}.items()}
 
+    def _reduced(self, phase: Phase) -> np.ndarray:
+        """Gradients, once reduced, of what is first used from each place on, and from behind the last."""
+        born, arrived = (np.cumsum(each[::-1])[::-1] for each in (self.born, self.arrived))
+        return born if phase.first else born[0] + arrived
+
     def _unreduced(self) -> np.ndarray:
-        """Gradients that the calls of a layer, from the last one back to each place, have left."""
-        left: dict[str, int] = defaultdict(int)
+        """What the calls after each place, of the layer that runs there, have made and left to be reduced."""
+        return self._left(self.unreduced) - self.unreduced
+
+    def _left(self, gradients: np.ndarray) -> np.ndarray:
+        """What the calls from each place on, of the layer that runs there, have made."""
+        made: dict[str, int] = defaultdict(int)
         found = np.zeros(self.count, dtype=np.int64)
         for place in reversed(range(self.count)):
-            left[self.layers[place]] += int(self.unreduced[place])
-            found[place] = left[self.layers[place]]
+            made[self.layers[place]] += int(gradients[place])
+            found[place] = made[self.layers[place]]
         return found
 
-    def _gathered(self) -> np.ndarray:
-        return np.array([self.of_layer[layer] for layer in self.layers], dtype=np.int64)
+    def _gathered(self, of_layer: Mapping[str, int]) -> np.ndarray:
+        return np.array([of_layer.get(layer, 0) for layer in self.layers], dtype=np.int64)

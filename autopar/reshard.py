@@ -233,7 +233,13 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
             in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
             priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
         alone[i, j], together[i, j] = priced[kind]
-    return ReshardTable(layouts, _all_pairs(alone), _all_pairs(together) if tensor.bucketed else None, tensor, mesh)
+    ways = _all_pairs(alone)
+    if not tensor.bucketed:
+        return ReshardTable(layouts, ways, None, tensor, mesh)
+    in_buckets = _all_pairs(together)
+    if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
+        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh)
 
 
 def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -16,8 +17,9 @@ from autopar.capture import capture, run, skeleton
 from autopar.hardware import load
 from autopar.memory import MemoryModel
 from autopar.mesh import Mesh
+from autopar.microbatches import Phase
 from autopar.optimizers import Optimizer
-from autopar.peak import Row, memory_use, node_bytes, wire_bytes
+from autopar.peak import COMPUTING, GATHERING, REDUCING, At, Row, memory_use, moment_of, node_bytes, wire_bytes
 from autopar.program import TensorInfo
 from autopar.runtime.inputs import canonical_arguments
 from autopar.space import Space, Wire
@@ -125,7 +127,7 @@ def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
     assert (moved, arrays[0][rows.index("S(0)"), columns.index("S(0)")]) == (4 * 16 * 4, 0)
 
 
-def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, Sequence[int], int]:
+def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, list[int], int]:
     """Attention with its query weight stored in a layout, everything else whole, and the number of that parameter."""
     program = capture(skeleton(Attention(False)), (IDS_BS,), {})
     space = build_space(program, Mesh(sizes), load("cpu"))
@@ -133,7 +135,34 @@ def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, Sequ
     choices = list(whole(space))
     strategies = space.decisions[number].menu.strategies
     choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    split_samples(space, choices, number)
     return space, choices, number
+
+
+def split_samples(space: Space, choices: list[int], weight: int) -> None:
+    """Let the call that takes a weight split its samples: gradients that are equal everywhere need no reduction."""
+    (wire,) = (w for w in space.wires if w.source == weight)
+    strategies = space.decisions[wire.target].menu.strategies
+    wanted = next(i for i, s in enumerate(strategies) if set(map(str, s.inputs[wire.target_input])) == {"R"})
+    choices[wire.target] = wanted
+
+
+def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
+    space, choices, number = _stored({"dp": 2}, "S(0)", kept=False)
+    (wire,) = (w for w in space.wires if w.source == number)
+    memory = MemoryModel(space)
+    arrays, again = memory.wire(wire), memory.weights.gathered_again(wire)
+    assert arrays is not None and again is not None
+    found = {}
+    for target in (choices[wire.target], whole(space)[wire.target]):
+        choices[wire.target] = target
+        ends = choices[number], target
+        found[str(space.path(wire, choices))] = (
+            int(arrays[0][ends]),
+            int(again[ends]),
+            any(space.path(wire, choices).regathered),
+        )
+    assert found == {"S(0) → R": (0, 256, True), "S(0) → I": (256, 0, False)}
 
 
 def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_layer_runs() -> None:
@@ -144,7 +173,7 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
         memory = MemoryModel(space)
         (wire,) = (w for w in space.wires if w.source == number)
         ends = choices[wire.source], choices[wire.target]
-        arrays, gathered, unreduced = memory.wire(wire), memory.gathered(wire), memory.unreduced(wire)
+        arrays, gathered, unreduced = memory.wire(wire), memory.weights.gathered(wire), memory.weights.unreduced(wire)
         assert arrays is not None and gathered is not None and unreduced is not None
         used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
@@ -171,11 +200,11 @@ def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
     assert own[0].max() >= shape[0] * shape[1] * 4 and own[0].min() > 0
 
 
-def _three_linears() -> tuple[MemoryModel, Sequence[int]]:
-    """A layer of two matrices and a layer of one, data-parallel."""
+def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequence[int]]:
+    """A layer of two matrices and a layer of one, on two devices."""
     layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model = nn.Sequential(layer, nn.Linear(8, 8, bias=False))
-    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy="data_parallel").context
+    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy=strategy).context
     return MemoryModel(context.space), context.choices
 
 
@@ -185,20 +214,70 @@ def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> 
     return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
 
 
-def test_a_gradient_to_be_reduced_is_held_from_its_calls_backward_to_the_end_of_the_layers() -> None:
+def test_a_gradient_to_be_reduced_is_held_after_its_calls_backward_to_the_end_of_the_layers() -> None:
     memory, choices = _three_linears()
     weights = [wire for wire in memory.space.wires if memory.space.is_weight(wire.source)]
     size = 8 * 8 * 4
     by_call = [[_at(memory, wire, choices, place) for wire in weights] for place in range(3)]
-    assert by_call == [[size, size, 0], [0, size, 0], [0, 0, size]]
+    assert by_call == [[0, size, 0], [0, 0, 0], [0, 0, 0]]  # the call's own gradient is in its working set
 
 
-def test_a_limit_counts_what_the_report_counts() -> None:
-    memory, choices = _three_linears()
-    backward = [each.num_bytes for each in memory_use(memory, choices, {})[1].timeline if each.backward]
-    rows = [
-        sum(int(node_bytes(memory, n, Row(((place, 1),)))[0][choice]) for n, choice in enumerate(choices))
-        + sum(_at(memory, wire, choices, place) for wire in memory.space.wires)
-        for place in range(3)
+def _moments(memory: MemoryModel) -> dict[int, list[int]]:
+    """Kind of moment → the places that have one."""
+    return {
+        COMPUTING: list(range(len(memory.calls))),
+        GATHERING: list(memory.weights.last_gather.values()),
+        REDUCING: list(memory.weights.first_reduction.values()),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3"])
+def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
+    memory, choices = _three_linears(strategy)
+    count = len(memory.calls)
+    timeline = memory_use(memory, choices, {})[1].timeline
+    backward = [each.num_bytes for each in timeline if each.backward][::-1]
+    rows: dict[int, list[int]] = defaultdict(list)
+    for kind, places in _moments(memory).items():
+        for place in places:
+            row = Row(((place + kind * count, 1),))
+            nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
+            wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
+            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in wires if found is not None)
+            rows[place].append(int(sum(nodes)) + sum(held))
+    assert [max(rows[place]) for place in range(count)] == backward
+
+
+def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_while_they_are_reduced() -> None:
+    """Three layers of one matrix each, a fourth that is kept: of 2 devices, each stores half of them."""
+    size = 8 * 8 * 4
+    memory, choices = _three_linears("zero3")
+    peak, use, moment = memory_use(memory, choices, {})
+    whole = {"parameters": 3 * size // 2, "optimizer": 3 * size}
+    assert {name: use.parts[name] for name in whole} == whole
+    assert moment_of(memory, moment) == At(0, Phase(0, True), REDUCING)
+    # As they were made and as they are sent, those of the first layer; in parts, all.
+    assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
+    assert peak == sum(use.parts.values())
+    row = Row(((2 + GATHERING * 3, 1),))
+    weights = [w for w in memory.space.wires if memory.space.is_weight(w.source)]
+    found = [wire_bytes(memory, w, row) for w in weights]
+    gathered = [
+        0 if f is None else int(f[0][choices[w.source], choices[w.target]]) for w, f in zip(weights, found, strict=True)
     ]
-    assert rows == backward[::-1]
+    assert gathered == [0, 0, 2 * size]
+
+
+def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x_BD: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(x_BD), labels_B)
+
+    space = space_of(Loss(), (X_BD, torch.zeros(len(X_BD), dtype=torch.int64)))
+    working = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    assert working is not None
+    assert working.max() == 2 * len(X_BD) * 32 * 4 + 2 * 4  # the logits', too; the loss and what it was divided by

@@ -34,7 +34,7 @@ from autopar.statement import Statement
 from autopar.step_parts import parts_of
 from tests.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 from tests.ranks import Ranks, mesh
-from tests.test_memory import whole
+from tests.test_memory import split_samples, whole
 
 
 class CastLinear(nn.Module):
@@ -66,6 +66,7 @@ def stored(space: Space, weight: str, layout: str, kept: bool) -> list[int]:
     choices, number = list(whole(space)), space.index[space.program.parameters[weight]]
     strategies = space.decisions[number].menu.strategies
     choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    split_samples(space, choices, number)
     return choices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,6 +159,21 @@ def test_a_regathered_parameter_is_gathered_twice() -> None:
         names[tensor.regather] = [t.collective for t in transfers(move, tensor, MESH, tensor.regather)]
     assert names[False] == ["all_gather", "reduce_scatter"]
     assert names[True] == ["all_gather", "reduce_scatter", "all_gather"]
+
+
+def test_a_weight_to_be_gathered_again_is_gathered_where_sums_are_faster() -> None:
+    """As gloo's are: a sum of parts among zeros makes the whole weight, too, but keeps it for the backward."""
+    links = tuple(
+        replace(link, efficiencies=replace(link.efficiencies, all_gather=0.01, reduce_scatter=0.01))
+        for link in HARDWARE.links
+    )
+    found = {}
+    for regather in (False, True):
+        tensor = Tensor((1 << 10, 1 << 10), torch.float32, True, bucketed=True, regather=regather)
+        paths = reshard_table(tensor, frozenset((0,)), MESH, replace(HARDWARE, links=links))
+        path = paths.path(Layout((S(0), I)), Layout((R, I)))
+        found[regather] = ({t.collective for t in path.transfers}, any(path.regathered))
+    assert found == {False: ({"all_reduce"}, False), True: ({"all_gather", "reduce_scatter"}, True)}
 
 
 def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
