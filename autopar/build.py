@@ -65,10 +65,9 @@ class _Builder:
         self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
         self.parameters = frozenset(space.program.parameters.values())
-        weights = space.program.placeholders()
         self._saved = saved_in(space.program)
         self._regathered: dict[fx.Node, bool] = {}
-        self.sharing = sharing(space.program, {name for name in self.parameters if self._is_regathered(weights[name])})
+        self.sharing = sharing(space.program)
         self.padded: dict[tuple[str, int], frozenset[int]] = {}
         self.infos: dict[tuple[str, int], TensorInfo] = {}
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
@@ -122,7 +121,8 @@ class _Builder:
         roles = _factor_roles(menu, tuple([self.space.dim_roles[key] for key in keys]))
         for position, (term, info) in enumerate(zip(menu.bound.rule.outputs, menu.call.outputs, strict=True)):
             self.infos[node.name, position] = info
-            self.padded[node.name, position] = frozenset(d for d, names in enumerate(term.dims) if names[0] in menu.paddable)
+            dims = (dim for dim, names in enumerate(term.dims) if names[0] in menu.paddable)
+            self.padded[node.name, position] = frozenset(dims)
             self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
         decision = self.space.add(Decision(node.name, "call", menu, node, roles))
         for position, key in enumerate(keys):

@@ -94,8 +94,9 @@ def maximise_bound(
         incumbent = met if fits and met.seconds < best.incumbent.seconds else best.incumbent
         best = Relaxation(price, bound, incumbent) if bound > best.bound else replace(best, incumbent=incumbent)
         # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
-        line = small.seconds + price * small.num_bytes
-        if line - reached <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small) or time.monotonic() > deadline:
+        missing = small.seconds + price * small.num_bytes - reached
+        settled = missing <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small)
+        if settled or time.monotonic() > deadline:
             break
         large, small = (large, met) if fits else (met, small)
     mixed = mixture(problem, large, small)

@@ -1,7 +1,7 @@
 """How many parameters share a message of the runtime, and so the latency of the collective that carries it.
 
-Weights are gathered in two messages per layer: one for those that the backward may gather again, one for the others.
-Gradients are reduced in messages of a few megabytes, in the order in which the parameters are used first. So
+Weights are gathered in one message per layer, and those that the backward gathers again in one more.
+Gradients are reduced in few messages of about equal bytes, in the order in which the parameters are used first. So
 `runtime.bucketing` makes them of a plan; before there is one, gradients count as whole, and parameters pay equal parts:
 
     parameters that share a message = parameters / messages, at least 1
@@ -14,14 +14,15 @@ a message that goes all the same, for one of its layer that would not go without
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.program import Program, info_of
 
 LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
 SMALLEST_MESSAGE = 2**20
-MESSAGES_PER_STEP = 3  # each costs a rank a millisecond with gloo, while few still overlap the backward
+LARGE_GRADIENT = 2 * 2**20  # to copy so much into a message with others takes longer than to send one more
+MESSAGES_PER_STEP = 2  # each costs a rank a millisecond with gloo, while few still overlap the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +36,31 @@ class Sharing:
 ALONE = Sharing()
 
 
-def sharing(program: Program, regathered: Container[str]) -> dict[str, Sharing]:
-    """The sharing of each parameter, by its placeholder; those in `regathered` may be gathered again."""
+def sharing(program: Program) -> dict[str, Sharing]:
+    """The sharing of each parameter, by its placeholder."""
     wanted = set(program.parameters.values())
     infos = {name: info_of(node) for name, node in program.placeholders().items() if name in wanted}
     reduced = [info.num_bytes for info in infos.values() if info.requires_grad]
     each = max(1, round(len(reduced) / max(1, len(messages(reduced)))))
-    groups = {weight: (layer_of(name), weight in regathered) for name, weight in program.parameters.items()}
+    groups = {weight: layer_of(name) for name, weight in program.parameters.items()}
     in_group = Counter(groups.values())
     return {weight: Sharing(min(in_group[group], each), each) for weight, group in groups.items()}
 
 
-def messages(sizes: Sequence[int]) -> list[slice]:
-    """Which gradients of so many bytes each, in their order, travel in one message."""
-    cap = min(LARGEST_MESSAGE, max(SMALLEST_MESSAGE, sum(sizes) // MESSAGES_PER_STEP))
-    starts: list[int] = []
+def messages(sizes: Sequence[int]) -> list[list[int]]:
+    """Which gradients of so many bytes each, given in their order, travel in one message."""
+    together = [number for number, size in enumerate(sizes) if size < LARGE_GRADIENT]
+    total = sum(sizes[number] for number in together)
+    most = min(LARGEST_MESSAGE, max(SMALLEST_MESSAGE, -(-total // MESSAGES_PER_STEP)))
+    count = max(1, -(-total // most))
+    shared: dict[int, list[int]] = {}
     filled = 0
-    for number, size in enumerate(sizes):
-        if not starts or filled + size > cap:
-            starts.append(number)
-            filled = 0
-        filled += size
-    return [slice(start, end) for start, end in zip(starts, (*starts[1:], len(sizes)), strict=True)] if starts else []
+    for number in together:
+        # A gradient is in the message in whose equal share of the bytes its middle lies.
+        middle = filled + sizes[number] / 2
+        shared.setdefault(int(middle * count // max(1, total)), []).append(number)
+        filled += sizes[number]
+    return sorted([*shared.values(), *([number] for number, size in enumerate(sizes) if size >= LARGE_GRADIENT)])
 
 
 def layer_of(name: str) -> str:

@@ -1,9 +1,9 @@
 """Which parameters move together: parameters that take the same kind of path, in the order of their first use.
 
-Gradient reductions (I → R) are gathered into buckets of a few megabytes at the graph's entry, so that the backward
-reduces a bucket as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use.
+Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
+as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use.
 
-The gradients of a bucket are copied into one message, apart from those of a large parameter that fills a bucket by
+The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
 itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
 """
 
@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that are moved together. All tuples but `steps` run in parallel."""
+    """Parameters that are moved together. The first five tuples run in parallel."""
 
     sources: tuple[int, ...]
     ends: tuple[End, ...]
@@ -42,7 +42,8 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[Layout, ...]
     steps: tuple[Step, ...]
-    regather: bool
+    regathered: tuple[int, ...]
+    """Positions of those that are freed after use and gathered again in the backward."""
     in_place: bool
     """Whether it is one parameter whose gradient may be overwritten."""
 
@@ -73,7 +74,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
         if steps:
             gathers = any(step.gathers for step in steps)
             member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, names) if gathers else "")
-            key = (steps, member.regather, wire.tensor.requires_grad, member.layer)
+            key = (steps, wire.tensor.requires_grad, member.layer)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
@@ -97,8 +98,10 @@ def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
         return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
 
     gathers = any(step.gathers for step in members[0].steps)
-    together = [slice(None)] if gathers else messages([num_bytes(member) for member in members])
-    return [_bucket(space, members[each]) for each in together]
+    if gathers:
+        return [_bucket(space, members)]
+    together = messages([num_bytes(member) for member in members])
+    return [_bucket(space, [members[number] for number in numbers]) for numbers in together]
 
 
 def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
@@ -109,7 +112,7 @@ def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
         shapes=tuple(m.wire.tensor.shape for m in members),
         layouts=tuple(m.path.moves[0].before for m in members),
         steps=members[0].steps,
-        regather=members[0].regather,
+        regathered=tuple(position for position, member in enumerate(members) if member.regather),
         in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
     )
 

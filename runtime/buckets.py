@@ -85,7 +85,9 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
         return None, parameters
     pending = _Pending()
     entered = _Wait.apply(pending, *parameters)
-    entered[0].grad_fn._set_sequence_nr(LAST)
+    # What another bucket has gathered is reduced there, too: after this layer, and not all layers at the end.
+    if not any(isinstance(p.grad_fn, _GATHERED) for p in parameters):
+        entered[0].grad_fn._set_sequence_nr(LAST)
     return pending, entered
 
 
@@ -174,12 +176,12 @@ class _Recipe:
 
 
 def gather_parameters(
-    axis: str, dims: tuple[int, ...], sizes: tuple[int, ...], *shards: Tensor, regather: bool = False
+    axis: str, dims: tuple[int, ...], sizes: tuple[int, ...], *shards: Tensor, regather: tuple[int, ...] = ()
 ) -> tuple[Tensor, ...]:
     """S → R for many parameters: one all-gather per dtype, and one reduce-scatter per dtype of their gradients.
 
-    `dims` are the split dims, `sizes` their whole sizes. With `regather`, inside a `Regather` block, the gathered
-    weights are not kept for the backward but gathered again there. Moves the (padded) wholes' bytes per collective.
+    `dims` are the split dims, `sizes` their whole sizes. Inside a `Regather` block, the weights at the positions
+    `regather` are not kept for the backward but gathered again there. Moves the (padded) wholes' bytes per collective.
     """
     where = axis_of(axis)
     if where.size == 1:
@@ -192,7 +194,13 @@ def gather_parameters(
     gathered = _prefer(_GatherParameters.apply(where, dims, sizes, tuple(learning), pending, *entered), pending)
     # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
     if regather and not torch.compiler.is_compiling() and Regather.current is not None:
-        Regather.current.watch(_Recipe(where, dims, sizes, tuple(s.detach() for s in shards)), gathered)
+        again = _Recipe(
+            where,
+            tuple(dims[i] for i in regather),
+            tuple(sizes[i] for i in regather),
+            tuple(shards[i].detach() for i in regather),
+        )
+        Regather.current.watch(again, tuple(gathered[i] for i in regather))
     return gathered
 
 
@@ -228,18 +236,25 @@ class _GatherParameters(torch.autograd.Function):
         return None, None, None, None, None, *scattered
 
 
+_GATHERED: Any = _GatherParameters._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
-    recipe = replace(recipe, shards=tuple(map(Regather.given_back, recipe.shards)))
-    whole: list[Tensor | None] = [None] * len(recipe.shards)
-    for numbers in _by_dtype(recipe.shards):
-        shards = [recipe.shards[i] for i in numbers]
-        flat = torch.cat([shard.reshape(-1) for shard in shards])
+    shards: list[Any] = list(map(Regather.given_back, recipe.shards))
+    whole: list[Tensor | None] = [None] * len(shards)
+    for numbers in _by_dtype(shards):
+        shapes = [shards[i].shape for i in numbers]
+        flat = torch.cat([shards[i].reshape(-1) for i in numbers])
+        for i in numbers:
+            shards[i] = None  # parts that were gathered for this make room for the wholes
         size = recipe.axis.size
         count("all_gather", recipe.axis, flat.numel() * flat.itemsize * size)
         rows = gathered_rows(flat, recipe.axis).view(size, -1)
-        for i, shard, part in zip(numbers, shards, rows.split([s.numel() for s in shards], 1), strict=True):
+        del flat
+        parts = rows.split([shape.numel() for shape in shapes], 1)
+        for i, shape, part in zip(numbers, shapes, parts, strict=True):
             dim = recipe.dims[i]
-            joined = torch.cat([row.view(shard.shape) for row in part.unbind()], dim)
+            joined = torch.cat([row.view(shape) for row in part.unbind()], dim)
             padding = joined.shape[dim] - recipe.sizes[i]
             whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous() if padding else joined
     return tuple(whole)  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Cross-entropy of logits of which each rank holds some rows, some classes, or both.
 
-Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row and all have the same
-loss; over the axes that split rows, each rank's loss is its part of the sum. The backward is local. Where no axis
-splits the classes, a rank's part is PyTorch's own loss, which is the faster one.
+Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row; over the axes that
+split rows, a mean joins the sum and what divides it in one message. Then all ranks have the same loss, but for a sum
+over rows, of which each has its part. The backward is local. Where no axis splits the classes, a rank's part is
+PyTorch's own loss, which is the faster one.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -45,28 +46,45 @@ def cross_entropy(
 
     Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, b · rows ·
     (3 + [weight] + [smoothing] + [both]) by all-reduce (maximum, then sum, target logit, weight of the target,
-    weighted sum of the logits, sum of the weights); per axis that splits rows, 8 for the divisor of a mean.
+    weighted sum of the logits, sum of the weights); per axis that splits rows, 16 for a mean's sum and its divisor.
     """
     assert not target.is_floating_point(), "no rule splits a cross-entropy whose targets are probabilities"
     classes = axes_of(axes.get(CLASSES, ()))
     rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
     if not classes and logits.dtype in WIDE:
-        divisor = _divisor(target, weight, ignore_index, rows) if reduction == MEAN else None
         wanted = SUM if reduction == MEAN else reduction
         loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, wanted, ignore_index, label_smoothing)
-        return loss if divisor is None else loss / divisor.to(loss.dtype)
+        return loss if reduction != MEAN else _Mean.apply(loss, _divisor(target, weight, ignore_index), rows)
     call = _Call(classes, rows, sizes[CLASSES], reduction, ignore_index, label_smoothing)
     return _CrossEntropy.apply(logits, target, weight, call)
 
 
-def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, rows: Sequence[Axis]) -> Tensor:
-    """What a mean divides by: the weights of all ranks' targets together; their number where there are none."""
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean of this rank's rows divides by: the weights of their targets; their number where there are none."""
     kept = target != ignore_index
     if weight is None:
-        divisor = kept.sum(dtype=torch.float64)
-    else:
-        divisor = (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
-    return raw_sum(divisor, rows)
+        return kept.sum(dtype=torch.float64)
+    return (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
+
+
+def _mean(total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+    """The mean over all ranks' rows, of their sums and divisors, and the divisor of all; in double precision."""
+    total, divisor = raw_sum(torch.stack([total.double(), divisor.double()]), rows).unbind()
+    return total / divisor, divisor
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> Tensor:
+        mean, divisor = _mean(total, divisor, rows)
+        ctx.save_for_backward(divisor.to(total.dtype))
+        return mean.to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (divisor,) = ctx.saved_tensors
+        return grad / divisor, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +163,14 @@ class _CrossEntropy(torch.autograd.Function):
             total = rest.pop(0) if weight is not None else zero + call.num_classes
             smooth_N = torch.where(kept_N, total, zero) * call.smoothing_per_class
             loss_N = loss_N + torch.where(kept_N, total * log_N - of_all_N, zero) * call.smoothing_per_class
-        divisor = torch.ones((), dtype=torch.float64, device=logits.device)
+        loss, divisor = torch.where(kept_N, loss_N, zero), zero + 1
+        if call.reduction == SUM:
+            loss = loss.sum()
         if call.reduction == MEAN:
-            divisor = raw_sum(weight_N.double().sum(), call.rows)
-        divisor = divisor.to(x_NV.dtype)
+            loss, divisor = _mean(loss.sum(), weight_N.double().sum(), call.rows)
         ctx.call = call
-        ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor)
-        loss = torch.where(kept_N, loss_N, zero)
-        return (loss if call.reduction == NONE else loss.sum() / divisor).to(logits.dtype)
+        ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor.to(x_NV.dtype))
+        return loss.to(logits.dtype)
 
     @staticmethod
     @once_differentiable

@@ -240,7 +240,7 @@ class _Rewriter:
         """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
         axis, dim = self.mesh.names[move.axis], move.source.dim
         size = move.after.local_shape(shape, self.mesh.sizes)[dim]
-        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": True}, None)
+        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,)}, None)
         return self._emit_weight(operator.getitem, (gathered, 0), move.after)
 
     def _bucket(self, bucket: Bucket) -> None:
@@ -256,7 +256,8 @@ class _Rewriter:
                     move.after.local_shape(shape, self.mesh.sizes)[dim]
                     for move, shape, dim in zip(moves, bucket.shapes, dims, strict=True)
                 )
-                new = self._emit(gather_parameters, (axis, dims, sizes, *values), {"regather": bucket.regather}, None)
+                again = {"regather": bucket.regathered} if bucket.regathered else {}
+                new = self._emit(gather_parameters, (axis, dims, sizes, *values), again, None)
             else:
                 new = self._emit(reduce_gradients, (axis, *values), {"in_place": True} if bucket.in_place else {}, None)
             layouts = [move.after for move in moves]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,6 +34,8 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._prepare = prepare
         self._known: dict[object, Runs] = {}
         self._latest: Runs | None = None
+        self._slots: tuple[tuple[str, dict[str, Any], str], ...] = ()
+        """(name, parameters of the module that owns it, its name there) of every parameter, tied ones once."""
 
     def _ready(self) -> Runs:
         """What ran last; InputError where the module has no parameters yet."""
@@ -91,4 +93,11 @@ class StoredModule(nn.Module, Generic[Runs]):
 
     def _frozen(self) -> frozenset[str]:
         """Frozen parameters get no gradient, which a graph is made for."""
-        return frozenset(name for name, p in super().named_parameters() if not p.requires_grad)
+        if not self._slots:  # asked for in every step, and slow to walk through modules for
+            self._slots = tuple(self._found_slots())
+        return frozenset(name for name, owner, leaf in self._slots if not owner[leaf].requires_grad)
+
+    def _found_slots(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        for name, _ in super().named_parameters():
+            path, _, leaf = name.rpartition(".")
+            yield name, self.get_submodule(path)._parameters, leaf

@@ -1,7 +1,8 @@
 """Losses: sums over the batch become partial, means are divided by the whole count.
 
 Cross-entropy of classes may be split along the batch n, along the classes v (vocabulary parallel: the function joins
-the maxima and sums itself), or both. Class probabilities as targets have no rule.
+the maxima and sums itself), or both. Its mean counts only targets that are not ignored, so ranks join sum and count.
+Class probabilities as targets have no rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 """PyTorch's numbers for the argument `reduction`."""
 FLOAT32_BYTES = 4
-DIVISOR_BYTES = 8  # float64
+MEAN_BYTES = 2 * 8  # a sum and what divides it, float64
 
 
 def cross_entropy(call: Call) -> Answer:
@@ -30,12 +31,13 @@ def cross_entropy(call: Call) -> Answer:
         return None
     dims = ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)]
     kept = [name for name in dims if name != "v"]
+    joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
     return OpRule(
         _loss_text(call, dims, kept),
         Implementation(
             "loss:cross_entropy",
-            frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"}),
-            joined=frozenset({"v"}),
+            joined,
+            joined=joined,
             padded=frozenset({"v"}),
             traffic=cross_entropy_traffic,
         ),
@@ -50,14 +52,14 @@ def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v",
 
 
 def cross_entropy_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Over rows, the divisor of a mean; over classes, the maximum of every row, then sums of it, in fp32 or wider."""
+    """Over rows, a mean's sum and divisor; over classes, the maximum of every row, then sums, in fp32 or wider."""
     rows = [name for name in sizes if name != "v"]
     row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
     weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
     # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
     num_sums = 2 + weighted + smoothed + (weighted and smoothed)
-    divisors = [Collective("all_reduce", name, DIVISOR_BYTES) for name in rows if call["reduction"] == MEAN]
-    return (*divisors, Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
+    means = [Collective("all_reduce", name, MEAN_BYTES) for name in rows if call["reduction"] == MEAN]
+    return (*means, Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
 
 
 def nll(call: Call) -> str:

@@ -38,10 +38,19 @@ def _parameters(space: Space, bucket: bucketing.Bucket) -> list[str]:
 
 
 def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "LARGEST_MESSAGE", 1)  # every parameter by itself
+    monkeypatch.setattr(sharing, "LARGE_GRADIENT", 1)  # every parameter by itself
     space, buckets = _buckets()
     assert all(len(bucket.sources) == 1 for bucket in buckets)
     assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}
+
+
+def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again() -> None:
+    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3").context
+    buckets = bucketing.buckets_of(context.space, context.choices)
+    (linear,) = (b for b in buckets if "linear.weight" in _parameters(context.space, b))
+    names = _parameters(context.space, linear)
+    assert set(names) == {"linear.weight", "linear.bias"}
+    assert "linear.bias" not in [names[position] for position in linear.regathered], "the backward does not read it"
 
 
 def test_gradients_that_share_a_bucket_are_copied() -> None:

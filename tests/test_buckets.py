@@ -216,7 +216,7 @@ def _use(a: Tensor, b: Tensor, c: Tensor, d: Tensor, scale: float) -> Tensor:
     return (torch.tanh(x @ b) + d).square().sum() + (c.t() @ c).sin().sum() * scale
 
 
-def _gathered(regather: bool) -> dict[str, Any]:
+def _gathered(regather: tuple[int, ...]) -> dict[str, Any]:
     line = mesh((2,), ("x",))
     rank = line.get_rank()
     shards = _shards(rank)
@@ -240,13 +240,13 @@ def _gathered(regather: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("regather", [False, True])
-def test_parameters_gathered_in_a_bucket(ranks: Ranks, regather: bool) -> None:
+@pytest.mark.parametrize("regather", [(), (0, 1, 2, 3), (1, 3)])
+def test_parameters_gathered_in_a_bucket(ranks: Ranks, regather: tuple[int, ...]) -> None:
     whole = [w.requires_grad_() for w in _whole_parameters()]
     loss = _use(*whole, scale=1.0) + _use(*whole, scale=2.0)
     expected = torch.autograd.grad(loss, whole)
     found = ranks.run(_gathered, regather)
-    numel = 0
+    numel = again = 0
     for i, dim in enumerate(DIMS):
         values = [each["values"][i] for each in found]
         torch.testing.assert_close(values, [whole[i].detach()] * 2)
@@ -256,13 +256,12 @@ def test_parameters_gathered_in_a_bucket(ranks: Ranks, regather: bool) -> None:
         assert not joined.narrow(dim, size, joined.shape[dim] - size).any()
         torch.testing.assert_close([each["twice"][i] for each in found], [2 * each["first"][i] for each in found])
         numel += math.prod(joined.shape)
+        again += math.prod(joined.shape) if i in regather else 0
     for each in found:
         # The backward needs b and c: a multiplies ones, d is added.
-        assert each["kept"] == (0 if regather else 2)
-        gathers = 2 if regather else 1
-        assert each["once"] == {("all_gather", "x"): gathers * 4 * numel, ("reduce_scatter", "x"): 4 * numel}
-        gathers = 3 if regather else 1
-        assert each["traffic"] == {("all_gather", "x"): gathers * 4 * numel, ("reduce_scatter", "x"): 8 * numel}
+        assert each["kept"] == 2 - len({1, 2}.intersection(regather))
+        assert each["once"] == {("all_gather", "x"): 4 * (numel + again), ("reduce_scatter", "x"): 4 * numel}
+        assert each["traffic"] == {("all_gather", "x"): 4 * (numel + 2 * again), ("reduce_scatter", "x"): 8 * numel}
 
 
 def _frozen_gather() -> list[Any]:
@@ -289,7 +288,7 @@ def _compiled() -> tuple[list[Tensor], list[Tensor]]:
 
     def step(*parameters: Tensor) -> Tensor:
         shards, weights = parameters[:4], list(parameters[4:])
-        whole = gather_parameters("x", DIMS, sizes, *shards, regather=True)
+        whole = gather_parameters("x", DIMS, sizes, *shards, regather=tuple(range(len(shards))))
         return _use(*whole, scale=rank + 1.0) + _bucketed(_input_of_rank, weights)
 
     _input_of_rank = _input(rank)

@@ -57,7 +57,7 @@ def test_weights_are_cast_and_moved_outside_and_activations_inside() -> None:
     assert placeholders(found.body)[2:] == ["table", "x"] and len(placeholders(found.body)) == 4
 
 
-def _bucket(regather: bool) -> Callable[[fx.Graph, dict[str, fx.Node]], Any]:
+def _bucket(regather: tuple[int, ...]) -> Callable[[fx.Graph, dict[str, fx.Node]], Any]:
     def make(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
         call = graph.call_function
         weights = (given["a"], given["b"])
@@ -69,13 +69,23 @@ def _bucket(regather: bool) -> Callable[[fx.Graph, dict[str, fx.Node]], Any]:
     return make
 
 
-@pytest.mark.parametrize("regather", [False, True])
-def test_a_bucket_is_gathered_once_unless_it_is_gathered_again_in_the_backward(regather: bool) -> None:
+@pytest.mark.parametrize("regather", [(), (0, 1)])
+def test_a_bucket_is_gathered_once_unless_it_is_gathered_again_in_the_backward(regather: tuple[int, ...]) -> None:
     found = hoist(graph_of(_bucket(regather), "a", "b", "x"), ["a", "b"])
     gathers = ["gather_parameters", "getitem", "getitem"]
     assert targets(found.weights) == ([] if regather else gathers)
     assert targets(found.body)[:3] == (gathers if regather else targets(found.body)[:3])
-    assert ("gather_parameters" in targets(found.body)) == regather
+    assert ("gather_parameters" in targets(found.body)) == bool(regather)
+
+
+def test_of_a_bucket_only_what_is_gathered_again_is_gathered_in_every_micro_batch() -> None:
+    found = hoist(graph_of(_bucket((1,)), "a", "b", "x"), ["a", "b"])
+    (once,) = (node for node in found.weights.graph.nodes if node.target is buckets.gather_parameters)
+    (again,) = (node for node in found.body.graph.nodes if node.target is buckets.gather_parameters)
+    assert [str(each) for each in once.args] == ["x", "(0,)", f"({WIDTH},)", "a"] and not once.kwargs
+    assert [str(each) for each in again.args] == ["x", "(1,)", f"({WIDTH},)", "b"]
+    assert again.kwargs == {"regather": (0,)}
+    assert [node.args[1] for node in found.body.graph.nodes if node.target is operator.getitem] == [0]
 
 
 def _mixed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
@@ -120,7 +130,7 @@ def test_metadata_stays_with_the_nodes() -> None:
             assert originals[number].target is node.target
 
 
-def _both_ways(regather: bool) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
+def _both_ways(regather: tuple[int, ...]) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
     """Gradients over three micro-batches, of the whole graph and of its halves; what each of them moved."""
     line = mesh((2,), ("x",))
     graph = graph_of(_bucket(regather), "a", "b", "x")
@@ -153,7 +163,10 @@ def _accumulate(halves: Hoisted, weights: list[Tensor], micros: Tensor) -> None:
     torch.autograd.backward(moved, gradients)
 
 
-def test_both_parts_together_give_the_gradients_of_the_whole_and_move_weights_once(ranks: Ranks) -> None:
-    for often, once in ranks.run(_both_ways, False):
+@pytest.mark.parametrize(("regather", "messages"), [((), 1), ((1,), 1 + 3)])
+def test_both_parts_together_give_the_gradients_of_the_whole_and_move_weights_once(
+    ranks: Ranks, regather: tuple[int, ...], messages: int
+) -> None:
+    for often, once in ranks.run(_both_ways, regather):
         assert often == {("all_gather", "x"): 3, ("reduce_scatter", "x"): 3}
-        assert once == {("all_gather", "x"): 1, ("reduce_scatter", "x"): 1}
+        assert once == {("all_gather", "x"): messages, ("reduce_scatter", "x"): messages}

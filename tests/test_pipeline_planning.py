@@ -139,10 +139,9 @@ def _beyond(asked: PipelineRequest) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_without_a_limit_a_stage_takes_what_its_blocks_take_and_moves_results_to_the_user(axes: dict[str, int]) -> None:
+def test_without_a_limit_a_stage_takes_what_its_blocks_take(axes: dict[str, int]) -> None:
     first, last = _beyond(request(axes, Schedule("1f1b", 2, 4)))
-    assert not first
-    assert set(last) == ({"output:0"} if len(axes) > 1 else set())  # the loss is summed over the devices of a stage
+    assert not first and not last
 
 
 @pytest.mark.parametrize("axes", MESHES[:2], ids=str)

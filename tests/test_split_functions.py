@@ -157,7 +157,8 @@ def loss_layouts(logits: Layout, reduction: int) -> tuple[Layout, Layout, Layout
     """The layouts of target, class weight and loss."""
     target = Layout(p if p is S(0) else I for p in logits)
     weight = Layout(S(0) if p is S(1) else I for p in logits)
-    return target, weight, target if reduction == 0 else Layout(P if p is S(0) else I for p in logits)
+    summed = P if reduction == 2 else I  # a mean is joined
+    return target, weight, target if reduction == 0 else Layout(summed if p is S(0) else I for p in logits)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -189,17 +190,25 @@ def test_cross_entropy(split: str, reduction: int, weighted: bool, smoothing: fl
     per_row = 8 * rows * (3 + weighted + bool(smoothing) + (weighted and bool(smoothing)))
     expected = {("all_reduce", axis): per_row for axis in axes.get("v", ())}
     if reduction == 1:
-        expected |= {("all_reduce", axis): 8 for axis in axes.get("n", ())}
+        expected |= {("all_reduce", axis): 16 for axis in axes.get("n", ())}  # sum and divisor in one
     assert moved == expected
+
+
+def test_a_mean_cross_entropy_joins_its_sum_and_its_divisor_in_one_message() -> None:
+    logits, target = wants_grad(4, 6), torch.tensor([1, 5, -100, 0])
+    parts, targets = parts_of(logits, on(S(0))), parts_of(target, on(S(0)))
+    with grid(), record_traffic() as traffic:
+        cross_entropy(from_ranks(parts), from_ranks(targets), axes={"n": ("a",)}, sizes={"n": 4, "v": 6})
+    assert dict(traffic.calls) == {("all_reduce", "a"): 1}
 
 
 def test_cross_entropy_of_many_places_splits_any_of_them() -> None:
     inputs = wants_grad(4, 6, 2), torch.randint(6, (4, 2))
     axes, sizes = {"n": ("a",), "v": ("b",)}, {"n": 4, "v": 6, "a": 2}
     function = lambda x, t: cross_entropy(x, t, axes=axes, sizes=sizes)  # noqa: E731
-    check(aten.cross_entropy_loss.default, function, inputs, (on(S(0), S(1)), on(S(0))), on(P))
+    check(aten.cross_entropy_loss.default, function, inputs, (on(S(0), S(1)), on(S(0))), on(I))
     axes = {"a": ("a",)}
-    check(aten.cross_entropy_loss.default, function, inputs, (on(S(2)), on(S(1))), on(P))
+    check(aten.cross_entropy_loss.default, function, inputs, (on(S(2)), on(S(1))), on(I))
 
 
 def test_cross_entropy_of_one_row() -> None:

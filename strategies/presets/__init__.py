@@ -19,7 +19,7 @@ bytes that one device has to do with. The symbols are bytes of whole tensors, ov
        no use for: tables, biases, what is added,
        weights that meet inputs
 
-A mean loss adds 12 to each axis that splits the batch: its number of tokens, 8, and its value, 4. The layouts are a
+A mean loss adds 16 to each axis that splits the batch: its sum and its number of tokens, 8 each. The layouts are a
 preset's, the way from one to the next is the planner's, and the formulas are those of the fewest bytes: where latency
 counts for more, or axes differ in size, it may go another.
 """

@@ -28,8 +28,8 @@ def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     On any model, over an outer axis n and an inner one m:
 
-        all_reduce/n = P + 12
-        all_reduce/m = P + 12
+        all_reduce/n = P + 16
+        all_reduce/m = P + 16
     """
     return _batch_split("data_parallel", program, mesh).annotations()
 
@@ -58,8 +58,8 @@ def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_gather/m = P/n
         reduce_scatter/n = P
         reduce_scatter/m = P/n
-        all_reduce/n = 12
-        all_reduce/m = 12
+        all_reduce/n = 16
+        all_reduce/m = 16
     """
     return _batch_split("zero2", program, mesh).stored_over(mesh.names, False).annotations()
 
@@ -73,8 +73,8 @@ def zero3(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_gather/m = (2·P - U)/n
         reduce_scatter/n = P
         reduce_scatter/m = P/n
-        all_reduce/n = 12
-        all_reduce/m = 12
+        all_reduce/n = 16
+        all_reduce/m = 16
     """
     return _batch_split("zero3", program, mesh).stored_over(mesh.names, True).annotations()
 
@@ -84,10 +84,10 @@ def hsdp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     Over an axis r of replicas, and an axis s over which parameters are stored:
 
-        all_reduce/r = P/s + 12
+        all_reduce/r = P/s + 16
         all_gather/s = 2·P - U
         reduce_scatter/s = P
-        all_reduce/s = 12
+        all_reduce/s = 16
     """
     axes.need_axes("hsdp", mesh, 2, "one to replicate over and one to store parameters over")
     stored = axes.axis_of(mesh, axes.SHARD)

@@ -22,7 +22,7 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_gather/c = A/d
         reduce_scatter/c = A/d
         all_reduce/c = P - H + 3·R/d
-        all_reduce/d = P - H + H/c + 12
+        all_reduce/d = P - H + H/c + 16
     """
     return _sequence_split("ulysses", program, mesh, "column")
 
@@ -36,7 +36,7 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_gather/c = 2·L·K/d + A/d
         reduce_scatter/c = 2·L·K/d + A/d
         all_reduce/c = P - H + 3·R/d
-        all_reduce/d = P - H + H/c + 12
+        all_reduce/d = P - H + H/c + 16
     """
     return _sequence_split("gather_kv", program, mesh, "sequence")
 

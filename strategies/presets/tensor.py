@@ -21,7 +21,7 @@ def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     table's rows once, what goes into the head once, and the loss joins three numbers a token:
 
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
-        all_reduce/d = (P - N)/t + N + 12
+        all_reduce/d = (P - N)/t + N + 16
 
     A projection of queries, keys and values in one weight (GPT-2) is stored whole, as the three are cut out of every
     part of it: its gradient is all-reduced over t, too.
@@ -37,7 +37,7 @@ def fsdp_megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
         all_gather/d = (2·(P - N) - T)/t + 2·N
         reduce_scatter/d = (P - N)/t + N
-        all_reduce/d = 12
+        all_reduce/d = 16
     """
     axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the blocks")
     split = _tensor_split("fsdp_megatron", program, mesh)
@@ -53,7 +53,7 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_gather/t = (4·L + 2)·A/d
         reduce_scatter/t = (4·L + 2)·A/d
         all_reduce/t = N + 3·R/d
-        all_reduce/d = (P - N)/t + N + 12
+        all_reduce/d = (P - N)/t + N + 16
     """
     tensor = axes.axis_of(mesh, axes.TENSOR)
     graph = Graph.of(program)
