@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import api
 from autopar.errors import InputError
 from autopar.hardware import Hardware
+from autopar.meters import held_in_training
 from autopar.peers import PEERS, Context
 from autopar.plan import Plan
 from autopar.runtime.module import ParallelModule
@@ -87,10 +88,7 @@ class Contestant:
 
     def held(self) -> list[Tensor]:
         """Parameters, buffers, gradients and optimizer state."""
-        parameters = list(self.model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        state = [x for values in self.optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
-        return [*parameters, *self.model.buffers(), *gradients, *state]
+        return held_in_training(self.model, self.optimizer)
 
 
 def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh, terms: Terms) -> Contestant:

@@ -217,7 +217,7 @@ class MemoryModel(TensorBytes):
     def _matrix(self, wire: Wire, state: tuple[str, bool] | None) -> Bytes:
         if state is None:
             shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
-            return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+            return self.nothing(shape)
         return self.cached(("wire", state, self.space.kind(wire)), lambda: self._wire_bytes(wire, *state))
 
     def _wire_bytes(self, wire: Wire, what: str, there: bool) -> Bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -147,6 +147,14 @@ class LiveBytes(TorchDispatchMode):
             known = self._known.get(key)
             if known is None or known.expired():
                 self._known[key] = StorageWeakRef(storage)
+
+
+def held_in_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters, buffers, gradients and optimizer state."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    return [*parameters, *model.buffers(), *gradients, *state]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -76,9 +76,8 @@ def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
             if works_on is not None:
                 parts.append((works_on,))
         moments.append((weight, parts))
-    shape = (len(memory.space.decisions[number].menu.strategies),)
-    nothing = memory.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
-    return memory.total(moments, row.worst) or (nothing,)
+    num_strategies = len(memory.space.decisions[number].menu.strategies)
+    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
 
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:

@@ -46,18 +46,18 @@ class Statement:
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = np.where(pins[number], seconds, np.inf)
-            held = (self._zeros(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
+            held = (self.memory.nothing(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
             segment = segments.get(self.memory.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
             if segment is None or (len(held) == 1 and again is None):
                 nodes.append(Node(self._names[number], seconds, held[0]))
                 continue
-            nodes.append(Node(self._names[number], seconds, self._zeros(seconds.shape)))
-            added = self._stacked(again or (self._zeros(seconds.shape),), float)
+            nodes.append(Node(self._names[number], seconds, self.memory.nothing(seconds.shape)))
+            added = self._stacked(again or (self.memory.nothing(seconds.shape),), float)
             edges.append(Edge((segment, number), added, self._stacked(held, int)))
         for name, mode in (modes or {}).items():
             allowed = np.array([0.0 if mode in ("", each) else np.inf for each in MODES])
-            nodes.append(Node(f"recompute:{name}", allowed, self._zeros(allowed.shape)))
+            nodes.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
         for wire in self.space.wires:
             seconds = self._reshard(wire)
             held = None if row is None else wire_bytes(self.memory, wire, row)
@@ -93,9 +93,6 @@ class Statement:
             self._stacks[key] = np.stack(every).astype(np.float64 if kind is float else np.int64)
             self._stacks[key, "held"] = arrays  # type: ignore[assignment]  # an id means something while its object lives
         return self._stacks[key]
-
-    def _zeros(self, shape: tuple[int, ...]) -> np.ndarray:
-        return self._stacks.setdefault(("zeros", shape), np.zeros(shape, dtype=np.int64))
 
 
 def _name(decision: Decision, parameters: Mapping[str, str]) -> str:

@@ -116,6 +116,10 @@ class TensorBytes:
         layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
+    def nothing(self, shape: tuple[int, ...]) -> Bytes:
+        """No bytes, whatever is chosen."""
+        return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
         """An array per mode; one where all modes agree."""

@@ -25,7 +25,6 @@ import datetime
 import os
 import platform
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +45,7 @@ from autopar.schedule_choice import SEVERAL_STAGES
 from autopar.schedule_simulation import StageSeconds, simulate
 from autopar.schedules import NAMES
 from benchmarks.contestants import Size, batch, transformer
+from benchmarks.timed_training import TimedTraining
 
 WARM_UP = 3  # steps; the first ones fill the optimizer's state and the allocator
 AUTOPAR, EQUAL = "autopar", "equal layers"
@@ -124,7 +124,7 @@ HEADERS = (
 )
 
 
-class Trained:
+class Trained(TimedTraining):
     """One of the two plans with its optimizer, and what its steps took."""
 
     def __init__(self, options: Options, mesh: Any, stages: list[str] | None) -> None:
@@ -138,21 +138,8 @@ class Trained:
             microbatches=options.microbatches,
             stages=stages,
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.seconds: list[tuple[float, float]] = []
-        """By the clock and of the processor."""
-        self.loss = 0.0
-
-    def step(self) -> tuple[float, float]:
-        """Train one step from a common start; returns this rank's seconds by the clock and of the processor."""
-        dist.barrier()
-        start, processor_start = time.perf_counter(), time.process_time()
-        self.optimizer.zero_grad()
-        loss = self.model.train_step(*self.inputs)
-        self.optimizer.step()
-        seconds = time.perf_counter() - start, time.process_time() - processor_start
-        self.loss = float(loss.detach())
-        return seconds
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        super().__init__(optimizer, lambda: self.model.train_step(*self.inputs))
 
     def line(self, name: str) -> Line:
         """What is known of it; runs on every rank, and is the same on all."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,10 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.launch import World, on_ranks
-from autopar.meters import peak_bytes
+from autopar.meters import held_in_training, peak_bytes
 from autopar.peers import Peer
 from benchmarks.contestants import PAIRS, Pair, Size
+from benchmarks.timed_training import TimedTraining
 
 SIZES = {
     "d256": Size(4, 256, 4),
@@ -107,7 +107,7 @@ HEADERS = (
 )
 
 
-class Trained:
+class Trained(TimedTraining):
     """A contestant with its optimizer, and the seconds of its steps."""
 
     def __init__(self, contestant: Peer) -> None:
@@ -116,29 +116,18 @@ class Trained:
         kinds: dict[type, list[torch.nn.Parameter]] = {}
         for parameter in contestant.model.parameters():
             kinds.setdefault(type(parameter.data), []).append(parameter)
-        self.optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
-        self.seconds: list[tuple[float, float]] = []
-        """By the clock and of the processor."""
-        self.loss = 0.0
+        optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
+        super().__init__(optimizer, self._backward)
 
-    def step(self) -> tuple[float, float]:
-        """Train one step from a common start; returns this rank's seconds by the clock and of the processor."""
-        dist.barrier()
-        start, processor_start = time.perf_counter(), time.process_time()
-        self.optimizer.zero_grad()
+    def _backward(self) -> torch.Tensor:
         with self.contestant.context():
             loss = self.contestant.model(*self.contestant.inputs)
             loss.backward()
-        self.optimizer.step()
-        seconds = time.perf_counter() - start, time.process_time() - processor_start
-        self.loss = float(loss.detach())
-        return seconds
+        return loss
 
     def held(self) -> list[torch.Tensor]:
-        """Parameters, their gradients (which may lie in buffers that stay), and optimizer state."""
-        parameters = list(self.contestant.model.parameters())
-        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        return [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
+        """What is there between steps; gradients may lie in buffers that stay."""
+        return held_in_training(self.contestant.model, self.optimizer)
 
 
 def _measured(pair: Pair, size: str, options: Options) -> Line:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.meters import peak_bytes
+from autopar.meters import held_in_training, peak_bytes
 from autopar.runtime.pipeline import PipelineModule
 from autopar.subjects import named
 from tests.ranks import Ranks, mesh
@@ -32,10 +32,7 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     optimizer = torch.optim.AdamW(compiled.parameters())
 
     def held() -> Iterator[Tensor]:
-        yield from compiled.parameters()
-        yield from (p.grad for p in compiled.parameters() if p.grad is not None)
-        yield from compiled.buffers()
-        yield from (v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        yield from held_in_training(compiled, optimizer)
         yield from batch
         yield from _receive_buffers(compiled)
 

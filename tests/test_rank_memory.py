@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
-from autopar.meters import peak_bytes
+from autopar.meters import held_in_training, peak_bytes
 from autopar.runtime.module import ParallelModule
 from autopar.subjects import named
 from tests.ranks import Ranks, mesh
@@ -34,16 +32,10 @@ def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequ
     def step() -> None:
         compiled(*values).square().mean().backward()
 
-    def held() -> Iterator[Tensor]:
-        yield from compiled.parameters()
-        yield from (p.grad for p in compiled.parameters() if p.grad is not None)
-        yield from compiled.buffers()
-        yield from (v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-        yield from values
-
     step()
     optimizer.step()
-    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes
+    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *values])
+    return found, compiled.plan.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -59,5 +51,4 @@ def test_ranks_hold_what_the_plan_predicts(
 ) -> None:
     world = torch.Size(shape).numel()
     for found, predicted in ranks.run(_measured, name, shape, strategy, batch, sequence, world_size=world):
-        print(found, predicted)
         assert predicted == pytest.approx(found, rel=0.05)
