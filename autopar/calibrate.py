@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.collective_cost import Level, levels_of, steps_and_share
 from autopar.errors import AutoparError, InputError
-from autopar.fit import Fit, Sample, fit, relative_error
-from autopar.hardware import Link, parse
+from autopar.fit import WORTH, Fit, Sample, fit, relative_error
+from autopar.hardware import Link, Protocol, parse
 from autopar.launch import BACKENDS, RankError, World, on_ranks
-from autopar.measure import CUDA, QUICK, Effort, Timer
+from autopar.measure import CUDA, FEW_BYTES, QUICK, Effort, Timer
 from autopar.mesh import Mesh
 from autopar.sizes import format_bytes, format_seconds
 
@@ -61,6 +62,12 @@ class _Level:
     axes: str
     samples: Mapping[str, list[Sample]]
     fit: Fit
+    few: Protocol | None
+    """How an all-reduce of a few numbers runs, where that is clearly faster than the fit."""
+
+    def protocols(self, names: Sequence[str]) -> tuple[Protocol, ...]:
+        """The protocols of the link, those of the fit by these names."""
+        return (*self.fit.protocols(names), *([] if self.few is None else [self.few]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +220,36 @@ def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
 def _level(place: str, axes: Mapping[str, Level], device_mesh: DeviceMesh, timer: Timer) -> _Level:
     """Measure the collectives of every axis that runs over one link, and fit them together."""
     samples: dict[str, list[Sample]] = defaultdict(list)
+    few = []
     for axis, level in axes.items():
         group = device_mesh.get_group(axis)
         for (collective, num_bytes), seconds in timer.collectives(group, f"collectives over {axis}").items():
+            if num_bytes == FEW_BYTES:
+                steps, share = steps_and_share(collective, "tree", level, group.size())
+                few.append(Sample(steps, share * num_bytes, seconds, collective))
+                continue
             steps, share = steps_and_share(collective, "ring", level, group.size())
             samples[collective].append(Sample(steps, share * num_bytes, seconds, collective))
     sizes = " and ".join(f"{axis}={level.outer}" for axis, level in axes.items())
-    return _Level(place, sizes, samples, fit([sample for each in samples.values() for sample in each]))
+    found = fit([sample for each in samples.values() for sample in each])
+    return _Level(place, sizes, samples, found, few_numbers(few, samples["all_reduce"], found))
+
+
+def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) -> Protocol | None:
+    """A tree that takes the seconds of all-reduces of a few numbers, and those of the fit before its least message.
+
+    None where they are not clearly faster than that message. The fit's factors for all-reduces are taken out of it.
+    """
+    least = min(samples, key=lambda sample: sample.num_bytes)
+    steps, num_bytes = few[0].steps, few[0].num_bytes
+    fast, slow = steps * statistics.fmean(sample.seconds / sample.steps for sample in few), found.seconds(least)
+    if fast > WORTH * slow:
+        return None
+    most = found.bytes_per_s * found.efficiencies.get("all_reduce", 1.0)
+    bytes_per_s = min(most, (least.num_bytes - num_bytes) / (slow - fast))
+    step_s = max(0.0, fast - num_bytes / bytes_per_s) / steps
+    slower = found.latencies.get("all_reduce", 1.0)
+    return Protocol("few numbers", "tree", 0.0, step_s / slower, bytes_per_s / most)
 
 
 def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, devices: int | None) -> Profile:
@@ -237,7 +267,7 @@ def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, dev
                 "step_latency_s": stamp.number(protocol.step_latency_s, how),
                 "efficiency": stamp.number(protocol.efficiency, how),
             }
-            for protocol in level.fit.protocols(protocols)
+            for protocol in level.protocols(protocols)
         ],
         "efficiencies": {
             collective: stamp.number(level.fit.efficiencies.get(collective, 1.0), how) for collective in level.samples
@@ -307,7 +337,7 @@ def summary(profile: Profile) -> str:
         rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))
         for each in link.protocols:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
-            rows.append((f"  {each.name}", f"{start}, {each.efficiency:.0%} of the bandwidth"))
+            rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
         rows.append(("  bandwidth reached", _percents(written["efficiencies"])))
         rows.append(("  latency", _percents(written["latencies"])))
         rows.append(("  error of the fit", _percents(written["fit_error"])))

@@ -6,8 +6,9 @@ other. So a collective is timed as the runtime runs it, copies included, after a
 
     seconds of a collective = median of (computation and collective) - median of (the computation alone)
 
-Every number is that of the slowest rank, and the median of repetitions in turns over all that is timed together, so
-that a disturbance does not hit all repetitions of one.
+Every number is that of the slowest rank over several calls in a row, which begin together as a step does: of single
+calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
+repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from autopar.runtime.collectives import raw_all_gather, raw_all_reduce, raw_all_
 
 MOST_CALLS = 20_000  # of one timing
 ENOUGH_SECONDS = 0.1  # of a matmul: one that would take longer says no more
-PIECE_SECONDS = 1e-3  # of computation before a collective: about what lies between two in a step of a small model
+PIECE_SECONDS = 4e-3  # of computation before a collective: about what lies between two in a step of a small model
 COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks that share a core take turns of ms
 SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
+FEW_BYTES = 16  # sum and count of a mean loss: too few for every step of a ring to have something to send
 ROWS = 64  # of the messages, whose columns are split over the ranks: as most tensors, not in their first dim
 CHAIN = 64  # small operations in a row,
 LAYERS = 8  # and large ones
@@ -78,21 +80,14 @@ class Timer:
             for each in self._slowest([self.seconds(c) for c in calls])
         ]
 
-        def once() -> list[float]:
-            times = []
+        silent = None if dist.get_rank() == 0 else True
+        times = []
+        for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False):
             for call, count in zip(calls, inner, strict=True):
                 dist.barrier()
                 times.append(self.seconds(call, count))
-            return times
-
-        return self._medians(once, what)
-
-    def _medians(self, once: Callable[[], list[float]], what: str) -> list[float]:
-        """The medians, over the repetitions, of the times that each of them gives, of the slowest rank."""
-        silent = None if dist.get_rank() == 0 else True
-        times = [once() for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False)]
-        flat = self._slowest([each for row in times for each in row])
-        return torch.tensor(flat, dtype=torch.float64).reshape(len(times), -1).quantile(0.5, dim=0).tolist()
+        slowest = torch.tensor(self._slowest(times), dtype=torch.float64)
+        return slowest.reshape(-1, len(calls)).quantile(0.5, dim=0).tolist()
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""
@@ -165,27 +160,22 @@ class Timer:
         return seconds / (3 * CHAIN)
 
     def collectives(self, group: dist.ProcessGroup, what: str) -> dict[tuple[str, int], float]:
-        """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time."""
+        """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
+
+        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES.
+        """
         axis = Axis(what, group.group_name, group.size(), group.rank())
         sizes = [_fitting(num_bytes, group.size()) for num_bytes in self.effort.message_bytes]
         cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
         moves = [COLLECTIVES[name](num_bytes, axis, self.device) for name, num_bytes in cases]
+        cases.append(("all_reduce", FEW_BYTES))
+        moves.append(_all_reduce_of(torch.zeros(FEW_BYTES // 8, dtype=torch.float64, device=self.device), axis))
         compute = self._piece()
 
         def after(move: Callable[[], object]) -> Callable[[], object]:
             return lambda: (compute(), move())
 
-        pieces = [after(move) for move in moves]
-        for piece in pieces:
-            piece()
-
-        def once() -> list[float]:
-            dist.barrier()
-            alone = self.seconds(compute, len(pieces))
-            dist.barrier()
-            return [alone, *map(self.seconds, pieces)]  # each begins when the one before it has ended
-
-        alone, *together = self._medians(once, what)
+        alone, *together = self.median_seconds([compute, *map(after, moves)], what)
         return {case: max(SHORTEST, each - alone) for case, each in zip(cases, together, strict=True)}
 
     def hidden_share(self, group: dist.ProcessGroup) -> float:
@@ -249,9 +239,12 @@ def _whole(num_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(ROWS, num_bytes // (4 * ROWS), device=device)
 
 
-def _all_reduce(num_bytes: int, axis: Axis, device: torch.device) -> Move:
-    whole = _whole(num_bytes, device)
+def _all_reduce_of(whole: Tensor, axis: Axis) -> Move:
     return lambda: raw_all_reduce(whole, axis)
+
+
+def _all_reduce(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    return _all_reduce_of(_whole(num_bytes, device), axis)
 
 
 def _all_gather(num_bytes: int, axis: Axis, device: torch.device) -> Move:

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from autopar import calibrate as module
-from autopar.calibrate import CalibrationError, add_arguments, calibrate, check, run
-from autopar.collective_cost import pieces
+from autopar.calibrate import CalibrationError, add_arguments, calibrate, check, few_numbers, run
+from autopar.collective_cost import Transfer, levels_of, pieces, steps_and_share, transfer_seconds
 from autopar.errors import InputError
-from autopar.hardware import load, parse
+from autopar.fit import Fit, Line, Sample
+from autopar.hardware import Efficiencies, Hardware, Latencies, Link, load, parse
 from autopar.launch import RankError
-from autopar.measure import COLLECTIVES, SHORTEST, Effort, Timer
+from autopar.measure import COLLECTIVES, FEW_BYTES, SHORTEST, Effort, Timer
 from autopar.mesh import Mesh
 from autopar.runtime.axes import Axis, record_traffic
 from tests.ranks import Ranks
@@ -91,7 +94,8 @@ def test_ranks_that_are_there_measure_each_level(ranks: Ranks) -> None:
         "gloo between nodes",
         None,
     )
-    assert [p.name for p in inner.protocols] == [p.name for p in outer.protocols]
+    messages = [[p.name for p in link.protocols if p.algorithm == "ring"] for link in (inner, outer)]
+    assert messages[0] == messages[1]
     source = profiles[0]["links"][1]["bytes_per_s"]["source"]
     assert "all_reduce, all_gather, reduce_scatter, all_to_all over node=2, between nodes" in source
 
@@ -175,10 +179,54 @@ def test_a_collective_costs_what_a_computation_and_it_take_beyond_the_computatio
         monkeypatch.setitem(COLLECTIVES, name, lambda *_, seconds=seconds: timer.spend(itertools.repeat(seconds)))
     for name in COLLECTIVES.keys() - costs.keys():
         monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(1.0)))  # pyright: ignore
+    monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(0.5)))
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="")
     found = timer.collectives(group, "dp")
     assert found["all_reduce", 4096] == 2.0
+    assert found["all_reduce", FEW_BYTES] == 0.5
     assert found["all_gather", 4096] == SHORTEST, "faster than nothing is a disturbance"
+
+
+@given(
+    num_ranks=st.integers(2, 9),
+    few_s=st.floats(1e-6, 1e-2),
+    times=st.floats(1.3, 10.0),
+    per_byte=st.floats(1e-11, 1e-8),
+    efficiency=st.floats(0.1, 1.0),
+    slower=st.floats(0.5, 2.0),
+)
+def test_a_few_numbers_take_what_was_measured_and_messages_what_the_fit_says(
+    num_ranks: int, few_s: float, times: float, per_byte: float, efficiency: float, slower: float
+) -> None:
+    assume(few_s > 2 * FEW_BYTES * per_byte / efficiency)
+    mesh, plain = Mesh({"dp": num_ranks}), Link("plain", None, 0.0, 1.0)
+    (level,) = levels_of([plain], mesh, "dp")
+    found = Fit((Line(times * few_s / slower, 0.0, per_byte),), 0.0, {"all_reduce": efficiency}, {"all_reduce": slower})
+
+    def sample(algorithm: str, num_bytes: int, seconds: float) -> Sample:
+        steps, share = steps_and_share("all_reduce", algorithm, level, num_ranks)
+        return Sample(steps, share * num_bytes, seconds)
+
+    messages = [sample("ring", num_bytes, 1.0) for num_bytes in (4096, 1 << 20)]
+    few = few_numbers([sample("tree", FEW_BYTES, few_s)], messages, found)
+    assert few is not None
+    factors = Efficiencies(all_reduce=efficiency), Latencies(all_reduce=slower)
+    link = Link("link", None, 0.0, found.bytes_per_s, (*found.protocols(["messages"]), few), *factors)
+    hardware = Hardware("box", {"float32": 1.0}, 1.0, 1, 0.0, (link,))
+
+    def seconds(num_bytes: int) -> float:
+        return transfer_seconds(Transfer("all_reduce", "dp", num_bytes), mesh, hardware)
+
+    assert seconds(FEW_BYTES) == pytest.approx(few_s)
+    for message, num_bytes in zip(messages, (4096, 1 << 20), strict=True):
+        assert seconds(num_bytes) == pytest.approx(found.seconds(message))
+
+
+def test_a_few_numbers_that_are_not_clearly_faster_are_messages() -> None:
+    found = Fit((Line(1e-3, 0.0, 1e-9),), 0.0, {})
+    messages = [Sample(2, 4096.0, 1e-3)]
+    assert few_numbers([Sample(2, 16.0, 0.9e-3)], messages, found) is None
+    assert few_numbers([Sample(2, 16.0, 0.7e-3)], messages, found) is not None
 
 
 @pytest.mark.parametrize(
