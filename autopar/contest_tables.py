@@ -50,7 +50,7 @@ def _row(each: Measurement, fastest: float) -> tuple[str, ...]:
     predicted = each.predicted
     as_predicted = {None: "", True: "as predicted", False: "NOT AS PREDICTED"}[each.moved_as_predicted]
     return (
-        each.strategy,
+        f"{each.strategy} = {each.same_as}" if each.same_as else each.strategy,
         format_seconds(each.measured.seconds),
         f"{each.measured.seconds / fastest:.2f}",
         format_seconds(predicted.seconds) if predicted else "",

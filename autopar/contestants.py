@@ -58,11 +58,14 @@ class Contestant:
         *,
         context: Context = contextlib.nullcontext,
         plan: Plan | None = None,
+        program: str | None = None,
         setup_seconds: float = 0.0,
     ) -> None:
         self.model = model
         self.inputs = inputs
         self.plan = plan
+        self.program = program
+        """What a rank runs, as code, and the layouts of what it takes; equal where two do the same. A peer has none."""
         self.setup_seconds = setup_seconds
         self._context = context
         # A peer may leave parameters plain that it does not split; a fused step takes the kinds in groups of their own.
@@ -111,4 +114,6 @@ def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: De
     )
     assert isinstance(compiled, ParallelModule), "a contest has no pipelines"
     seconds = time.perf_counter() - start
-    return Contestant(compiled, inputs, plan=compiled.plan, setup_seconds=seconds)
+    local = compiled.prepare(inputs, {}).local
+    program = f"{local.module.code}\n{sorted(local.layouts.items())}"
+    return Contestant(compiled, inputs, plan=compiled.plan, program=program, setup_seconds=seconds)

@@ -49,6 +49,8 @@ class Measurement:
     """Seconds that a quarter of the steps stay below, and above."""
     setup_seconds: float = 0.0
     """To plan and rewrite the model, or to wrap it."""
+    same_as: str = ""
+    """Another strategy that makes the same program of the model: its steps are those of this one, too."""
     apart: float | None = None
     """The largest relative difference of its losses from those of one process; None where they are not compared."""
 
@@ -111,14 +113,14 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
 
 _COSTS = tuple(each.name for each in fields(Costs))
 _COLUMNS = (
-    *("model", "mesh", "strategy", "reason"),
+    *("model", "mesh", "strategy", "same_as", "reason"),
     *(f"{kind}_{name}" for kind in ("measured", "predicted") for name in _COSTS),
     *("seconds_low", "seconds_high", "calls", "setup_seconds", "apart", "agrees"),
 )
 
 
 def _line(measurement: Measurement) -> dict[str, Any]:
-    line: dict[str, Any] = {name: getattr(measurement, name) for name in ("model", "mesh", "strategy", "reason")}
+    line: dict[str, Any] = {name: getattr(measurement, name) for name in _COLUMNS[:5]}
     for kind in ("measured", "predicted"):
         costs = getattr(measurement, kind)
         if costs is not None:

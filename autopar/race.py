@@ -1,13 +1,16 @@
 """What each rank runs: the contestants of one cell, first each alone, then in turns, step by step.
 
-Alone, in its first steps, a contestant shows its losses, what it moves and what it holds. Then all take turns, so that
-what else the machine does weighs on all alike; a step begins together and takes as long as its slowest rank.
+Alone, in its first steps, a contestant shows its losses, what it moves and what it holds. Then all take turns, in
+another order each time, so that what else the machine does, and who came before, weighs on all alike; a step begins
+together and takes as long as its slowest rank. Strategies that make the same program of a model run it once: the
+difference of two measurements of one program would say nothing of the strategies.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.contestants import Contestant, Terms, contestant
+from autopar.contestants import AUTO, Contestant, Terms, contestant
 from autopar.errors import AutoparError
 from autopar.measurement import Costs, Measurement, largest_difference
 from autopar.mesh import Mesh
@@ -84,9 +87,12 @@ def race(cell: Cell) -> list[Measurement]:
             found[name] = cell.measurement(name, reason=reason)
         else:
             entries.append(entry)
-    seconds = _in_turns(cell, entries)
-    for entry, slowest in zip(entries, seconds, strict=True):
-        found[entry.name] = _measured(cell, entry, slowest, expected)
+    runs_as = _same_programs(entries)
+    runners = [entry for entry in entries if entry.name not in runs_as]
+    seconds = dict(zip([runner.name for runner in runners], _in_turns(cell, runners), strict=True))
+    for entry in entries:
+        same_as = runs_as.get(entry.name, "")
+        found[entry.name] = _measured(cell, entry, seconds[same_as or entry.name], expected, same_as)
     return [found[name] for name in cell.strategies]
 
 
@@ -167,6 +173,17 @@ def _axes_by_group(mesh: DeviceMesh) -> dict[str, str]:
     return axes
 
 
+def _same_programs(entries: list[_Entry]) -> dict[str, str]:
+    """Strategy → another one with the same program, which runs for both; a preset rather than autopar's plan."""
+    found: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda entry: entry.name == AUTO):
+        program = entry.contestant.program
+        if program is not None and first.setdefault(program, entry.name) != entry.name:
+            found[entry.name] = first[program]
+    return found
+
+
 def _in_turns(cell: Cell, entries: list[_Entry]) -> list[list[float]]:
     """Seconds of each step of each contestant, of the rank that took longest."""
     gc.collect()
@@ -174,8 +191,9 @@ def _in_turns(cell: Cell, entries: list[_Entry]) -> list[list[float]]:
     wait = torch.cuda.synchronize if cell.device == "cuda" else lambda: None
     seconds: list[list[float]] = [[] for _ in entries]
     for turn in range(WARM_UP + cell.steps):
-        # Forwards and backwards, so that nobody always comes after the same one.
-        for number in range(len(entries)) if turn % 2 else reversed(range(len(entries))):
+        order = list(range(len(entries)))
+        random.Random(turn).shuffle(order)  # equal on all ranks
+        for number in order:
             dist.barrier()
             wait()
             start = time.perf_counter()
@@ -187,7 +205,9 @@ def _in_turns(cell: Cell, entries: list[_Entry]) -> list[list[float]]:
     return [[max(step) for step in zip(*ranks, strict=True)] for ranks in zip(*of_all, strict=True)]
 
 
-def _measured(cell: Cell, entry: _Entry, seconds: list[float], expected: list[float] | None) -> Measurement:
+def _measured(
+    cell: Cell, entry: _Entry, seconds: list[float], expected: list[float] | None, same_as: str
+) -> Measurement:
     of_all = _of_every_rank((entry.losses, entry.peak_bytes), cell)
     losses = [statistics.fmean(each) for each in zip(*(losses for losses, _ in of_all), strict=True)]
     peak = max(peak for _, peak in of_all)
@@ -200,6 +220,7 @@ def _measured(cell: Cell, entry: _Entry, seconds: list[float], expected: list[fl
         calls=_by_name(entry.traffic.calls),
         quartiles=(low, high),
         setup_seconds=max(_of_every_rank(built.setup_seconds, cell)),
+        same_as=same_as,
         apart=None if expected is None else largest_difference(losses, expected),
     )
 

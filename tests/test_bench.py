@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from autopar.meters import CollectiveCounter, peak_bytes
 from autopar.peer_plans import tensor_parallel_plan
 from autopar.peers import PEERS
 from autopar.plain_models import Perceptron
-from autopar.race import Cell, _tried
+from autopar.race import Cell, _same_programs, _tried
 from autopar.subjects import trainable
 from tests.ranks import Ranks
 
@@ -126,6 +127,32 @@ def test_a_fake_world_times_one_rank_of_many() -> None:
     assert result.measurements[0].moved_as_predicted is True
     assert result.measurements[2].reason.startswith("DistributedDataParallel waits for the results of its collectives")
     assert "losses       agree" not in str(result)
+
+
+@pytest.mark.filterwarnings("ignore:zero1")
+def test_strategies_with_the_same_program_are_timed_once() -> None:
+    strategies = ("zero1", "zero2", "zero3")
+    result = bench(PERCEPTRON, Mesh({"ranks": 8}), strategies, steps=1, fake=True)
+    first, second, third = result.measurements
+    assert (first.same_as, second.same_as, third.same_as) == ("", "zero1", "")
+    assert first.measured is not None and second.measured is not None and third.measured is not None
+    assert first.measured.seconds == second.measured.seconds != third.measured.seconds
+    assert "zero2 = zero1" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected"),
+    [
+        ({AUTO: "a", "zero3": "b", "data_parallel": "a"}, {AUTO: "data_parallel"}),
+        ({AUTO: "a", "zero2": "b", "zero3": "b", "hsdp": "b"}, {"zero3": "zero2", "hsdp": "zero2"}),
+        ({"ddp": None, "fsdp2": None, AUTO: "a"}, {}),
+    ],
+)
+def test_a_preset_runs_for_the_plan_that_is_the_same(
+    programs: Mapping[str, str | None], expected: Mapping[str, str]
+) -> None:
+    entries = [SimpleNamespace(name=name, contestant=SimpleNamespace(program=p)) for name, p in programs.items()]
+    assert _same_programs(entries) == expected  # pyright: ignore[reportArgumentType]
 
 
 def test_a_strategy_that_fails_is_a_reason_and_ends_nothing() -> None:
