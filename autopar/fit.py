@@ -24,8 +24,9 @@ import numpy as np
 
 from autopar.hardware import Protocol
 
-WORTH = 0.8  # a refinement must lower the error to this share,
-WORTH_LEAST = 0.01  # and by this much: a percent
+WORTH = 0.8  # a second protocol, the best of many cuts, must lower the error to this share,
+WORTH_OWN = 0.9  # what is told apart by collective, without any choice, to this one,
+WORTH_LEAST = 0.01  # and both by this much: a percent
 FEWEST = 3  # samples that a line of its own needs
 
 
@@ -96,9 +97,9 @@ def fit(samples: Sequence[Sample]) -> Fit:
         return plain
     efficiencies = _efficiencies(samples)
     apart = _refined(_made(samples, (samples,), efficiencies), samples)
-    found = apart if _is_worth(apart, plain) else plain
+    found = apart if _is_worth(apart, plain, WORTH_OWN) else plain
     each = _with_latencies(samples, plain)
-    return each if _is_worth(each, found) else found
+    return each if _is_worth(each, found, WORTH_OWN) else found
 
 
 def relative_error(predict: Callable[[Sample], float], samples: Sequence[Sample]) -> float:
@@ -115,13 +116,13 @@ def _refined(single: Fit, samples: Sequence[Sample]) -> Fit:
         if min(len(small), len(large)) < FEWEST or len({sample.num_bytes for sample in large}) < 2:
             continue
         found = _made(samples, (small, large), single.efficiencies)
-        if found.error < best.error and _is_worth(found, single):
+        if found.error < best.error and _is_worth(found, single, WORTH):
             best = found
     return best
 
 
-def _is_worth(refined: Fit, plain: Fit) -> bool:
-    return refined.error < WORTH * plain.error and plain.error - refined.error > WORTH_LEAST
+def _is_worth(refined: Fit, plain: Fit, share: float) -> bool:
+    return refined.error < share * plain.error and plain.error - refined.error > WORTH_LEAST
 
 
 def _made(samples: Sequence[Sample], parts: Sequence[Sequence[Sample]], efficiencies: Mapping[str, float]) -> Fit:

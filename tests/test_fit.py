@@ -126,3 +126,15 @@ def test_collectives_that_start_alike_keep_one_latency() -> None:
         replace(s, collective=name) for name in ("all_reduce", "all_gather") for s in _samples(Line(1e-4, 0, 1e-9))
     ]
     assert fit(samples).latencies == {}
+
+
+def test_collectives_are_told_apart_under_noise() -> None:
+    # Of 48 times that are off by up to a half, a bandwidth of half explains too much to be left out.
+    rows = _samples(Line(2e-3, 0.0, 2e-9), steps=(1, 1, 1, 1), noise=0.5, seed=2)
+    named = [replace(row, collective=("all_reduce", "all_gather")[i % 2]) for i, row in enumerate(rows)]
+    slower = [
+        replace(row, seconds=row.seconds + row.num_bytes * 2e-9) if row.collective == "all_gather" else row
+        for row in named
+    ]
+    assert fit(named).efficiencies == {}
+    assert fit(slower).efficiencies["all_gather"] == pytest.approx(0.5, abs=0.15)
