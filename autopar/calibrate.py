@@ -185,7 +185,7 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
     flops = {}
     for dtype in DTYPES:
         best, size = timer.matmul_flops(dtype)
-        flops[str(dtype).removeprefix("torch.")] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
+        flops[_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
     copied = f"copy of {format_bytes(timer.effort.copy_bytes)}, read plus written, {each}"
     memory, how = _memory_bytes(device, local_ranks)
     return {
@@ -194,6 +194,11 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
             timer.elementwise_bytes_per_s(),
             f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
             f"{each}",
+        ),
+        "attention_efficiency": stamp.number(
+            min(1.0, timer.attention_flops() / flops[_name(timer.effort.attention_dtype)]["value"]),
+            f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
+            f"features), forward and backward, beside matmuls, {each}",
         ),
         "memory_bytes_per_s": stamp.number(timer.copy_bytes_per_s(), copied),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
@@ -292,6 +297,10 @@ def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
     return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
@@ -332,6 +341,7 @@ def summary(profile: Profile) -> str:
     rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
     rows.append(("copy", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
     rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
+    rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))
     rows.append(("one operation", format_seconds(hardware.op_latency_s)))
     for link, written in zip(hardware.links, profile["links"], strict=True):
         rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))

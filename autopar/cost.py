@@ -3,7 +3,8 @@
     seconds = max(FLOPs / peak FLOP/s, bytes / bandwidth) + latency      (roofline, Williams et al. 2009)
 
 where the bandwidth is that of memory for contractions, which read what they need once, and for other operations that of
-elementwise ones (a CPU computes tanh more slowly than it reads; a GPU's memory bounds both);
+elementwise ones (a CPU computes tanh more slowly than it reads; a GPU's memory bounds both), and the peak is that of
+matmuls, of which fused attention reaches the share that the hardware states;
 forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
 """
 
@@ -55,6 +56,12 @@ def bandwidth(call: Call, op: OpRule | None, bound: BoundRule, hardware: Hardwar
     return hardware.memory_bytes_per_s if dense else hardware.elementwise_bytes_per_s
 
 
+def peak_flops(call: Call, hardware: Hardware) -> float:
+    """The FLOP/s that a call may reach."""
+    peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else torch.float32)
+    return peak * hardware.attention_efficiency if base_name(call) == "scaled_dot_product_attention" else peak
+
+
 def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
     return math.prod(layout.local_shape(info.shape, sizes))
 
@@ -79,8 +86,8 @@ def forward_seconds(
         local_elements(info, layout, sizes) * info.dtype.itemsize
         for info, layout in zip(call.outputs, layouts[1], strict=True)
     )
-    dtype = call.outputs[0].dtype if call.outputs else torch.float32
-    forward = max(total_flops * share / hardware.flops_of(dtype), moved_bytes(call, inputs, outputs) / bytes_per_s)
+    computing = total_flops * share / peak_flops(call, hardware)
+    forward = max(computing, moved_bytes(call, inputs, outputs) / bytes_per_s)
     return forward + hardware.op_latency_s
 
 

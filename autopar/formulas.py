@@ -242,7 +242,7 @@ class _Ledger:
         op = rule_of(call)
         flops = Size.of(cost.flops(call, op, bound)).polynomial / Size.of(parts)
         hardware = self.space.hardware
-        peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else "float32")
+        peak = cost.peak_flops(call, hardware)
         moved = Size.of(cost.moved_bytes(call, *num_bytes)).polynomial
         speed = float(cost.bandwidth(call, op, bound, hardware))
         roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"

@@ -150,6 +150,8 @@ class Hardware:
     overlap: Overlap = Overlap()
     elementwise_bytes_per_s: float = 0.0
     """Of operations that are no contractions, differentiated; 0: `memory_bytes_per_s`, as where memory bounds them."""
+    attention_efficiency: float = 1.0
+    """Share of a dense matmul's FLOP/s that fused attention reaches, differentiated."""
 
     def __post_init__(self) -> None:
         if not self.elementwise_bytes_per_s:
@@ -162,6 +164,11 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
         if "float32" not in self.flops:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
+        if not 0 < self.attention_efficiency <= 1:
+            raise PlanError(
+                f"hardware {self.name!r} has attention_efficiency = {self.attention_efficiency}; give a share above 0, "
+                "at most 1."
+            )
         if not 0 <= self.op_latency_s < math.inf:
             raise PlanError(f"hardware {self.name!r} has op_latency_s = {self.op_latency_s}; give at least 0.")
         self._check_links()
@@ -234,6 +241,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         tuple(_link(link) for link in profile["links"]),
         Overlap(**_numbers(profile.get("overlap", {}), "overlap", Overlap)),
         _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
+        _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
     )
 
 

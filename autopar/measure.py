@@ -45,9 +45,14 @@ class Effort:
     copy_bytes: int = 1 << 28  # well beyond the caches
     repetitions: int = 20
     elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
+    attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
+    attention_dtype: torch.dtype = torch.float32
 
 
-CUDA = Effort(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20, 1 << 28)
+CUDA = Effort(
+    *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20, 1 << 28),
+    *((8, 16, 2048, 128), torch.bfloat16),
+)
 BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 1 << 26, 10)
 QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 1 << 25, 5)
 
@@ -122,6 +127,15 @@ class Timer:
         (seconds,) = self.median_seconds([_trained([x, y], calls)], "elementwise")
         counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
         return counted * self.effort.elementwise_bytes / seconds
+
+    def attention_flops(self) -> float:
+        """FLOP/s of fused attention, forward and backward, counted as `cost` does: a forward for each gradient."""
+        shape, dtype = self.effort.attention, self.effort.attention_dtype
+        q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
+        calls = [lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v)] * LAYERS
+        (seconds,) = self.median_seconds([_trained([q, k, v], calls)], "attention")
+        batch, heads, sequence, features = shape
+        return 4 * LAYERS * 4 * batch * heads * sequence**2 * features / seconds
 
     def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))

@@ -20,6 +20,7 @@ from autopar.cost import (
     moved_bytes,
     num_backward,
     optimizer_seconds,
+    peak_flops,
 )
 from autopar.hardware import Hardware, Link, load
 from autopar.layout import Layout
@@ -167,6 +168,14 @@ def test_what_makes_no_products_goes_at_the_speed_of_elementwise_operations() ->
     assert bandwidth(relu, OpRule("a b -> a b", flops=100), pointwise, hardware) == 2e9, "as a convolution says"
     assert bandwidth(linear(), OpRule("b k, o k -> b o"), product, hardware) == 2e9
     assert bandwidth(lookup, None, rows, hardware) == 1e9
+
+
+def test_attention_reaches_the_share_of_a_matmul_that_the_hardware_states() -> None:
+    hardware = replace(load("cpu"), attention_efficiency=0.25)
+    heads = info(2, 4, 8, 16)
+    attention = Call(aten.scaled_dot_product_attention.default, (heads, heads, heads), (heads,), {})
+    assert peak_flops(attention, hardware) == 0.25 * hardware.flops_of(torch.float32)
+    assert peak_flops(linear(), hardware) == hardware.flops_of(torch.float32)
 
 
 def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:

@@ -246,6 +246,17 @@ def test_a_profile_that_cannot_be_read_names_the_file_and_the_number(
     assert message in str(caught.value)
 
 
+def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+    assert parse(profile).attention_efficiency == 1.0
+    assert parse({**profile, "attention_efficiency": 0.3}).attention_efficiency == 0.3
+    for share in (0, 1.5):
+        with pytest.raises(
+            PlanError, match=rf"has attention_efficiency = {share:.1f}; give a share above 0, at most 1"
+        ):
+            parse({**profile, "attention_efficiency": share})
+
+
 def test_elementwise_operations_go_at_the_speed_of_memory_where_nothing_else_is_said() -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
     assert parse(profile).elementwise_bytes_per_s == parse(profile).memory_bytes_per_s
