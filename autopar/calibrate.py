@@ -195,6 +195,10 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
             f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
             f"{each}",
         ),
+        "product_bytes_per_s": stamp.number(
+            timer.product_bytes_per_s(),
+            "{} rows by {}² in float32, forward and backward, read plus written, ".format(*timer.effort.product) + each,
+        ),
         "attention_efficiency": stamp.number(
             min(1.0, timer.attention_flops() / flops[_name(timer.effort.attention_dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
@@ -341,6 +345,7 @@ def summary(profile: Profile) -> str:
     rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
     rows.append(("copy", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
     rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
+    rows.append(("products of few rows", f"{format_bytes(hardware.product_bytes_per_s)}/s"))
     rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))
     rows.append(("one operation", format_seconds(hardware.op_latency_s)))
     for link, written in zip(hardware.links, profile["links"], strict=True):

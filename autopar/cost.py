@@ -2,8 +2,9 @@
 
     seconds = max(FLOPs / peak FLOP/s, bytes / bandwidth) + latency      (roofline, Williams et al. 2009)
 
-where the bandwidth is that of memory for contractions, which read what they need once, and for other operations that of
-elementwise ones (a CPU computes tanh more slowly than it reads; a GPU's memory bounds both), and the peak is that of
+where the bandwidth is that of products of few rows for contractions, which read what they need once, and for other
+operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
+memory bounds all of them), and the peak is that of
 matmuls, of which fused attention reaches the share that the hardware states;
 forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
 """
@@ -53,7 +54,7 @@ def flops(call: Call, op: OpRule | None, bound: BoundRule) -> int:
 def bandwidth(call: Call, op: OpRule | None, bound: BoundRule, hardware: Hardware) -> float:
     """The bytes per second at which a call goes through its inputs and outputs."""
     dense = computes_products(call, op, bound)
-    return hardware.memory_bytes_per_s if dense else hardware.elementwise_bytes_per_s
+    return hardware.product_bytes_per_s if dense else hardware.elementwise_bytes_per_s
 
 
 def peak_flops(call: Call, hardware: Hardware) -> float:

@@ -150,15 +150,21 @@ class Hardware:
     overlap: Overlap = Overlap()
     elementwise_bytes_per_s: float = 0.0
     """Of operations that are no contractions, differentiated; 0: `memory_bytes_per_s`, as where memory bounds them."""
+    product_bytes_per_s: float = 0.0
+    """Of products of few rows, differentiated, which go through a whole matrix; 0: `memory_bytes_per_s`."""
     attention_efficiency: float = 1.0
     """Share of a dense matmul's FLOP/s that fused attention reaches, differentiated."""
 
     def __post_init__(self) -> None:
-        if not self.elementwise_bytes_per_s:
-            object.__setattr__(self, "elementwise_bytes_per_s", self.memory_bytes_per_s)
+        for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.memory_bytes_per_s)
         numbers = {f"flops of {dtype}": value for dtype, value in self.flops.items()}
         numbers |= {"memory_bytes_per_s": self.memory_bytes_per_s, "memory_bytes": self.memory_bytes}
-        numbers["elementwise_bytes_per_s"] = self.elementwise_bytes_per_s
+        numbers |= {
+            "elementwise_bytes_per_s": self.elementwise_bytes_per_s,
+            "product_bytes_per_s": self.product_bytes_per_s,
+        }
         for what, value in numbers.items():
             if not 0 < value < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
@@ -241,6 +247,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         tuple(_link(link) for link in profile["links"]),
         Overlap(**_numbers(profile.get("overlap", {}), "overlap", Overlap)),
         _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
+        _number(profile, "product_bytes_per_s") if "product_bytes_per_s" in profile else 0.0,
         _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
     )
 

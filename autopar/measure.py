@@ -45,13 +45,14 @@ class Effort:
     copy_bytes: int = 1 << 28  # well beyond the caches
     repetitions: int = 20
     elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
+    product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix
     attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
     attention_dtype: torch.dtype = torch.float32
 
 
 CUDA = Effort(
     *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20, 1 << 28),
-    *((8, 16, 2048, 128), torch.bfloat16),
+    *((8, 8192), (8, 16, 2048, 128), torch.bfloat16),
 )
 BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 1 << 26, 10)
 QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 1 << 25, 5)
@@ -127,6 +128,16 @@ class Timer:
         (seconds,) = self.median_seconds([_trained([x, y], calls)], "elementwise")
         counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
         return counted * self.effort.elementwise_bytes / seconds
+
+    def product_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of products of few rows, forward and backward."""
+        rows, size = self.effort.product
+        x, *weights = (
+            torch.randn(each, size, device=self.device).requires_grad_() for each in (rows, *LAYERS * [size])
+        )
+        calls = [lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
+        (seconds,) = self.median_seconds([_trained([x, *weights], calls)], "products of few rows")
+        return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
 
     def attention_flops(self) -> float:
         """FLOP/s of fused attention, forward and backward, counted as `cost` does: a forward for each gradient."""

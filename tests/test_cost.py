@@ -158,7 +158,7 @@ def test_a_cast_is_no_view() -> None:
 
 
 def test_what_makes_no_products_goes_at_the_speed_of_elementwise_operations() -> None:
-    hardware = replace(load("cpu"), memory_bytes_per_s=2e9, elementwise_bytes_per_s=1e9)
+    hardware = replace(load("cpu"), memory_bytes_per_s=3e9, product_bytes_per_s=2e9, elementwise_bytes_per_s=1e9)
     relu = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
     pointwise = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
     product = Rule.parse("b k, o k -> b o").bind([(4, 6), (10, 6)], [(4, 10)])

@@ -257,12 +257,13 @@ def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
             parse({**profile, "attention_efficiency": share})
 
 
-def test_elementwise_operations_go_at_the_speed_of_memory_where_nothing_else_is_said() -> None:
+@pytest.mark.parametrize("name", ["elementwise_bytes_per_s", "product_bytes_per_s"])
+def test_operations_go_at_the_speed_of_memory_where_nothing_else_is_said(name: str) -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
-    assert parse(profile).elementwise_bytes_per_s == parse(profile).memory_bytes_per_s
-    assert parse({**profile, "elementwise_bytes_per_s": 5e9}).elementwise_bytes_per_s == 5e9
-    with pytest.raises(PlanError, match=r"has elementwise_bytes_per_s = -1\.0; give a number above 0"):
-        parse({**profile, "elementwise_bytes_per_s": -1})
+    assert getattr(parse(profile), name) == parse(profile).memory_bytes_per_s
+    assert getattr(parse({**profile, name: 5e9}), name) == 5e9
+    with pytest.raises(PlanError, match=rf"has {name} = -1\.0; give a number above 0"):
+        parse({**profile, name: -1})
 
 
 def test_latencies_of_collectives_are_read_and_those_below_nothing_refused() -> None:
