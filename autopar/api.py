@@ -76,6 +76,9 @@ def compile(
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
+    Parameters keep their names. They are plain tensors where the first plan (on a pipeline, of all stages) stores every
+    one of them whole on each rank, and DTensors, all of them, where it splits one; later plans keep to that storage.
+
     Args:
         model: any module that `torch.export` can trace; its parameters may be on the meta device.
         mesh: a DeviceMesh with axis names, over ranks of an initialised process group.

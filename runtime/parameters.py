@@ -1,4 +1,4 @@
-"""Parameters as DTensors under their original names, and their local parts as the graph takes them."""
+"""Parameters as they are stored, under their original names, and their local parts as the graph takes them."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # The forward and backward of a Function name their own arguments.
@@ -46,10 +46,14 @@ def attach(
 ) -> None:
     """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
 
-    Parameters become DTensors (those without a layout in `layouts` are stored as `whole`), buffers plain tensors, equal
-    on every rank. Of whose (first) name `wanted` is false, that is left out, under all its names. `agreed` gives the
-    values of a tensor that counts; it is called for each one, of those left out too.
+    Parameters become DTensors where `layouts` splits one of them: optimizers and clipping do not mix DTensors and plain
+    tensors. Where it splits none they become plain tensors, which cost no dispatch. Those without a layout are stored
+    as `whole`. Buffers become plain tensors. What is plain is equal on every rank.
+
+    Of whose (first) name `wanted` is false, that is left out, under all its names. `agreed` gives the values of a
+    tensor that counts; it is called for each one, of those left out too.
     """
+    splits = any(placement.is_split for layout in layouts.values() for placement in layout)
     made: dict[int, nn.Parameter] = {}
     left_out: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -61,6 +65,8 @@ def attach(
                 left_out.add(id(parameter))
                 continue
             stored = distribute(values, layouts.get(name, whole), mesh)
+            if not splits:
+                stored = stored.to_local()
             made[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
         owner, leaf = _owner(root, name)
         owner.register_parameter(leaf, made[id(parameter)])
@@ -94,8 +100,14 @@ def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
 
 
 def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which every whole tensor of a parameter's shape is split as `root` stores that parameter."""
+    """A state dict in the kind of tensors that `root` stores.
+
+    Where it stores DTensors, whole tensors of a parameter's shape are split as that parameter. Where it stores plain
+    tensors, DTensors are gathered, which all ranks of their mesh do together.
+    """
     stored = dict(nn.Module.named_parameters(root, remove_duplicate=False))
+    if not any(isinstance(parameter, DTensor) for parameter in stored.values()):
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
     def split(name: str, value: Any) -> Any:
         parameter = stored.get(name)

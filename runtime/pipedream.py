@@ -24,7 +24,7 @@ from autopar.program import info_of
 from autopar.runtime.executable import Executable
 from autopar.runtime.inputs import Arguments
 from autopar.runtime.pipeline_stage import received_tensors, sent_tensors
-from autopar.runtime.stage import Stage
+from autopar.runtime.stage import Stage, leaf_of
 from autopar.schedules import Schedule
 
 
@@ -45,9 +45,10 @@ class StashingStage(Stage):
         """What micro-batch `number` sends, and the user's outputs, on the newest weights."""
         self.begin(microbatches, first_step)
         stored = {_memory(part) for part in self.executable.weights_of(self._root[0]).values()}
-        for leaf in self._parameters.values():
+        for name, leaf in self._parameters.items():
             if leaf is not None and _memory(leaf) in stored:
-                leaf.data = leaf.detach().clone()
+                # A leaf of its own: one that only gets other memory counts the changes of the stored weight as its own.
+                self._parameters[name] = leaf_of(leaf.detach().clone(), leaf.requires_grad)
         self.microbatch = number
         outputs = self(*received)
         self._stash[number] = self._moved, dict(self._parameters)

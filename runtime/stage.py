@@ -43,10 +43,7 @@ class Stage(nn.Module):
         with self._surroundings(0):
             self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
         for number, moved in enumerate(self._moved):
-            leaf = nn.Parameter(moved.detach(), requires_grad=moved.requires_grad)
-            if moved.requires_grad and moved.dtype.itemsize < torch.float32.itemsize:
-                leaf.grad_dtype = torch.float32  # many micro-batches add up
-            self.register_parameter(f"weight{number}", leaf)
+            self.register_parameter(f"weight{number}", leaf_of(moved.detach(), moved.requires_grad))
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
         """What the micro-batch sends, and the user's outputs."""
@@ -82,6 +79,14 @@ class Stage(nn.Module):
 
     def _surroundings(self, microbatch: int) -> Any:
         return self.executable.surroundings(self._seed, self._first_step + microbatch, self._deterministic)
+
+
+def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:
+    """A weight as micro-batches take it, whose gradient adds up over them."""
+    leaf = nn.Parameter(values, requires_grad=learns)
+    if learns and values.dtype.itemsize < torch.float32.itemsize:
+        leaf.grad_dtype = torch.float32
+    return leaf
 
 
 def accumulate(

@@ -34,7 +34,9 @@ from tests.families import FAMILIES, HIDDEN, MLP
 from tests.parity import SLOW_DEVICES, whole
 from tests.ranks import Ranks, mesh
 
-GRID, LINE = ((2, 2), ("dp", "tp")), ((4,), ("dp",))
+GRID = ((2, 2), ("dp", "tp"))
+PRESETS = {"whole": "data_parallel", "split": "zero3"}
+"""Way to store → strategy: every parameter whole on each rank (plain tensors), or in parts (DTensors)."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
@@ -53,13 +55,15 @@ def mlp(seed: int = 3) -> nn.Module:
     return MLP()
 
 
-def compiled_mlp(on: tuple[tuple[int, ...], tuple[str, ...]] = GRID, seed: int = 3) -> ParallelModule:
-    """An MLP that is split by columns and rows over tp and stored in parts over dp, or planned freely on a line."""
+def compiled_mlp(way: str = "grid", seed: int = 3) -> ParallelModule:
+    """An MLP on all ranks, stored as `PRESETS` says; "grid": by columns and rows over tp, and in parts over dp."""
     model = mlp(seed)
-    if on is GRID:
-        autopar.annotate(model, "up", tp="column", storage="dp")
-        autopar.annotate(model, "middle", tp="row")
-    return autopar.compile(model, mesh(*on), (vectors(),), hardware=SLOW_DEVICES)
+    if way in PRESETS:
+        line = mesh((dist.get_world_size(),), ("dp",))
+        return autopar.compile(model, line, (vectors(),), strategy=PRESETS[way], hardware=SLOW_DEVICES)
+    autopar.annotate(model, "up", tp="column", storage="dp")
+    autopar.annotate(model, "middle", tp="row")
+    return autopar.compile(model, mesh(*GRID), (vectors(),), hardware=SLOW_DEVICES)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> list[Tensor]:
@@ -83,9 +87,9 @@ def assert_same_weights(found: nn.Module, expected: nn.Module, exactly: bool = F
         )
 
 
-def _optimizers() -> None:
+def _optimizers(way: str) -> None:
     for name, make in OPTIMIZERS.items():
-        ours, theirs = compiled_mlp(), mlp()
+        ours, theirs = compiled_mlp(way), mlp()
         for max_norm in (None, 1e-2):
             found = train(ours, make(ours.parameters()), max_norm)
             expected = train(theirs, make(theirs.parameters()), max_norm)
@@ -93,13 +97,14 @@ def _optimizers() -> None:
             assert_same_weights(ours, theirs)
 
 
-def test_optimizers_and_clipping_equal_one_process(ranks: Ranks) -> None:
-    ranks.run(_optimizers, world_size=4, timeout=120)
+@pytest.mark.parametrize("way", ["grid", "whole"])
+def test_optimizers_and_clipping_equal_one_process(ranks: Ranks, way: str) -> None:
+    ranks.run(_optimizers, way, world_size=4, timeout=120)
 
 
-def _overflow(make_scaler: Callable[[], Any]) -> list[bool | float]:
+def _overflow(make_scaler: Callable[[], Any], way: str) -> list[bool | float]:
     """A step whose gradient overflows on the first rank alone: whether this rank stepped, and the scale after."""
-    model = compiled_mlp(((2,), ("dp",)))
+    model = compiled_mlp(way)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler()
     before = copy.deepcopy(model.state_dict())
     found = []
@@ -107,30 +112,37 @@ def _overflow(make_scaler: Callable[[], Any]) -> list[bool | float]:
         optimizer.zero_grad()
         scaler.scale(model(vectors()).square().mean()).backward()
         gradient = next(model.parameters()).grad
-        assert isinstance(gradient, DTensor)
+        assert isinstance(gradient, DTensor) == (way == "split")
         if overflows and dist.get_rank() == 0:
-            gradient.to_local().view(-1)[0] = float("inf")
+            local(gradient).view(-1)[0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
-        moved = any(not torch.equal(p.to_local(), before[name].to_local()) for name, p in model.named_parameters())
+        moved = any(not torch.equal(local(p), local(before[name])) for name, p in model.named_parameters())
         found += [moved, scaler.get_scale()]
     return found
 
 
-def _sharded_scaler() -> list[bool | float]:
+def local(value: Tensor | None) -> Tensor:
+    """This rank's part of a parameter or gradient."""
+    assert value is not None
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _sharded_scaler(way: str) -> list[bool | float]:
     # Its default group is the one that was there when its module was imported.
-    return _overflow(lambda: ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD))
+    return _overflow(lambda: ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD), way)
 
 
-def test_the_sharded_scaler_skips_a_step_on_every_rank(ranks: Ranks) -> None:
-    assert ranks.run(_sharded_scaler) == [[False, 4.0, True, 4.0]] * 2
+@pytest.mark.parametrize("way", PRESETS)
+def test_the_sharded_scaler_skips_a_step_on_every_rank(ranks: Ranks, way: str) -> None:
+    assert ranks.run(_sharded_scaler, way) == [[False, 4.0, True, 4.0]] * 2
 
 
-def _save(folder: str) -> dict[str, Tensor]:
-    model = compiled_mlp()
+def _save(folder: str, way: str) -> dict[str, Tensor]:
+    model = compiled_mlp(way)
     optimizer = OPTIMIZERS["AdamW, loop"](model.parameters())
     train(model, optimizer)
-    round_trip = compiled_mlp(seed=5)
+    round_trip = compiled_mlp(way, seed=5)
     round_trip.load_state_dict(model.state_dict())
     assert_same_weights(round_trip, model, exactly=True)
     weights, moments = get_state_dict(model, optimizer)
@@ -139,9 +151,9 @@ def _save(folder: str) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
 
 
-def _load(folder: str) -> dict[str, Tensor]:
-    """Go on training on another mesh, from the checkpoint."""
-    model = compiled_mlp(LINE, seed=5)
+def _load(folder: str, way: str) -> dict[str, Tensor]:
+    """Go on training with parameters that are stored another way, from the checkpoint."""
+    model = compiled_mlp(way, seed=5)
     optimizer = OPTIMIZERS["AdamW, loop"](model.parameters())
     train(model, optimizer)  # so that the optimizer has a state to load into
     weights, moments = get_state_dict(model, optimizer)
@@ -151,10 +163,10 @@ def _load(folder: str) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(plain, get_model_state_dict(model, options=options), options=options)
     assert_same_weights(plain, model, exactly=True)
-    back = compiled_mlp(LINE, seed=7)
+    back = compiled_mlp(way, seed=7)
     set_model_state_dict(back, plain.state_dict(), options=options)
     assert_same_weights(back, plain, exactly=True)
-    once_more = compiled_mlp(LINE, seed=8)
+    once_more = compiled_mlp(way, seed=8)
     once_more.load_state_dict(plain.state_dict())
     assert_same_weights(once_more, plain, exactly=True)
     from_disk = mlp(9)
@@ -164,10 +176,28 @@ def _load(folder: str) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
 
 
-def test_a_checkpoint_goes_on_on_another_mesh_and_in_a_plain_model(ranks: Ranks, tmp_path: Any) -> None:
-    saved = ranks.run(_save, str(tmp_path), world_size=4)
-    for found in ranks.run(_load, str(tmp_path), world_size=4):
+@pytest.mark.parametrize(("source", "target"), [("grid", "split"), ("split", "whole"), ("whole", "grid")])
+def test_a_checkpoint_goes_on_on_another_mesh_and_in_a_plain_model(
+    ranks: Ranks, source: str, target: str, tmp_path: Any
+) -> None:
+    saved = ranks.run(_save, str(tmp_path), source, world_size=4)
+    for found in ranks.run(_load, str(tmp_path), target, world_size=4):
         assert_close(found, saved[0])
+
+
+def _state_dicts() -> None:
+    for source, target in (("split", "whole"), ("whole", "split")):
+        for assign in (False, True):
+            theirs, ours = compiled_mlp(source, seed=5), compiled_mlp(target)
+            kinds = [type(parameter.data) for parameter in ours.parameters()]
+            ours.load_state_dict(theirs.state_dict(), assign=assign)
+            assert [type(parameter.data) for parameter in ours.parameters()] == kinds
+            assert_same_weights(ours, theirs, exactly=True)
+            train(ours, OPTIMIZERS["SGD"](ours.parameters()))
+
+
+def test_a_state_dict_is_loaded_into_parameters_that_are_stored_another_way(ranks: Ranks) -> None:
+    ranks.run(_state_dicts)
 
 
 class Counting:
@@ -181,7 +211,7 @@ class Counting:
         return graph.forward
 
 
-def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
+def _compiled_on_top(family: str, backends: Sequence[str], strategy: str | None = None) -> None:
     args, kwargs = FAMILIES[family].inputs(0)
 
     def step(model: nn.Module) -> dict[str, Tensor | None]:
@@ -191,12 +221,13 @@ def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
         return {"": whole(loss), **{name: whole(p.grad) for name, p in model.named_parameters()}}
 
     source = FAMILIES[family].build()
-    if family == "mlp":
+    regathers = family == "mlp" and strategy is None
+    if regathers:
         autopar.annotate(source, "linear", dp="data")
         autopar.annotate(source, "*.weight", storage="dp", regather=True)
     on = mesh((2,), ("dp",)) if dist.get_world_size() == 2 else mesh(*GRID)
-    model = autopar.compile(source, on, kwargs or args, hardware=SLOW_DEVICES)
-    assert family != "mlp" or model.prepare(args, kwargs).regathers
+    model = autopar.compile(source, on, kwargs or args, hardware=SLOW_DEVICES, strategy=strategy)
+    assert not regathers or model.prepare(args, kwargs).regathers
     expected = step(model)
     counting = Counting()
     for backend in (counting, *backends):
@@ -211,8 +242,9 @@ def _compiled_on_top(family: str, backends: Sequence[str]) -> None:
     torch._dynamo.reset()
 
 
-def test_torch_compile_takes_the_graph_of_the_rank_whole(ranks: Ranks) -> None:
-    ranks.run(_compiled_on_top, "mlp", ("aot_eager",), timeout=120)
+@pytest.mark.parametrize("strategy", [None, "data_parallel"])
+def test_torch_compile_takes_the_graph_of_the_rank_whole(ranks: Ranks, strategy: str | None) -> None:
+    ranks.run(_compiled_on_top, "mlp", ("aot_eager",), strategy, timeout=120)
 
 
 @pytest.mark.slow
@@ -221,8 +253,8 @@ def test_torch_compile_gives_the_same_step(ranks: Ranks, family: str, backend: s
     ranks.run(_compiled_on_top, family, (backend,), world_size=4, timeout=400)
 
 
-def _autocast() -> None:
-    model, eager = compiled_mlp(), mlp()
+def _autocast(way: str) -> None:
+    model, eager = compiled_mlp(way), mlp()
     losses = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         for name, each in (("ours", model), ("theirs", eager)):
@@ -244,5 +276,6 @@ def _autocast() -> None:
             assert error < rtol, f"{name}: {error}"
 
 
-def test_autocast_around_a_call_is_its_own_kind_of_input(ranks: Ranks) -> None:
-    ranks.run(_autocast, world_size=4)
+@pytest.mark.parametrize("way", ["grid", "whole"])
+def test_autocast_around_a_call_is_its_own_kind_of_input(ranks: Ranks, way: str) -> None:
+    ranks.run(_autocast, way, world_size=4)

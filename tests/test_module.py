@@ -29,6 +29,8 @@ from tests.parity import SLOW_DEVICES, Case, build, check, whole
 from tests.ranks import Ranks, mesh
 
 OPTIONS: dict[str, Any] = {"hardware": SLOW_DEVICES}
+WHOLE_AND_SPLIT = pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
+"""Every parameter whole on each rank, which makes plain tensors of them, and split, which makes DTensors."""
 
 
 class Normalized(nn.Module):
@@ -114,10 +116,30 @@ def _assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
 
 
 def _stored(model: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Where each parameter lies: its placements and the address of its local part."""
+    """Where each parameter lies: its placements, if it is a DTensor, and the address of its local part."""
     return {
-        name: (p.placements, p.to_local().data_ptr()) for name, p in model.named_parameters() if isinstance(p, DTensor)
+        name: (p.placements, p.to_local().data_ptr()) if isinstance(p, DTensor) else (None, p.data_ptr())
+        for name, p in model.named_parameters()
     }
+
+
+def _kinds() -> None:
+    """Data parallelism with and without a parameter that is stored in parts."""
+    eager = MLP()
+    split = autopar.annotate(copy.deepcopy(eager), "up.weight", storage="dp")
+    for model, kind in ((copy.deepcopy(eager), Tensor), (split, DTensor)):
+        compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), strategy="data_parallel", **OPTIONS)
+        places = {name: place for name, (place, _) in _stored(compiled).items()}
+        whole_place = None if kind is Tensor else (Replicate(),)
+        assert places.pop("up.weight") == (None if kind is Tensor else (Shard(0),))
+        assert set(places.values()) == {whole_place}
+        assert_same_step(compiled, eager, vectors(4))
+        assert {type(parameter.grad) for parameter in compiled.parameters()} == {kind}
+        assert {type(value) for value in compiled.state_dict().values()} == {kind}
+
+
+def test_parameters_are_dtensors_where_one_is_split_and_else_plain_tensors(ranks: Ranks) -> None:
+    ranks.run(_kinds)
 
 
 def _batch_sizes() -> None:
@@ -146,9 +168,9 @@ def test_every_kind_of_input_is_planned_on_the_same_storage_and_comes_back_right
     ranks.run(_other_values)
 
 
-def _evaluation() -> None:
+def _evaluation(strategy: str) -> None:
     eager = Normalized()
-    options = {**OPTIONS, "deterministic": True}
+    options = {**OPTIONS, "deterministic": True, "strategy": strategy}
     compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
     storage = _stored(compiled)
     for step in range(2):
@@ -175,21 +197,23 @@ def _evaluation() -> None:
     assert _stored(compiled) == storage
 
 
-def test_evaluation_uses_running_statistics_and_no_dropout_on_the_same_storage(ranks: Ranks) -> None:
-    ranks.run(_evaluation)
+@WHOLE_AND_SPLIT
+def test_evaluation_uses_running_statistics_and_no_dropout_on_the_same_storage(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_evaluation, strategy)
 
 
-def _inference_first() -> None:
+def _inference_first(strategy: str) -> None:
     for without_gradients in (torch.inference_mode, torch.no_grad):
         eager = MLP()
-        compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), **OPTIONS)
+        compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), strategy=strategy, **OPTIONS)
         with without_gradients():
             assert_close(whole(compiled(vectors(4))), eager(vectors(4)))
         assert_same_step(compiled, eager, vectors(4))
 
 
-def test_a_model_first_called_for_inference_trains_afterwards(ranks: Ranks) -> None:
-    ranks.run(_inference_first)
+@WHOLE_AND_SPLIT
+def test_a_model_first_called_for_inference_trains_afterwards(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_inference_first, strategy)
 
 
 def _thinned() -> list[Tensor]:
@@ -257,23 +281,24 @@ def test_a_tied_partly_frozen_model_keeps_names_outputs_and_plan(ranks: Ranks, t
     assert plans[0] == plans[1]
 
 
-def _frozen_later() -> None:
-    eager = MLP()
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **OPTIONS)
+def _frozen_later(strategy: str) -> None:
+    eager, options = MLP(), {**OPTIONS, "strategy": strategy}
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
     for learns in (False, True):
         for model in (compiled, eager):
             dict(model.named_parameters())["middle.weight"].requires_grad_(learns)
         assert_same_step(compiled, eager, vectors(4))
     for model in (compiled, eager):
         model.requires_grad_(False)
-    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **OPTIONS)
+    compiled = autopar.compile(copy.deepcopy(eager), mesh((2,), ("dp",)), (vectors(4),), **options)
     for model in (compiled, eager):
         model.requires_grad_(True)
     assert_same_step(compiled, eager, vectors(4))
 
 
-def test_parameters_may_be_frozen_and_thawed_after_compiling(ranks: Ranks) -> None:
-    ranks.run(_frozen_later)
+@WHOLE_AND_SPLIT
+def test_parameters_may_be_frozen_and_thawed_after_compiling(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_frozen_later, strategy)
 
 
 def _inputs_and_outputs() -> None:
@@ -317,12 +342,12 @@ def test_inputs_may_be_plain_or_split_and_outputs_whole(ranks: Ranks) -> None:
     ranks.run(_inputs_and_outputs, world_size=4)
 
 
-def _meta() -> None:
+def _meta(strategy: str) -> None:
     eager = Tied()
     ids = torch.arange(16).reshape(4, 4)
     with torch.device("meta"):
         model = Tied()
-    compiled = autopar.compile(model, mesh((2,), ("dp",)), (ids,), **OPTIONS)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), (ids,), strategy=strategy, **OPTIONS)
     with pytest.raises(autopar.InputError, match=r"embedding.weight is on the meta device .* model.to_empty"):
         compiled(ids)
     compiled.to_empty(device="cpu")
@@ -335,8 +360,9 @@ def _meta() -> None:
         assert_same_step(compiled, eager, ids)
 
 
-def test_a_model_on_the_meta_device_is_compiled_and_filled_later(ranks: Ranks) -> None:
-    ranks.run(_meta)
+@WHOLE_AND_SPLIT
+def test_a_model_on_the_meta_device_is_compiled_and_filled_later(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_meta, strategy)
 
 
 def _code() -> str:
@@ -355,12 +381,12 @@ def test_printed_code_has_sections_layouts_and_collectives(ranks: Ranks) -> None
     assert "reduce" in code
 
 
-def _original() -> None:
+def _original(strategy: str) -> None:
     torch.manual_seed(dist.get_rank())
     model = MLP()
     model.register_buffer("offset", torch.rand(3))
     before = copy.deepcopy(model.state_dict())
-    compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), **OPTIONS)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), (vectors(4),), strategy=strategy, **OPTIONS)
     torch.manual_seed(0)
     first = MLP()
     first.register_buffer("offset", torch.rand(3))
@@ -377,5 +403,6 @@ def _original() -> None:
     assert held() is None, "the compiled model keeps the original alive"
 
 
-def test_the_first_rank_gives_the_weights_and_the_original_is_left_alone(ranks: Ranks) -> None:
-    ranks.run(_original)
+@WHOLE_AND_SPLIT
+def test_the_first_rank_gives_the_weights_and_the_original_is_left_alone(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_original, strategy)

@@ -114,17 +114,24 @@ def _loaded(case: PipelineCase, folder: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("family", ["resnet", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "stages", "rest"),
+    [
+        ("resnet", "pp2xtp2", "dp4"),
+        ("mlp", "pp2", "dp2"),  # stages store every parameter whole
+        pytest.param("gpt2", "pp2xtp2", "dp4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_goes_from_a_pipeline_to_a_mesh_without_one_and_back(
-    ranks: Ranks, family: str, tmp_path: Any
+    ranks: Ranks, family: str, stages: str, rest: str, tmp_path: Any
 ) -> None:
-    pipeline, line = PipelineCase(family, "pp2xtp2"), PipelineCase(family, "dp4")
+    pipeline, line = PipelineCase(family, stages), PipelineCase(family, rest)
     alone = build(line)
     expected = train_alone(line, alone, adamw(alone), range(4))[2:]
     for source, target in ((pipeline, line), (line, pipeline)):
         folder = str(tmp_path / source.mesh)
-        ranks.run(_saved, source, folder, world_size=4)
-        for found in ranks.run(_loaded, target, folder, world_size=4, timeout=120):
+        ranks.run(_saved, source, folder, world_size=source.world_size)
+        for found in ranks.run(_loaded, target, folder, world_size=target.world_size, timeout=120):
             assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -142,6 +149,18 @@ def test_the_ranks_together_have_the_names_and_shapes_of_the_model(ranks: Ranks,
     assert all(names != expected.keys() for names, _ in found)
     for _, shapes in found:
         assert shapes == {name: tuple(expected[name].shape) for name in shapes}
+
+
+def _kinds(case: PipelineCase) -> set[str]:
+    return {type(parameter.data).__name__ for parameter in compiled(case).parameters()}
+
+
+def test_all_ranks_store_dtensors_where_one_stage_splits_a_parameter(ranks: Ranks) -> None:
+    options = {"strategy": "data_parallel"}
+    whole_ = PipelineCase("mlp", "pp2xdp2", options=options)
+    split = PipelineCase("mlp", "pp2xdp2", options=options, annotations=(("model.0.layer.weight", {"storage": "dp"}),))
+    assert ranks.run(_kinds, whole_, world_size=4) == [{"Tensor"}] * 4
+    assert ranks.run(_kinds, split, world_size=4) == [{"DTensor"}] * 4
 
 
 def _from_meta(case: PipelineCase) -> None:

@@ -142,6 +142,7 @@ CASES = {
     "buffers": PipelineCase("resnet", "dp2", steps=2),
     "frozen": PipelineCase("lora", "dp2", steps=2),
     "two axes": PipelineCase("mlp", "dp2xtp2", steps=2),
+    "whole": PipelineCase("mlp", "dp2", options={"strategy": "data_parallel"}, steps=2),
     "zero3": PipelineCase("mlp", "dp2", options={"strategy": "zero3"}, steps=2),
     "regathered": PipelineCase("mlp", "dp2", annotations=REGATHERED, steps=2),
     "recomputed": PipelineCase("gpt2", "dp2", options={"recompute": "full"}, steps=2),
