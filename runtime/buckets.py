@@ -254,9 +254,9 @@ def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
         parts = rows.split([shape.numel() for shape in shapes], 1)
         for i, shape, part in zip(numbers, shapes, parts, strict=True):
             dim = recipe.dims[i]
-            joined = torch.cat([row.view(shape) for row in part.unbind()], dim)
-            padding = joined.shape[dim] - recipe.sizes[i]
-            whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous() if padding else joined
+            joined = part.view(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+            # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
+            whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous()
     return tuple(whole)  # type: ignore[arg-type]
 
 

@@ -264,6 +264,23 @@ def test_parameters_gathered_in_a_bucket(ranks: Ranks, regather: tuple[int, ...]
         assert each["traffic"] == {("all_gather", "x"): 4 * (numel + 2 * again), ("reduce_scatter", "x"): 8 * numel}
 
 
+def _storages() -> tuple[list[Tensor], int]:
+    """Vectors of a number per rank and a matrix, gathered together, and how many storages they have."""
+    line = mesh((2,), ("x",))
+    rank = line.get_rank()
+    shards = (torch.full((1,), float(rank)), torch.full((1,), float(rank)), torch.full((3, 1), float(rank)))
+    with use_mesh(line):
+        whole = gather_parameters("x", (0, 0, 1), (2, 2, 2), *shards)
+    return list(whole), len({each.untyped_storage().data_ptr() for each in whole})
+
+
+def test_gathered_weights_have_storages_of_their_own(ranks: Ranks) -> None:
+    for whole, num_storages in ranks.run(_storages):
+        row = torch.tensor([0.0, 1.0])
+        torch.testing.assert_close(whole, [row, row, row.expand(3, 2)])
+        assert num_storages == 3
+
+
 def _frozen_gather() -> list[Any]:
     line = mesh((2,), ("x",))
     first, second = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
