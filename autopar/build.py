@@ -73,6 +73,8 @@ class _Builder:
         self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
         self.learned: set[str] = {*self.parameters, *self.program.received}
         """Names of nodes whose value depends on a parameter, on this stage or an earlier one."""
+        self.from_inputs: set[str | None] = {*self.program.inputs, *self.program.received}
+        """Names of nodes whose value depends on a sample."""
 
     def build(self) -> Space:
         for node in self.program.graph.nodes:
@@ -108,10 +110,13 @@ class _Builder:
     def _call(self, node: fx.Node) -> None:
         sources = [source_of(argument) for argument in tensor_inputs(node)]
         keys = [(source.name, position) for source, position in sources]
-        menu = call_menu(node, [self.padded[key] for key in keys], self.space.mesh, self.space.hardware)
-        if any(name in self.learned for name, _ in keys):
-            self.learned.add(node.name)
-        elif not carries_pin(node):
+        for known in (self.learned, self.from_inputs):
+            if any(name in known for name, _ in keys):
+                known.add(node.name)
+        learned, weight_only = node.name in self.learned, node.name not in self.from_inputs
+        padded = [self.padded[key] for key in keys]
+        menu = call_menu(node, padded, self.space.mesh, self.space.hardware, learned and weight_only)
+        if not learned and not carries_pin(node):
             menu = _auxiliary(menu)
         if is_cast(node) and keys[0][0] in self.parameters:
             self.space.weight_casts[node.name] = keys[0][0]

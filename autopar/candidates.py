@@ -68,10 +68,15 @@ class Menu:
     """Why the call runs replicated, where no rule fits it."""
 
 
-def call_menu(node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware) -> Menu:
-    """The menu of a call_function node; `padded` says for each tensor input which dims may be padded."""
+def call_menu(
+    node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware, weight_only: bool = False
+) -> Menu:
+    """The menu of a call_function node.
+
+    `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
+    """
     call = Call.of(node)
-    key = _Key(call, tuple(padded), repr(sorted(call.arguments.items(), key=lambda item: item[0])))
+    key = _Key(call, tuple(padded), weight_only, repr(sorted(call.arguments.items(), key=lambda item: item[0])))
     return _menu(key, mesh, hardware)
 
 
@@ -120,10 +125,12 @@ class _Key:
 
     call: Call
     padded: tuple[frozenset[int], ...]
+    weight_only: bool
     arguments: str
 
     def __hash__(self) -> int:
-        return hash((self.call.target, self.call.inputs, self.call.outputs, self.padded, self.arguments))
+        call = self.call
+        return hash((call.target, call.inputs, call.outputs, self.padded, self.weight_only, self.arguments))
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -132,6 +139,7 @@ class _Key:
             and self.call.inputs == other.call.inputs
             and self.call.outputs == other.call.outputs
             and self.padded == other.padded
+            and self.weight_only == other.weight_only
             and self.arguments == other.arguments
         )
 
@@ -146,7 +154,7 @@ def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
     total, speed = flops(call, op, bound), bandwidth(call, op, bound, hardware)
     passes = 1 + num_backward(call)
     found: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
-    for choices in itertools.product(bound.choices(joined), repeat=mesh.ndim):
+    for choices in itertools.product(bound.choices(joined, key.weight_only), repeat=mesh.ndim):
         if not _divides(choices, bound, paddable, mesh):
             continue
         strategy = _strategy(choices, call, op, bound, mesh)

@@ -127,10 +127,15 @@ class BoundRule:
         inner = {name for term in terms for dim in term.dims for name in dim[1:]}
         return tuple(f for f in self.rule.factors if f not in inner and self.sizes[f] > 1)
 
-    def choices(self, joined: frozenset[str] = frozenset()) -> tuple[Choice, ...]:
-        """Everything one mesh axis may do, sizes aside; `joined` factors are summed by the implementation itself."""
+    def choices(self, joined: frozenset[str] = frozenset(), weight_only: bool = False) -> tuple[Choice, ...]:
+        """Everything one mesh axis may do, sizes aside; `joined` factors are summed by the implementation itself.
+
+        Any operation may pass replicated values: each rank sends its part of the gradient back, to be summed later. It
+        is offered where that pays: to what computes on weights alone, so that the gradients of parameters are summed,
+        and to linear operations of one input.
+        """
         none = Choice(NONE, (I,) * len(self.rule.inputs), (I,) * len(self.rule.outputs))
-        return (*(self._split(f, joined) for f in self.splittable), none, *self._passes())
+        return (*(self._split(f, joined) for f in self.splittable), none, *self._passes(weight_only))
 
     def _split(self, factor: str, joined: frozenset[str]) -> Choice:
         partial = factor not in joined and any(term.dim_of(factor) is None for term in self.rule.outputs)
@@ -149,12 +154,12 @@ class BoundRule:
 
         return Choice(factor, tuple(map(of_input, self.rule.inputs)), tuple(map(of_output, self.rule.outputs)))
 
-    def _passes(self) -> list[Choice]:
+    def _passes(self, weight_only: bool) -> list[Choice]:
         inputs = self.rule.inputs
         outputs = (P,) * len(self.rule.outputs)
         found = []
-        if len(inputs) == 1 and inputs[0].mark:
-            found.append(Choice(PASS_REPLICATED, (R,), (R,) * len(outputs)))
+        if weight_only or (len(inputs) == 1 and inputs[0].mark):
+            found.append(Choice(PASS_REPLICATED, (R,) * len(inputs), (R,) * len(outputs)))
         if all(term.mark == "+" for term in inputs) and inputs:
             found.append(Choice(f"{PASS_PARTIAL}+", (P,) * len(inputs), outputs))
         for index, term in enumerate(inputs):

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from autopar.candidates import Menu, call_menu, split_layouts, whole_menu
 from autopar.capture import capture
-from autopar.layout import Layout
+from autopar.layout import Layout, R
 from autopar.mesh import Mesh
 from autopar.program import TensorInfo, tensor_inputs
+from autopar.rule import PASS_REPLICATED
 from tests.eager import calls
 from tests.parity import SLOW_DEVICES
-from tests.planned import SLOW_LINKS, TwoLinears
+from tests.planned import SLOW_LINKS, TwoLinears, space_of
 
 aten = torch.ops.aten
 ONE, TWO = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})
@@ -115,6 +116,30 @@ def test_a_call_without_a_rule_runs_replicated_and_says_so() -> None:
     menu = menu_of(Sorted(), (torch.ones(4, 4),), aten.linalg_matrix_exp.default)
     assert menu.reason == "no rule"
     assert described(menu) == {"-": "I -> I"}
+
+
+def test_what_computes_on_weights_alone_passes_replicated_values_whatever_it_is() -> None:
+    class Learned(nn.Module):
+        """Token embeddings, and positions that are learned and put through a layer of their own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions, self.layer = nn.Embedding(12, 8), nn.Embedding(6, 8), nn.Linear(8, 8)
+
+        def forward(self, ids_BS: Tensor) -> Tensor:
+            positions_SD = self.layer(self.positions(torch.arange(ids_BS.shape[1]))).tanh()
+            return (self.tokens(ids_BS) + positions_SD).tanh()
+
+    space = space_of(Learned(), (torch.zeros(4, 6, dtype=torch.long),))
+    passing = {
+        decision.name: strategy
+        for decision in space.decisions
+        for strategy in decision.menu.strategies
+        if decision.kind == "call" and strategy.choices == (PASS_REPLICATED,)
+    }
+    assert set(passing) == {"embedding_default", "linear_default", "tanh_default"}
+    assert not any(strategy.implemented for strategy in passing.values())  # no row is masked in a whole table
+    assert passing["linear_default"].inputs == (Layout((R,)),) * 3
 
 
 def test_equal_calls_share_one_menu() -> None:

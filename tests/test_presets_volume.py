@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.models import BUILT_IN, BuiltIn, built_in
 from autopar.plan import Plan
 from autopar.strategies.presets import PRESETS
+from tests.families import FAMILIES
 
 BATCH, POSITIONS, LAYERS = 8, 32, 2
 BYTES_ALONE = Hardware("links without latency", {"float32": 1e9}, 1e9, 10**9, 0.0, (Link("wire", None, 0.0, 1e7),))
@@ -100,7 +101,9 @@ def plan_of_llama(strategy: str, shape: tuple[int, ...]) -> Plan:
     return planned(model, axes_of(strategy, shape), inputs, strategy)
 
 
-def planned(model: nn.Module, axes: Mapping[str, int], inputs: tuple[Tensor, ...], strategy: str) -> Plan:
+def planned(
+    model: nn.Module, axes: Mapping[str, int], inputs: tuple[Tensor, ...] | dict[str, Tensor], strategy: str
+) -> Plan:
     return autopar.plan(model, Mesh(dict(axes), "cpu"), inputs, strategy=strategy, hardware=BYTES_ALONE)
 
 
@@ -159,6 +162,14 @@ def test_what_depends_on_parameters_alone_holds_for_other_models(
     axes = axes_of(strategy, shape)
     expected = formulas(strategy, {"P": num_bytes(model), "U": unread}, axes)
     assert moved(planned(model, axes, inputs, strategy)) == expected
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_what_is_made_of_a_parameter_alone_is_summed_as_the_parameter(shape: tuple[int, ...]) -> None:
+    t5 = FAMILIES["t5"]  # a table of 32 rows, from which the bias of every pair of positions is looked up
+    model, axes = t5.build(), axes_of("data_parallel", shape)
+    plan = planned(model, axes, t5.inputs(0)[1], "data_parallel")
+    assert moved(plan) == formulas("data_parallel", {"P": num_bytes(model)}, axes)
 
 
 def test_every_preset_has_formulas_except_those_that_say_so() -> None:

@@ -40,11 +40,13 @@ def rules(draw: st.DrawFn) -> Rule:
     return Rule(tuple(inputs), tuple(outputs))
 
 
-def choice(text: str, name: str, *shapes: tuple[int, ...], joined: frozenset[str] = frozenset()) -> str:
+def choice(
+    text: str, name: str, *shapes: tuple[int, ...], joined: frozenset[str] = frozenset(), weight_only: bool = False
+) -> str:
     """The placements that the choice `name` asks and gives, the last shapes being those of the outputs."""
     rule = Rule.parse(text)
     bound = rule.bind(shapes[: len(rule.inputs)], shapes[len(rule.inputs) :])
-    (found,) = (each for each in bound.choices(joined) if each.name == name)
+    (found,) = (each for each in bound.choices(joined, weight_only) if each.name == name)
     return f"{' '.join(map(repr, found.inputs))} -> {' '.join(map(repr, found.outputs))}"
 
 
@@ -242,6 +244,11 @@ def test_a_linear_operation_of_one_input_passes_replicated_values() -> None:
     assert names("~a, ~a -> a", [(2,), (2,)], [(2,)]) == {"a", "P0", "P1", "-"}
 
 
+def test_any_operation_on_weights_alone_passes_replicated_values() -> None:
+    assert choice("a -> a", "R", (2,), (2,), weight_only=True) == "R -> R"
+    assert choice("~k o, ... -> ... o", "R", (4, 2), (3,), (3, 2), weight_only=True) == "R R -> R"
+
+
 def test_a_call_may_always_stay_whole() -> None:
     assert choice(LINEAR, "-", (2, 4), (6, 4), (6,), (2, 6)) == "I I I -> I"
     assert choice(" -> a", "-", (3,)) == " -> I"
@@ -274,7 +281,7 @@ def test_every_choice_fits_the_terms(rule: Rule, data: st.DataObject) -> None:
         assert "=?" in str(error), "only a group with several unknown factors may fail to fit"
         return
     assert all(bound.sizes[name] == size for name, size in sizes.items())
-    for each in bound.choices():
+    for each in bound.choices(weight_only=True):
         placed = [
             *zip(each.inputs, bound.rule.inputs, strict=True),
             *zip(each.outputs, bound.rule.outputs, strict=True),

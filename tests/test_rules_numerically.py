@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from autopar.errors import RuleError
+from autopar.rule import PASS_REPLICATED
 from autopar.strategies import RULES, rule_of
 from tests.samples import SAMPLES
 from tests.samples.allowed import ALLOWED, NOT_COMPARED
 from tests.samples.draw import Draw
-from tests.validate import Report, Whole, check
+from tests.validate import Report, Whole, check, fault_of
 
 SEED = 0
 TARGETS = sorted((target for target in RULES if target in SAMPLES and target not in NOT_COMPARED), key=str)
@@ -41,6 +42,17 @@ def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
     assert found, f"no sample of {target} has a rule"
     lines = [str(report) for report in found if str(report)]
     assert not lines, "\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
+    for each in SAMPLES[target](Draw(SEED)):
+        whole = Whole.of(target, each.args, each.kwargs)
+        op = rule_of(whole.call)
+        if op is None or (op.implementation is not None and op.implementation.random):
+            continue  # what draws numbers is held to this by its implementation, in tests/test_implementations.py
+        passing = next(choice for choice in whole.bind(op).choices(weight_only=True) if choice.name == PASS_REPLICATED)
+        assert not fault_of(whole, passing.inputs, passing.outputs, 2, op.shape_argument), f"{whole}"
 
 
 def test_every_operation_of_the_tables_has_samples() -> None:

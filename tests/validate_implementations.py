@@ -49,7 +49,7 @@ def check_implementation(
 def implemented_choices(op: OpRule, bound: BoundRule) -> list[Choice]:
     """The choices that the rule's implementation carries out."""
     joined = op.implementation.joined if op.implementation else frozenset()
-    return [choice for choice in bound.choices(joined) if implemented(op, choice)]
+    return [choice for choice in bound.choices(joined, weight_only=True) if implemented(op, choice)]
 
 
 def implementation_fault(

@@ -2,7 +2,7 @@
 
 A preset says which factor of a call an axis splits, or none. Calls on weights alone (a cast, the slice of a packed
 projection, positions that are looked up) and the parameters follow from their consumers, last to first: they are split
-where all consumers want the same dim split, else whole.
+where all consumers want the same dim split, else whole: their gradients are summed where that costs least.
 """
 
 from __future__ import annotations
