@@ -1,7 +1,8 @@
 """From a program and the choices of a plan to one per-rank graph with collectives.
 
 The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along
-each wire of the space exactly as the plan priced it; the collectives of parameters run in buckets.
+each wire of the space exactly as the plan priced it; the collectives of parameters run in buckets. At last the products
+with the pieces of one weight that no axis has split become one product again (autopar/runtime/packing.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from autopar.blocks import writes
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, Placement
 from autopar.mesh import Mesh
-from autopar.program import TensorInfo, tensor_inputs
+from autopar.program import TensorInfo, info_of, tensor_inputs
 from autopar.reshard import Move, Tensor
 from autopar.runtime.bucketing import Bucket, buckets_of
 from autopar.runtime.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives import COMMUNICATING
 from autopar.runtime.moves import move_call
+from autopar.runtime.packing import pack_products
 from autopar.runtime.roles import CHANGED, ROLE, Role
 from autopar.segments import MODES, is_contraction, segments_of
 from autopar.space import Space, carries_pin, is_call, source_of
@@ -117,10 +119,20 @@ class _Rewriter:
         self.segment = None
         outputs = [self._output(number, value) for number, value in enumerate(self.space.program.output)]
         self.graph.output(tuple(value for value, _ in outputs))
+        pack_products(self.graph, self._slice_widths())
         self.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.graph, "LocalProgram")
         names = tuple(node.name for node in placeholders)
         return LocalProgram(module, names, self.layouts, tuple(layout for _, layout in outputs))
+
+    def _slice_widths(self) -> dict[fx.Node, int]:
+        """The size that every slice takes its part of; the dim is whole on every rank."""
+        found = {}
+        for node in self.space.program.graph.nodes:
+            if node.target is torch.ops.aten.slice.Tensor:
+                whole, dim = node.args[:2]
+                found[self.values[self.space.index[node.name], 0]] = info_of(whole).shape[dim]
+        return found
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
