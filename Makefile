@@ -39,7 +39,7 @@ slow: $(TEST_READY)
 
 bench: $(BENCH_READY)
 	mkdir -p build/bench
-	$(BIN)/autopar bench --suite small --steps 6 --csv build/bench/small.csv --json build/bench/small.json --plots build/bench
+	$(BIN)/autopar bench --suite small --steps 5 --csv build/bench/small.csv --json build/bench/small.json --plots build/bench
 
 bench-planner: $(DEMO_READY)
 	$(BIN)/python benchmarks/solve_speed.py
