@@ -2,8 +2,13 @@
 
 A bucket is two `autograd.Function`s. The backward of the inner one starts the collective and does not wait; that of the
 outer one waits, just before the gradients reach the parameters. The autograd engine takes what is ready in the order
-of sequence numbers, so the inner one gets the highest (at once, when all gradients of the bucket are there) and the
-outer one the lowest (when nothing else is left). Compiled and simulated graphs have the inner one only, and it waits.
+of sequence numbers, so the inner one gets one above all others (at once, when all gradients of the bucket are there)
+and the outer one the lowest (when nothing else is left). Compiled and simulated graphs have the inner one only, and it
+waits.
+
+Every rank must start its collectives in the same order, and the engine takes nodes of the same number in an order that
+depends on what else is ready: on a rank whose part of a weight is padded, on one node more. So nothing that starts a
+collective, or that a collective waits for, shares its number.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -25,8 +30,9 @@ from autopar.runtime.axes import Axis, axis_of, count
 from autopar.runtime.collectives import gathered_rows, padded
 
 _c10d = torch.ops._c10d_functional
-FIRST, LAST = 2**64 - 1, 0  # sequence numbers: what the engine prefers, and what it leaves for the end
-
+PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
+QUIET = frozenset(("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"))
+"""Nodes of the autograd graph that a parameter passes on its way to the first bucket; none of them communicates."""
 
 MOST_RUNNING = 2  # buckets: a collective holds what it sends until it is waited for
 
@@ -85,17 +91,25 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
         return None, parameters
     pending = _Pending()
     entered = _Wait.apply(pending, *parameters)
-    # What another bucket has gathered is reduced there, too: after this layer, and not all layers at the end.
-    if not any(isinstance(p.grad_fn, _GATHERED) for p in parameters):
+    # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
+    if all(map(_is_as_stored, parameters)):
         entered[0].grad_fn._set_sequence_nr(LAST)
     return pending, entered
+
+
+def _is_as_stored(parameter: Tensor) -> bool:
+    """Whether a gradient goes from here to where it is kept without another collective."""
+    node = parameter.grad_fn
+    while node is not None and node.name().rpartition("::")[2] in QUIET:
+        node = next((before for before, _ in node.next_functions), None)
+    return node is None
 
 
 def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
     """The outputs of an inner function, whose backward is to run as soon as it can."""
     if pending is not None:
         node: Any = next(x.grad_fn for x in outputs if x.requires_grad)
-        node._set_sequence_nr(FIRST)
+        node._set_sequence_nr(PREFERRED + node._sequence_nr())
     return outputs
 
 
@@ -234,9 +248,6 @@ class _GatherParameters(torch.autograd.Function):
             for i, part, piece in zip(numbers, parts, mine.split([p[0].numel() for p in parts]), strict=True):
                 scattered[i] = piece.view(part[0].shape)
         return None, None, None, None, None, *scattered
-
-
-_GATHERED: Any = _GatherParameters._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:

@@ -129,6 +129,41 @@ def test_the_oldest_scattering_is_waited_for_when_too_many_run(ranks: Ranks) -> 
     assert ranks.run(_running) == [[1, buckets.MOST_RUNNING, buckets.MOST_RUNNING, buckets.MOST_RUNNING, 0]] * 2
 
 
+def _chained(count: int, is_ready: int) -> list[Tensor]:
+    """Gradients of weights that are gathered over `x` and reduced over `y`, when all of them are there at once.
+
+    Before that, weights that are gathered over `x` only, and of which the second rank of `y` has fewer rows.
+    """
+    grid = mesh((2, 2), ("x", "y"))
+    place = grid.get_local_rank("y")
+    scale = float(1 + grid.get_rank())
+    weights = [torch.full((2, 3), float(number), requires_grad=True) for number in range(count)]
+    short = [torch.ones(2 - place, 3, requires_grad=True) for _ in range(is_ready)]
+    with use_mesh(grid):
+        moved: list[Tensor] = []
+        for shard in short:
+            whole_rows = torch.nn.functional.pad(shard, [0, 0, 0, 1]) if place else shard
+            moved += gather_parameters("x", (1,), (6,), whole_rows)
+        for weight in weights:
+            moved += gather_parameters("x", (0,), (4,), *reduce_gradients("y", weight))
+        gradients = [torch.full_like(each, scale * 10**number) for number, each in enumerate(moved)]
+        torch.autograd.backward(moved, gradients)
+    return [weight.grad for weight in (*short, *weights) if weight.grad is not None]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("padded", [1, 2, 3])
+def test_ranks_that_pad_start_their_collectives_in_the_order_of_those_that_do_not(
+    ranks: Ranks, count: int, padded: int
+) -> None:
+    for rank, found in enumerate(ranks.run(_chained, count, padded, world_size=4)):
+        column = rank % 2  # of the ranks 0 to 3, given the scales 1 to 4
+        over_x = float((1 + column) + (3 + column))
+        for number, gradient in enumerate(found):
+            expected = (over_x if number < padded else 1 + 2 + 3 + 4) * 10**number
+            torch.testing.assert_close(gradient, torch.full_like(gradient, expected))
+
+
 def _reduced_in_place() -> tuple[Tensor, list[int]]:
     """The gradient of a parameter, and where it lay before it was reduced and after."""
     line = mesh((2,), ("x",))
