@@ -28,6 +28,7 @@ from autopar.microbatches import Microbatches
 from autopar.moved_weights import MovedWeights
 from autopar.saved import Saved, saved_in
 from autopar.segments import MODES, Recomputation, recomputation, segments_of
+from autopar.sharing import joined_layers
 from autopar.space import Decision, Space, Wire
 from autopar.tensor_bytes import COMMUNICATED, SLICED, Bytes, Modes, TensorBytes
 
@@ -83,8 +84,10 @@ class MemoryModel(TensorBytes):
 
     @cached_property
     def layer(self) -> list[str]:
-        """For each decision, the layer whose weights are gathered while it runs."""
-        return [self.segment[n] or _module(self._first_call(n).node) for n in range(len(self.space.decisions))]
+        """For each decision, the layer whose weights are gathered while it runs: of those in a message, the last."""
+        joined = joined_layers(self.space.program)
+        own = [self.segment[n] or _module(self._first_call(n).node) for n in range(len(self.space.decisions))]
+        return [joined.get(layer, layer) for layer in own]
 
     def _first_call(self, number: int) -> Decision:
         """The call itself, or the first one that uses the decision."""

@@ -1,7 +1,8 @@
 """Which parameters move together: parameters that take the same kind of path, in the order of their first use.
 
 Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
-as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use.
+as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use; a small layer
+shares that of the next one (`sharing.joined_layers`).
 
 The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
 itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar.layout import I, Layout, R
 from autopar.reshard import Path, is_gather
-from autopar.sharing import layer_of, messages
+from autopar.sharing import joined_layers, layer_of, messages
 from autopar.space import Decision, Space, Wire
 
 PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
@@ -65,7 +66,7 @@ class _Member:
 def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
-    names = space.program.parameter_names
+    layers = _layers(space)
     for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
         if not space.is_weight(wire.source):
             continue
@@ -73,7 +74,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
         steps = _steps(space, wire, path)
         if steps:
             gathers = any(step.gathers for step in steps)
-            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, names) if gathers else "")
+            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, layers) if gathers else "")
             key = (steps, wire.tensor.requires_grad, member.layer)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
@@ -130,7 +131,13 @@ def _first_use(space: Space, wire: Wire) -> int:
     return min(_first_use(space, other) for other in space.wires if other.source == wire.target)
 
 
-def _layer(space: Space, wire: Wire, names: Mapping[str, str]) -> str:
-    """The layer of the parameter that a wire moves; `names` has the parameters' by placeholder."""
+def _layers(space: Space) -> dict[str, str]:
+    """For each parameter, by placeholder, the layer in whose message it is gathered."""
+    joined = joined_layers(space.program)
+    return {placeholder: joined[layer_of(name)] for name, placeholder in space.program.parameters.items()}
+
+
+def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
+    """The layer of the parameter that a wire moves."""
     source = space.decisions[wire.source].name
-    return layer_of(names[space.weight_casts.get(source, source)])
+    return layers[space.weight_casts.get(source, source)]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import sharing
+from autopar.memory import MemoryModel
 from autopar.mesh import Mesh
 from autopar.runtime import bucketing
 from autopar.space import Space
@@ -44,13 +45,47 @@ def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.Monke
     assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}
 
 
-def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again() -> None:
+def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "SMALLEST_MESSAGE", 0)  # every layer by itself
     context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3").context
     buckets = bucketing.buckets_of(context.space, context.choices)
     (linear,) = (b for b in buckets if "linear.weight" in _parameters(context.space, b))
     names = _parameters(context.space, linear)
     assert set(names) == {"linear.weight", "linear.bias"}
     assert "linear.bias" not in [names[position] for position in linear.regathered], "the backward does not read it"
+
+
+class _Decoder(nn.Module):
+    """A table that is too large to travel with the first layer, and a norm before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = self.table(ids_BS)
+        for layer in self.layers:
+            x_BSH = layer(x_BSH)
+        return self.head(self.norm(x_BSH)).square().mean()
+
+
+def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
+    inputs = (torch.zeros(8, 4, dtype=torch.int64),)
+    context = autopar.plan(_Decoder(), Mesh({"dp": 2}), inputs, strategy="zero3").context
+    space = context.space
+    messages = [set(_parameters(space, bucket)) for bucket in bucketing.buckets_of(space, context.choices)]
+    assert messages == [
+        {"table.weight"},
+        {"layers.0.weight", "layers.0.bias"},
+        {"layers.1.weight", "layers.1.bias"},
+        {"norm.weight", "norm.bias", "head.weight", "head.bias"},
+    ]
+    memory = MemoryModel(space)
+    layer_of_call = {space.decisions[number].node.meta["module"]: memory.layer[number] for number in memory.calls}
+    assert layer_of_call["norm"] == layer_of_call["head"] == "head"
+    assert layer_of_call["table"] == "table"
 
 
 def test_gradients_that_share_a_bucket_are_copied() -> None:

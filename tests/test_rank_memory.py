@@ -43,6 +43,7 @@ def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequ
     [
         ("tiny-llama", (2, 2), "zero3", 8, 64),  # gathered over one axis and then over the other
         ("tiny-llama", (4,), "zero3", 8, 64),
+        ("tiny-llama", (4,), "zero3", 4, 8),  # mostly weights: most when the first layer's are reduced with the table's
         ("tiny-llama", (2,), "megatron", 32, 128),  # mostly logits and what the loss makes of them
     ],
 )

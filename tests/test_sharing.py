@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from autopar.mesh import Mesh
 from autopar.reshard import Tensor, in_bucket, reshard_table
 from autopar.runtime import bucketing
 from autopar.sharing import (
+    SMALLEST_MESSAGE,
     Sharing,
+    joined_layers,
     layer_of,
     messages,
     sharing,
@@ -69,6 +72,45 @@ def test_to_gather_a_weight_is_shared_by_no_more_than_to_reduce_it() -> None:
     program = capture(_Wide(), (torch.zeros(2, 1024),), {})
     found = sharing(program)
     assert {found[p] for name, p in program.parameters.items() if name.startswith("layers.0")} == {Sharing(4, 4)}
+
+
+class _Factor(nn.Module):
+    """A parameter of so many KiB."""
+
+    def __init__(self, kib: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256 * kib))
+
+    def forward(self, x_B: torch.Tensor) -> torch.Tensor:
+        return x_B * self.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("kib", "messages"),
+    [
+        ({"table": 64, "0": 64, "norm": 1, "head": 64}, [["table", "0"], ["norm", "head"]]),
+        ({"table": 1025, "norm": 1, "head": 2048}, [["table"], ["norm", "head"]]),
+        ({"0": 8, "norm": 1}, [["0"], ["norm"]]),
+        ({"a": 512, "b": 512, "c": 512, "d": 512, "0": 8}, [["a", "b"], ["c", "d", "0"]]),
+    ],
+)
+def test_what_is_small_and_of_no_numbered_layer_is_gathered_with_what_is_used_next(
+    kib: dict[str, int], messages: list[list[str]]
+) -> None:
+    assert SMALLEST_MESSAGE == 1024 * 2**10
+    model = nn.Sequential(OrderedDict((name, _Factor(each)) for name, each in kib.items()))
+    found = joined_layers(capture(model, (torch.zeros(2),), {}))
+    assert found == {name: together[-1] for together in messages for name in together}
+
+
+def test_what_joins_a_layer_pays_least_and_the_layer_what_equal_ones_pay() -> None:
+    model = _Layers()
+    model.table = nn.Embedding(512, 512)
+    program = capture(model, (torch.zeros(4, 8, dtype=torch.int64),), {})
+    found = sharing(program)
+    at = {name: found[placeholder] for name, placeholder in program.parameters.items()}
+    assert at["layers.0.1.weight"] == at["layers.1.1.weight"] == Sharing(gathered=4, reduced=6)
+    assert at["table.weight"] == Sharing(gathered=6, reduced=6)
 
 
 @pytest.mark.parametrize(
