@@ -45,7 +45,7 @@ class Case:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return ("dp", "tp", "pp")[: len(self.mesh)] if len(self.mesh) > 1 else ("dp",)
+        return ("dp", "tp", "depth")[: len(self.mesh)] if len(self.mesh) > 1 else ("dp",)
 
     @property
     def graph(self) -> tuple[Any, ...]:
