@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.collective_cost import Level, levels_of, steps_and_share
 from autopar.errors import AutoparError, InputError
 from autopar.fit import WORTH, Fit, Sample, fit, relative_error
-from autopar.hardware import Link, Protocol, parse
+from autopar.hardware import Link, Protocol, dtype_name, parse
 from autopar.launch import BACKENDS, RankError, World, on_ranks
 from autopar.measure import CUDA, FEW_BYTES, QUICK, Effort, Timer
 from autopar.mesh import Mesh
@@ -185,7 +185,7 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
     flops = {}
     for dtype in DTYPES:
         best, size = timer.matmul_flops(dtype)
-        flops[_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
+        flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
     copied = f"copy of {format_bytes(timer.effort.copy_bytes)}, read plus written, {each}"
     memory, how = _memory_bytes(device, local_ranks)
     return {
@@ -200,7 +200,7 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
             "{} rows by {}² in float32, forward and backward, read plus written, ".format(*timer.effort.product) + each,
         ),
         "attention_efficiency": stamp.number(
-            min(1.0, timer.attention_flops() / flops[_name(timer.effort.attention_dtype)]["value"]),
+            min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
             f"features), forward and backward, beside matmuls, {each}",
         ),
@@ -299,10 +299,6 @@ def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
         return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _device_name(device: str) -> str:

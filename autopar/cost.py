@@ -4,9 +4,8 @@
 
 where the bandwidth is that of products of few rows for contractions, which read what they need once, and for other
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
-memory bounds all of them), and the peak is that of
-matmuls, of which fused attention reaches the share that the hardware states;
-forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
+memory bounds all of them), and the peak is that of matmuls, of which fused attention reaches the share that the
+hardware states; forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
 """
 
 from __future__ import annotations

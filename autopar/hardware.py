@@ -203,7 +203,12 @@ class Hardware:
 
     def flops_of(self, dtype: object) -> float:
         """Peak FLOP/s of a torch dtype or a dtype's name; those the profile does not list compute as float32."""
-        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+        return self.flops.get(dtype_name(dtype), self.flops["float32"])
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype as profiles have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def known_profiles() -> tuple[str, ...]:

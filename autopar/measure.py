@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from autopar.hardware import dtype_name
 from autopar.runtime.axes import Axis
 from autopar.runtime.collectives import raw_all_gather, raw_all_reduce, raw_all_to_all, raw_reduce_scatter
 
@@ -114,7 +115,7 @@ class Timer:
             (one,) = self._slowest([self.seconds(_trained([x, weights[0]], [weights[0].mm]))])
             used = weights[: max(1, int(COMPUTE_SECONDS / one))]
             layers = _trained([x, *used], [weight.mm for weight in used])
-            (seconds,) = self.median_seconds([layers], f"matmul {_name(dtype)} {size}")
+            (seconds,) = self.median_seconds([layers], f"matmul {dtype_name(dtype)} {size}")
             best = max(best, (3 * len(used) * 2 * size**3 / seconds, size))
         return best
 
@@ -250,10 +251,6 @@ def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor
             torch.autograd.grad(y, leaves, ones, allow_unused=True)
 
     return step
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 Move = Callable[[], object]

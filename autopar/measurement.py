@@ -112,15 +112,16 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
 
 
 _COSTS = tuple(each.name for each in fields(Costs))
+_WHICH = ("model", "mesh", "strategy", "same_as", "reason")
 _COLUMNS = (
-    *("model", "mesh", "strategy", "same_as", "reason"),
+    *_WHICH,
     *(f"{kind}_{name}" for kind in ("measured", "predicted") for name in _COSTS),
     *("seconds_low", "seconds_high", "calls", "setup_seconds", "apart", "agrees"),
 )
 
 
 def _line(measurement: Measurement) -> dict[str, Any]:
-    line: dict[str, Any] = {name: getattr(measurement, name) for name in _COLUMNS[:5]}
+    line: dict[str, Any] = {name: getattr(measurement, name) for name in _WHICH}
     for kind in ("measured", "predicted"):
         costs = getattr(measurement, kind)
         if costs is not None:
