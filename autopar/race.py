@@ -2,8 +2,8 @@
 
 Alone, in its first steps, a contestant shows its losses, what it moves and what it holds. Then all take turns, in
 another order each time, so that what else the machine does, and who came before, weighs on all alike; a step begins
-together and takes as long as its slowest rank. Strategies that make the same program of a model run it once: the
-difference of two measurements of one program would say nothing of the strategies.
+together, takes as long as its slowest rank, and no longer changes the weights. Strategies that make the same program of
+a model run it once: the difference of two measurements of one program would say nothing of the strategies.
 """
 
 from __future__ import annotations
@@ -156,8 +156,11 @@ def _first_steps(name: str, built: Contestant, mesh: DeviceMesh, allocated: int)
     dist.barrier()  # gloo's threads let go of what they moved last when they have something else to do
     if mesh.device_type == "cuda":
         built.clear()
-        return _Entry(name, built, losses, traffic, cuda_peak_bytes(step, allocated))
-    return _Entry(name, built, losses, traffic, peak_bytes(step, built.clear, built.held))
+        peak = cuda_peak_bytes(step, allocated)
+    else:
+        peak = peak_bytes(step, built.clear, built.held)
+    built.stop_learning()
+    return _Entry(name, built, losses, traffic, peak)
 
 
 def _number(loss: Tensor) -> float:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar import contest, contest_command, launch
 from autopar.cli import main
 from autopar.contest import BenchResult, bench
-from autopar.contestants import AUTO, Contestant, Terms, strategy_names
+from autopar.contestants import AUTO, Contestant, Terms, contestant, strategy_names
 from autopar.errors import AutoparError, InputError
 from autopar.hardware import PROFILES, load
 from autopar.launch import RankError, World, on_ranks
@@ -28,7 +28,7 @@ from autopar.meters import CollectiveCounter, peak_bytes
 from autopar.peer_plans import tensor_parallel_plan
 from autopar.peers import PEERS
 from autopar.plain_models import Perceptron
-from autopar.race import Cell, _same_programs, _tried
+from autopar.race import Cell, _first_steps, _in_turns, _same_programs, _tried
 from autopar.subjects import trainable
 from tests.ranks import Ranks
 
@@ -108,6 +108,30 @@ def test_peak_memory_holds_what_is_trained(measured: Mapping[str, Measurement]) 
 def test_a_strategy_that_does_not_apply_has_a_reason(measured: Mapping[str, Measurement]) -> None:
     refused = measured["dtensor-tp+sp"]
     assert refused.measured is None and refused.reason == "the model has no sequence"
+
+
+def _weights() -> list[list[torch.Tensor]]:
+    """The weights of a contestant at the start, after its first steps, and after the timed ones."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+    cell = Cell(PERCEPTRON, Mesh({"ranks": 2}), ("data_parallel",), TERMS, steps=2)
+    built = contestant("data_parallel", *cell.subject(), mesh, TERMS)
+    found = []
+
+    def look() -> None:
+        found.append([parameter.detach().clone() for parameter in built.model.parameters()])
+
+    look()
+    entry = _first_steps("data_parallel", built, mesh, 0)
+    look()
+    _in_turns(cell, [entry])
+    look()
+    return found
+
+
+def test_a_contestant_learns_in_its_first_steps_and_not_while_it_is_timed(ranks: Ranks) -> None:
+    for start, learnt, timed in ranks.run(_weights):
+        assert not any(map(torch.equal, start, learnt))
+        assert all(map(torch.equal, learnt, timed))
 
 
 def test_a_model_that_fails_alone_ends_the_run_with_its_message() -> None:
