@@ -32,7 +32,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.fit import WORTH, Fit, Sample, fit, relative_error
 from autopar.hardware import Link, Protocol, dtype_name, parse
 from autopar.launch import BACKENDS, RankError, World, on_ranks
-from autopar.measure import CUDA, FEW_BYTES, QUICK, Effort, Timer
+from autopar.measure import CUDA, FEW_BYTES, LAYERS, QUICK, Effort, Timer
 from autopar.mesh import Mesh
 from autopar.sizes import format_bytes, format_seconds
 
@@ -186,7 +186,7 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
     for dtype in DTYPES:
         best, size = timer.matmul_flops(dtype)
         flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
-    copied = f"copy of {format_bytes(timer.effort.copy_bytes)}, read plus written, {each}"
+    rows, size = timer.effort.product
     memory, how = _memory_bytes(device, local_ranks)
     return {
         "flops": flops,
@@ -197,14 +197,17 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
         ),
         "product_bytes_per_s": stamp.number(
             timer.product_bytes_per_s(),
-            "{} rows by {}² in float32, forward and backward, read plus written, ".format(*timer.effort.product) + each,
+            f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
         ),
         "attention_efficiency": stamp.number(
             min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
             f"features), forward and backward, beside matmuls, {each}",
         ),
-        "memory_bytes_per_s": stamp.number(timer.copy_bytes_per_s(), copied),
+        "memory_bytes_per_s": stamp.number(
+            timer.optimizer_bytes_per_s(),
+            f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
+        ),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
         "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
     }
@@ -339,7 +342,7 @@ def summary(profile: Profile) -> str:
     """The profile as people read it, with the error of the fits and the load before."""
     hardware = parse(profile)
     rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
-    rows.append(("copy", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
+    rows.append(("optimizer", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
     rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
     rows.append(("products of few rows", f"{format_bytes(hardware.product_bytes_per_s)}/s"))
     rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))

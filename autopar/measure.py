@@ -23,6 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from autopar.hardware import dtype_name
+from autopar.optimizers import Optimizer
+from autopar.program import TensorInfo
 from autopar.runtime.axes import Axis
 from autopar.runtime.collectives import raw_all_gather, raw_all_reduce, raw_all_to_all, raw_reduce_scatter
 
@@ -43,20 +45,20 @@ class Effort:
 
     message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
     matmul_sizes: tuple[int, ...] = (512, 1024, 2048)
-    copy_bytes: int = 1 << 28  # well beyond the caches
     repetitions: int = 20
     elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
-    product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix
+    product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix,
+    # which are the parameters of the optimizer's step, too
     attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
     attention_dtype: torch.dtype = torch.float32
 
 
 CUDA = Effort(
-    *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 1 << 30, 20, 1 << 28),
+    *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 20, 1 << 28),
     *((8, 8192), (8, 16, 2048, 128), torch.bfloat16),
 )
-BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 1 << 26, 10)
-QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 1 << 25, 5)
+BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 10)
+QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 5)
 
 
 class Timer:
@@ -165,12 +167,16 @@ class Timer:
 
         return compute
 
-    def copy_bytes_per_s(self) -> float:
-        """Bytes read plus bytes written per second of a large copy."""
-        source = torch.zeros(self.effort.copy_bytes, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        (seconds,) = self.median_seconds([lambda: target.copy_(source)], "copy")
-        return 2 * self.effort.copy_bytes / seconds
+    def optimizer_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does."""
+        _, size = self.effort.product
+        weights = [torch.randn(size, size, device=self.device).requires_grad_() for _ in range(LAYERS)]
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        (seconds,) = self.median_seconds([optimizer.step], "optimizer")
+        info = TensorInfo((size, size), torch.float32, requires_grad=True)
+        return LAYERS * size**2 * Optimizer("adamw").step_bytes(info) / seconds
 
     def op_latency_s(self) -> float:
         """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more."""

@@ -29,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.runtime.axes import Axis, record_traffic
 from tests.ranks import Ranks
 
-TINY = Effort((1 << 8, 1 << 12, 1 << 16), (16, 32), 1 << 12, 2)
+TINY = Effort((1 << 8, 1 << 12, 1 << 16), (16, 32), 2)
 
 
 def _options(*words: str) -> argparse.Namespace:
@@ -134,7 +134,7 @@ class _Clocked(Timer):
     """A timer on a rank of its own whose clock goes on by what calls are said to take."""
 
     def __init__(self, repetitions: int) -> None:
-        super().__init__(torch.device("cpu"), Effort((1 << 12,), (16,), 1 << 12, repetitions))
+        super().__init__(torch.device("cpu"), Effort((1 << 12,), (16,), repetitions))
         self.now = 0.0
 
     def seconds(self, call: Callable[[], object], inner: int = 1) -> float:
