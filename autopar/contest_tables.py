@@ -121,12 +121,12 @@ def _auto_beside_the_best(measurements: Sequence[Measurement]) -> list[str]:
     """The step of autopar's plan over the fastest of the presets and over the fastest of the peers, cell by cell."""
     lines = []
     for cell in dict.fromkeys(each.cell for each in measurements):
-        measured = _measured([each for each in measurements if each.cell == cell])
-        auto = next((seconds for each, seconds in measured if each.strategy == "auto"), None)
-        others = [(seconds, each) for each, seconds in measured if each.strategy != "auto"]
+        measured = [each for each, _ in _measured([each for each in measurements if each.cell == cell])]
+        auto = next((each for each in measured if each.strategy == "auto"), None)
+        others = [each for each in measured if each.strategy != "auto"]
         if auto is not None and others:
-            presets = [(seconds, each.strategy) for seconds, each in others if each.predicted]
-            peers = [(seconds, each.strategy) for seconds, each in others if not each.predicted]
+            presets = [each for each in others if each.predicted]
+            peers = [each for each in others if not each.predicted]
             lines.append((" on ".join(cell), *_ratio_to_best(auto, presets), *_ratio_to_best(auto, peers)))
     if not lines:
         return []
@@ -135,6 +135,14 @@ def _auto_beside_the_best(measurements: Sequence[Measurement]) -> list[str]:
     return ["", tabulate(lines, headers=headers, colalign=align, disable_numparse=True)]
 
 
-def _ratio_to_best(seconds: float, others: Sequence[tuple[float, str]]) -> tuple[str, str]:
-    best, name = min(others, default=(math.nan, ""))
-    return (f"{seconds / best:.2f}" if others else "", name)
+def _ratio_to_best(auto: Measurement, others: Sequence[Measurement]) -> tuple[str, str]:
+    """The ratio of the medians, with twice its standard error, and the name of the best."""
+    measured = _measured(others)
+    if not measured or auto.measured is None:
+        return "", ""
+    best, seconds = min(measured, key=lambda found: found[1])
+    ratio = auto.measured.seconds / seconds
+    if auto.same_as == best.strategy:
+        return f"{ratio:.2f}", best.strategy
+    error = 2 * ratio * math.hypot(auto.relative_error, best.relative_error)
+    return (f"{ratio:.2f}" if math.isnan(error) else f"{ratio:.2f} ± {error:.2f}"), best.strategy

@@ -12,6 +12,8 @@ from typing import Any
 
 from autopar.errors import InputError
 
+NORMAL_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution,
+NORMAL_MEDIAN = 1.253  # times the standard error of its mean that its median has: sqrt(pi / 2)
 TOLERANCE = 1e-3  # relative, of a loss: fp32 sums in another order, amplified by the steps before
 FORMAT = 1
 
@@ -47,6 +49,8 @@ class Measurement:
     """"collective/axis" → how often in a step."""
     quartiles: tuple[float, float] = (0.0, 0.0)
     """Seconds that a quarter of the steps stay below, and above."""
+    num_steps: int = 0
+    """How many steps that is of."""
     setup_seconds: float = 0.0
     """To plan and rewrite the model, or to wrap it."""
     same_as: str = ""
@@ -63,6 +67,14 @@ class Measurement:
     def agrees(self) -> bool:
         """Whether the losses are those of one process, as far as they are compared."""
         return self.apart is None or self.apart <= TOLERANCE  # False for a loss that is no number
+
+    @property
+    def relative_error(self) -> float:
+        """The standard error of the median step, relative to it, if steps vary normally; nan of fewer than two."""
+        if self.measured is None or self.num_steps < 2:
+            return math.nan
+        low, high = self.quartiles
+        return NORMAL_MEDIAN * (high - low) / NORMAL_QUARTILES / math.sqrt(self.num_steps) / self.measured.seconds
 
     @property
     def moved_as_predicted(self) -> bool | None:
@@ -116,7 +128,7 @@ _WHICH = ("model", "mesh", "strategy", "same_as", "reason")
 _COLUMNS = (
     *_WHICH,
     *(f"{kind}_{name}" for kind in ("measured", "predicted") for name in _COSTS),
-    *("seconds_low", "seconds_high", "calls", "setup_seconds", "apart", "agrees"),
+    *("seconds_low", "seconds_high", "num_steps", "calls", "setup_seconds", "apart", "agrees"),
 )
 
 
@@ -131,6 +143,7 @@ def _line(measurement: Measurement) -> dict[str, Any]:
         line |= {
             "seconds_low": measurement.quartiles[0],
             "seconds_high": measurement.quartiles[1],
+            "num_steps": measurement.num_steps,
             "calls": json.dumps(dict(measurement.calls)),
             "setup_seconds": measurement.setup_seconds,
             "apart": measurement.apart,

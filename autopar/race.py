@@ -35,6 +35,7 @@ from autopar.subjects import trainable
 
 Subject = tuple[nn.Module, tuple[Tensor, ...]]
 LOSSES = 3  # steps whose losses are compared: one to begin, one that counts, one that is watched for its memory
+WATCHED = 3  # steps whose memory is watched
 WARM_UP = 2  # rounds in turns before those that count
 
 
@@ -158,7 +159,8 @@ def _first_steps(name: str, built: Contestant, mesh: DeviceMesh, allocated: int)
         built.clear()
         peak = cuda_peak_bytes(step, allocated)
     else:
-        peak = peak_bytes(step, built.clear, built.held)
+        # A thread of gloo may hold what it moved for longer than the step needs it: the least of some is the step's.
+        peak = min(peak_bytes(step, built.clear, built.held) for _ in range(WATCHED))
     built.stop_learning()
     return _Entry(name, built, losses, traffic, peak)
 
@@ -212,7 +214,7 @@ def _measured(
     cell: Cell, entry: _Entry, seconds: list[float], expected: list[float] | None, same_as: str
 ) -> Measurement:
     of_all = _of_every_rank((entry.losses, entry.peak_bytes), cell)
-    losses = [statistics.fmean(each) for each in zip(*(losses for losses, _ in of_all), strict=True)]
+    losses = [statistics.fmean(each) for each in zip(*(losses[:LOSSES] for losses, _ in of_all), strict=True)]
     peak = max(peak for _, peak in of_all)
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     built = entry.contestant
@@ -222,6 +224,7 @@ def _measured(
         predicted=None if built.plan is None else _prediction(built.plan),
         calls=_by_name(entry.traffic.calls),
         quartiles=(low, high),
+        num_steps=len(seconds),
         setup_seconds=max(_of_every_rank(built.setup_seconds, cell)),
         same_as=same_as,
         apart=None if expected is None else largest_difference(losses, expected),

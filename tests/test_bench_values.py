@@ -89,6 +89,26 @@ def test_the_summary_compares_predictions_with_measurements() -> None:
     assert text.splitlines()[-1].split() == ["llama", "on", "dp=2", "0.67", "zero3", "0.80", "ddp"]
 
 
+def test_a_ratio_has_twice_the_standard_error_of_its_medians() -> None:
+    # 16 steps with a quartile 3% below and one 3% above: 1.253 * 6% / 1.349 / 4 = 1.39% each.
+    auto = dataclasses.replace(AUTO, quartiles=(0.97 * 0.020, 1.03 * 0.020), num_steps=16)
+    zero3 = dataclasses.replace(ZERO3, quartiles=(0.97 * 0.030, 1.03 * 0.030), num_steps=16)
+    assert auto.relative_error == pytest.approx(0.0139, abs=1e-4)
+    words = summary((auto, zero3)).splitlines()[-1].split()
+    assert words == ["llama", "on", "dp=2", "0.67", "±", "0.03", "zero3"]  # 2 * 0.67 * sqrt(2) * 1.39%
+
+
+def test_the_ratio_to_a_preset_that_is_the_same_program_has_no_error() -> None:
+    auto = dataclasses.replace(AUTO, quartiles=(0.019, 0.021), num_steps=16, same_as="zero3")
+    zero3 = dataclasses.replace(auto, strategy="zero3", same_as="")
+    assert summary((auto, zero3)).splitlines()[-1].split() == ["llama", "on", "dp=2", "1.00", "zero3"]
+
+
+def test_one_step_has_no_standard_error() -> None:
+    assert math.isnan(dataclasses.replace(AUTO, num_steps=1).relative_error)
+    assert math.isnan(dataclasses.replace(REFUSED, num_steps=5).relative_error)
+
+
 def test_a_report_holds_every_cell_and_what_it_was_measured_on() -> None:
     text = report(ALL, {"machine": "an abacus"})
     assert text.startswith("machine  an abacus")
