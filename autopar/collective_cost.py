@@ -1,4 +1,4 @@
-"""Seconds of a collective over one mesh axis, from the links that its groups run over.
+"""Seconds of a collective over one mesh axis, or several joined ones, from the links that its groups run over.
 
     seconds = min over algorithms and protocols of  latency + bytes · seconds_per_byte      (a piece each)
 
@@ -8,7 +8,8 @@ for trees of middling sizes, its in-switch reductions and its overhead of postin
 
 Where a group lies. The mesh's last axis is on neighbouring devices: an axis of n devices has a stride, the product of
 the later axes, and a span of stride · n devices. A link that joins D devices holds g = gcd(D, span) / stride of a
-group's members in each of its blocks (1 where that is no whole number: the members are then taken to lie apart). From
+group's members in each of its blocks (1 where that is no whole number: the members are then taken to lie apart). Of
+joined axes, those that follow each other are as one axis, and those that do not have the product of their g. From
 innermost to outermost, g₀ = 1 | g₁ | … | n; level ℓ joins the blocks of g_ℓ members to blocks of g_ℓ₊₁, and counts
 where g_ℓ < g_ℓ₊₁.
 
@@ -50,7 +51,7 @@ HIDDEN_AS = {"all_reduce": "gradient_reduction", "reduce_scatter": "gradient_red
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective over one mesh axis. `num_bytes` follows NCCL's convention (see `operation.Collective`)."""
+    """One collective over one mesh axis, or joined ones ("dp_tp"). `num_bytes` follows NCCL's convention (see `operation.Collective`)."""
 
     collective: str
     axis: str
@@ -128,20 +129,34 @@ def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -
 
 def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
     """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
-    position = mesh.index(axis)
-    size, span = mesh.sizes[position], math.prod(mesh.sizes[position:])
+    lines = _lines(mesh, mesh.positions(axis))
+    size = math.prod(span // stride for stride, span in lines)
     found, inner = [], 1
     for number, link in enumerate(links):
         if link.devices is None or mesh.num_devices <= link.devices:
             outer = size
         else:
-            together = math.gcd(link.devices, span)
-            stride = span // size
-            outer = together // stride if together % stride == 0 else 1
+            outer = math.prod(_members(link.devices, stride, span) for stride, span in lines)
         if outer > inner:
             found.append(Level(link, inner, outer, in_node=number == 0 and link.devices is not None))
             inner = outer
     return tuple(found)
+
+
+def _lines(mesh: Mesh, positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(stride, span) of some axes; of those that follow each other, together."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        stride, span = math.prod(mesh.sizes[position + 1 :]), math.prod(mesh.sizes[position:])
+        outer = found.pop()[1] if found and found[-1][0] == span else span
+        found.append((stride, outer))
+    return found
+
+
+def _members(devices: int, stride: int, span: int) -> int:
+    """How many of a line of devices that are `stride` apart lie in one block of `devices`."""
+    together = math.gcd(devices, span)
+    return together // stride if together % stride == 0 else 1
 
 
 def steps_and_share(collective: str, algorithm: str, level: Level, size: int) -> tuple[int, float]:

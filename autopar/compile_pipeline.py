@@ -30,6 +30,7 @@ from autopar.planner import Settings
 from autopar.program import Program
 from autopar.recommendation import Wish, best_schedule
 from autopar.runtime.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.axes import join_axes
 from autopar.runtime.executable import Executable
 from autopar.runtime.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.microbatches import batch_size, split_batch
@@ -222,6 +223,8 @@ def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, r
         )
     programs = split(request.program, blocks, plan.starts)
     executables: dict[int, Executable] = {}
+    for each in plan.stages:  # all ranks make the groups of all stages, as NCCL splits off a group with all of them
+        join_axes(inner, sorted({axis for _, axis in each.plan.traffic}))
     for stage in plan.schedule.stages_of(rank):
         program, stage_plan = programs[stage], plan.stages[stage].plan
         space, choices = stage_space(request, program, stage_plan)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,6 +65,14 @@ class Mesh:
             raise MeshError(f"the mesh has no axis {axis!r}; its axes are {', '.join(map(repr, self.names))}.")
         return self.names.index(axis)
 
+    def positions(self, axes: str) -> tuple[int, ...]:
+        """Positions of the axes of which one, or several joined ones, have this name; MeshError if there are none.
+
+        >>> Mesh({"dp": 2, "tp": 4}).positions("dp_tp")
+        (0, 1)
+        """
+        return joined_axes(self.names).get(axes) or (self.index(axes),)
+
     @classmethod
     def of(cls, mesh: DeviceMesh | Mesh, hardware: str | None = None) -> Mesh:
         """The abstract mesh of a torch `DeviceMesh` (which needs `mesh_dim_names`), or the mesh itself."""
@@ -74,6 +85,25 @@ class Mesh:
                 'for example init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).'
             )
         return cls(dict(zip(names, mesh.shape, strict=True)), hardware or _default_hardware(mesh.device_type))
+
+
+def joined_name(names: Sequence[str], positions: Iterable[int]) -> str:
+    """The name of some of a mesh's axes together: "dp_tp", as torch's DeviceMesh flattens them."""
+    return "_".join(names[position] for position in positions)
+
+
+@functools.cache
+def joined_axes(names: tuple[str, ...]) -> Mapping[str, tuple[int, ...]]:
+    """The positions of two or more axes by their name together, but for names that two sets of axes would have.
+
+    >>> joined_axes(("a", "b", "a_b"))
+    {'a_a_b': (0, 2), 'b_a_b': (1, 2), 'a_b_a_b': (0, 1, 2)}
+    """
+    axes = range(len(names))
+    every = [found for count in axes for found in itertools.combinations(axes, count + 1)]
+    times = Counter(joined_name(names, found) for found in every)
+    named = {joined_name(names, found): found for found in every if len(found) > 1}
+    return {name: found for name, found in named.items() if times[name] == 1}
 
 
 def _default_hardware(device_type: str) -> str:

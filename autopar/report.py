@@ -16,6 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from autopar.folding import folded, ranges
+from autopar.mesh import joined_axes
 from autopar.plan import Plan, PlanRow
 from autopar.sizes import format_bytes, format_seconds
 
@@ -239,14 +240,14 @@ def _traffic(plan: Plan) -> str:
     collectives = sorted({collective for collective, _ in plan.traffic})
     if not collectives:
         return "no bytes are moved"
+    moved_over = {axis for _, axis in plan.traffic}
+    axes = [*plan.mesh.names, *(axis for axis in joined_axes(plan.mesh.names) if axis in moved_over)]
     table = [
-        [name, *(_count(plan, [name], [axis]) for axis in plan.mesh.names), _count(plan, [name], plan.mesh.names)]
-        for name in collectives
+        [name, *(_count(plan, [name], [axis]) for axis in axes), _count(plan, [name], axes)] for name in collectives
     ]
     if len(collectives) > 1:
-        totals = [_count(plan, collectives, [axis]) for axis in plan.mesh.names]
-        table.append(["total", *totals, _count(plan, collectives, plan.mesh.names)])
-    headers = ["moved per step", *plan.mesh.names, "total"]
+        table.append(["total", *(_count(plan, collectives, [axis]) for axis in axes), _count(plan, collectives, axes)])
+    headers = ["moved per step", *axes, "total"]
     alignment = ["left", *["right"] * (len(headers) - 1)]
     return tabulate(table, headers=headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
 

@@ -1,8 +1,11 @@
-"""The cheapest way from one layout to another: a shortest path over single-axis moves.
+"""The cheapest way from one layout to another: a shortest path over moves.
 
 A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
 One path says what it costs, forward and backward, and which nodes the rewrite inserts.
 Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
+
+In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
+where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from autopar.collective_cost import Transfer, transfer_seconds
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, P, Placement, R, S
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, joined_axes, joined_name
 from autopar.sharing import ALONE, Sharing
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
@@ -27,19 +30,27 @@ LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of one axis's placement, with the layouts before and after."""
+    """A change of one axis's placement, or the same of several joined ones, with the layouts before and after."""
 
-    axis: int
+    axes: tuple[int, ...]
     before: Layout
     after: Layout
 
     @property
     def source(self) -> Placement:
-        return self.before[self.axis]
+        return self.before[self.axes[0]]
 
     @property
     def target(self) -> Placement:
-        return self.after[self.axis]
+        return self.after[self.axes[0]]
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.axes) > 1
+
+    def num_parts(self, sizes: Sequence[int]) -> int:
+        """The ranks that take part, on a mesh of these axis sizes."""
+        return math.prod(sizes[axis] for axis in self.axes)
 
     def __str__(self) -> str:
         return f"{self.before} → {self.after}"
@@ -77,10 +88,10 @@ class Tensor:
 
 def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
     """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
-    size = mesh.sizes[move.axis]
+    size = move.num_parts(mesh.sizes)
     if size == 1:
         return ()
-    name = mesh.names[move.axis]
+    name = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
     before = tensor.local_bytes(move.before, mesh.sizes)
     after = tensor.local_bytes(move.after, mesh.sizes)
@@ -106,7 +117,8 @@ def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[T
             found = [Transfer("all_gather", name, before * size)]
         case "S", "S":
             # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
-            dims = list(move.before.replace(move.axis, I).local_shape(tensor.shape, mesh.sizes))
+            (axis,) = move.axes
+            dims = list(move.before.replace(axis, I).local_shape(tensor.shape, mesh.sizes))
             for dim in (source.dim, target.dim):
                 dims[dim] = -(-dims[dim] // size) * size
             exchanged = math.prod(dims) * tensor.dtype.itemsize // size
@@ -199,8 +211,8 @@ class ReshardTable:
         while here != there:
             after = int(ways.following[here, there])
             before_layout, after_layout = self.layouts[here], self.layouts[after]
-            (axis,) = (a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
-            moves.append(Move(axis, before_layout, after_layout))
+            axes = tuple(a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
+            moves.append(Move(axes, before_layout, after_layout))
             here = after
         again = regathered(moves, self._tensor)
         moved = [
@@ -223,13 +235,14 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     np.fill_diagonal(alone, 0.0)
     together = alone.copy()
     priced: dict[object, tuple[float, float]] = {}
-    for i, j, alike, move in _moves_among(layouts):
-        # Moves of one axis between equal placements move the same bytes where the parts are as large.
+    joined = [axes for axes in joined_axes(mesh.names).values() if all(mesh.sizes[axis] > 1 for axis in axes)]
+    for i, j, alike, move in _moves_among(layouts, tuple(joined) if tensor.bucketed else ()):
+        # Moves of the same axes between equal placements move the same bytes where the parts are as large.
         kind = (alike, local[i], local[j])
         if kind not in priced:
             found = transfers(move, tensor, mesh, tensor.regather)
             shared = in_bucket(move, tensor)
-            by_itself = sum(transfer_seconds(t, mesh, hardware) for t in found)
+            by_itself = math.inf if move.is_joined else sum(transfer_seconds(t, mesh, hardware) for t in found)
             in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
             priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
         alone[i, j], together[i, j] = priced[kind]
@@ -251,15 +264,17 @@ def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, 
 
 
 @functools.lru_cache(maxsize=1024)
-def _moves_among(layouts: tuple[Layout, ...]) -> tuple[tuple[int, int, int, Move], ...]:
-    """Every move between two of the layouts: their places, a number for axis and placements, and the move."""
+def _moves_among(
+    layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, int, int, Move], ...]:
+    """Every move between two of the layouts: their places, a number for axes and placements, and the move."""
     index = {layout: i for i, layout in enumerate(layouts)}
     placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
-    numbers: dict[tuple[int, Placement, Placement], int] = {}
+    numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
     return tuple(
-        (i, index[move.after], numbers.setdefault((move.axis, move.source, move.target), len(numbers)), move)
+        (i, index[move.after], numbers.setdefault((move.axes, move.source, move.target), len(numbers)), move)
         for i, layout in enumerate(layouts)
-        for move in _moves(layout, index, placements)
+        for move in (*_moves(layout, index, placements), *_joined_moves(layout, index, joined))
     )
 
 
@@ -277,7 +292,23 @@ def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[P
                 continue
             after = layout.replace(axis, target)
             if after in allowed:
-                found.append(Move(axis, layout, after))
+                found.append(Move((axis,), layout, after))
+    return found
+
+
+def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequence[tuple[int, ...]]) -> list[Move]:
+    """Every change of joined axes at once that gathers all parts of a dim within them, or reduces gradients."""
+    found = []
+    for axes in joined:
+        source = layout[axes[0]]
+        if source.is_split:
+            innermost = layout.axes_of(source.dim)[-len(axes) :] == axes
+        else:
+            innermost = source is I and all(layout[axis] is I for axis in axes)
+        for target in (R, I):
+            after = Layout(target if axis in axes else placement for axis, placement in enumerate(layout))
+            if innermost and target is not source and after in allowed:
+                found.append(Move(axes, layout, after))
     return found
 
 

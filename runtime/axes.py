@@ -1,25 +1,31 @@
 """Mesh axes at run time, found by name, and the count of what moves over them.
 
-Graphs name an axis; `use_mesh` says which process group that is, so that one graph serves every rank.
+Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
+from autopar.mesh import joined_axes
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis at run time: its process group, its size, and where this rank stands on it."""
+    """A mesh axis (or joined ones) at run time: its process group, its size, and where this rank stands on it."""
 
     name: str
     group: str
@@ -31,13 +37,62 @@ _axes: dict[str, Axis] = {}
 _traffic: list[Traffic] = []
 
 
+Groups = Mapping[str, str]
+"""Joined axes → the name of the process group that this rank is in."""
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+"""World → ranks → the name of the group that was made of them, for all meshes and graphs."""
+
+
+def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
+    """The process groups of those names that are joined axes of the mesh; all its ranks call this, in no step.
+
+    A group is made once, and of all ranks it is the world's own.
+    """
+    joined = joined_axes(mesh.mesh_dim_names or ())
+    return {name: _group_of(_ranks_of(mesh, joined[name])) for name in names if name in joined}
+
+
+def _ranks_of(mesh: DeviceMesh, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that stand with this one on some axes, outer axis first."""
+    others = [position for position in range(mesh.ndim) if position not in positions]
+    size = math.prod(map(mesh.size, positions))
+    lines = mesh.mesh.permute(*others, *positions).reshape(-1, size).tolist()
+    near, *_ = dist.get_process_group_ranks(mesh.get_group(positions[0]))
+    return next(tuple(line) for line in lines if near in line)
+
+
+def _group_of(ranks: tuple[int, ...]) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks == tuple(range(world.size())):
+        return world.group_name
+    made = _made.setdefault(world, {})
+    if ranks not in made:
+        # Other ranks of the world may be on other stages of a pipeline, or not on the mesh.
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert isinstance(group, dist.ProcessGroup)
+        made[ranks] = group.group_name
+    return made[ranks]
+
+
+def joined_groups() -> list[dist.ProcessGroup]:
+    """Every group that was made for joined axes."""
+    made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    return [_resolve_process_group(name) for name in made.values()]
+
+
 @contextlib.contextmanager
-def use_mesh(mesh: DeviceMesh) -> Iterator[None]:
-    """Resolve axis names on `mesh` inside the block."""
+def use_mesh(mesh: DeviceMesh, joined: Groups | None = None) -> Iterator[None]:
+    """Resolve axis names on `mesh` inside the block, and those of joined axes, which `join_axes` gives."""
+    names = mesh.mesh_dim_names or ()
     axes = {}
-    for position, name in enumerate(mesh.mesh_dim_names or ()):
+    for position, name in enumerate(names):
         group = mesh.get_group(position).group_name
         axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
+    for name, group in (joined or {}).items():
+        parts = [axes[names[position]] for position in joined_axes(names)[name]]
+        axes[name] = Axis(name, group, num_parts_of(parts), part_of(parts))
     with use_axes(axes):
         yield
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import I, Layout, R
+from autopar.mesh import joined_name
 from autopar.reshard import Path, is_gather
 from autopar.sharing import joined_layers, layer_of, messages
 from autopar.space import Decision, Space, Wire
@@ -29,7 +30,8 @@ class Step:
     """The move number `number` of every path in a bucket."""
 
     number: int
-    axis: int
+    axis: str
+    """The axis, or joined ones."""
     gathers: bool
 
 
@@ -86,9 +88,10 @@ def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
     for number, move in enumerate(path.moves):
         gathers = is_gather(move, wire.tensor)
         reduces = move.source is I and move.target is R
-        if space.mesh.sizes[move.axis] == 1 or not (gathers or reduces):
+        if not (gathers or reduces):
             return ()
-        steps.append(Step(number, move.axis, gathers))
+        if move.num_parts(space.mesh.sizes) > 1:
+            steps.append(Step(number, joined_name(space.mesh.names, move.axes), gathers))
     return tuple(steps)
 
 

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.program import Program, info_of
-from autopar.runtime.axes import use_mesh
-from autopar.runtime.buckets import Regather
+from autopar.runtime.axes import Groups, join_axes, use_mesh
+from autopar.runtime.buckets import Regather, gather_parameters, reduce_gradients
 from autopar.runtime.dropout import use_randomness
 from autopar.runtime.inputs import Arguments, local_input
 from autopar.runtime.parameters import local_parts
@@ -62,6 +62,7 @@ class Executable:
     plan: Plan
     local: LocalProgram
     mesh: DeviceMesh
+    joined: Groups
     parameters: tuple[GraphParameter, ...]
     constants: dict[str, torch.Tensor]
     """Placeholder → the constant, on the device of the mesh."""
@@ -72,7 +73,7 @@ class Executable:
 
     @classmethod
     def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
-        """Put together what runs a rewritten program on a mesh."""
+        """Put together what runs a rewritten program on a mesh, on all its ranks at once."""
         nodes = program.placeholders()
         parameters = []
         for name, placeholder in program.parameters.items():
@@ -83,7 +84,9 @@ class Executable:
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
         steps = steps_of(local.module.graph)
         recomputing = steps if any(step.role is not None for step in steps) else ()
-        return cls(program, plan, local, mesh, tuple(parameters), constants, regathers, recomputing)
+        moves = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
+        joined = join_axes(mesh, dict.fromkeys(node.args[0] for node in moves))
+        return cls(program, plan, local, mesh, joined, tuple(parameters), constants, regathers, recomputing)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -116,7 +119,7 @@ class Executable:
     def surroundings(self, seed: int, step: int, deterministic: bool) -> Iterator[None]:
         """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(use_mesh(self.mesh))
+            stack.enter_context(use_mesh(self.mesh, self.joined))
             stack.enter_context(use_randomness(seed, step, deterministic))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.regathers and torch.is_grad_enabled():

@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from autopar.errors import AutoparError, PipelineRankError
 from autopar.runtime.agreement import many_processes
+from autopar.runtime.axes import joined_groups
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # within which every rank that lives has written that it does
@@ -223,7 +224,7 @@ class Watch:
         if self._outside.is_set() or self._step != step:
             return
         self._failed = message
-        for group in self._groups:
+        for group in (*self._groups, *joined_groups()):
             if dist.get_backend(group) == "nccl":
                 backend: Any = group._get_backend(torch.device("cuda"))
                 backend.abort()

@@ -11,8 +11,9 @@ from autopar.runtime import collectives
 
 
 def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The collective that carries out a move, with its arguments after the tensor."""
-    axis = mesh.names[move.axis]
+    """The collective that carries out a move of one axis, with its arguments after the tensor."""
+    (position,) = move.axes
+    axis = mesh.names[position]
     source, target = move.source, move.target
     after = move.after.local_shape(shape, mesh.sizes)
     match source.kind, target.kind:

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from autopar.blocks import writes
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, Placement
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, joined_name
 from autopar.program import TensorInfo, info_of, tensor_inputs
 from autopar.reshard import Move, Tensor
 from autopar.runtime.bucketing import Bucket, buckets_of
@@ -238,11 +238,12 @@ class _Rewriter:
         return self.values[decision, output]
 
     def _move(self, value: fx.Node, move: Move, tensor: Tensor) -> fx.Node:
-        if self.mesh.sizes[move.axis] == 1:
+        (axis,) = move.axes
+        if self.mesh.sizes[axis] == 1:
             return value
         function, args = move_call(move, tensor.shape, self.mesh)
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
-            key = (value, move.axis, move.target)
+            key = (value, axis, move.target)
             if key not in self.slices:
                 self.slices[key] = self._emit_move(function, (value, *args), move.after)
             return self.slices[key]
@@ -250,7 +251,7 @@ class _Rewriter:
 
     def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
         """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
-        axis, dim = self.mesh.names[move.axis], move.source.dim
+        axis, dim = joined_name(self.mesh.names, move.axes), move.source.dim
         size = move.after.local_shape(shape, self.mesh.sizes)[dim]
         gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,)}, None)
         return self._emit_weight(operator.getitem, (gathered, 0), move.after)
@@ -260,7 +261,6 @@ class _Rewriter:
         values = [self._value(source, 0) for source in bucket.sources]
         layouts = list(bucket.layouts)
         for step in bucket.steps:
-            axis = self.mesh.names[step.axis]
             moves = [path.moves[step.number] for path in bucket.paths]
             if step.gathers:
                 dims = tuple(move.source.dim for move in moves)
@@ -269,9 +269,10 @@ class _Rewriter:
                     for move, shape, dim in zip(moves, bucket.shapes, dims, strict=True)
                 )
                 again = {"regather": bucket.regathered} if bucket.regathered else {}
-                new = self._emit(gather_parameters, (axis, dims, sizes, *values), again, None)
+                new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), again, None)
             else:
-                new = self._emit(reduce_gradients, (axis, *values), {"in_place": True} if bucket.in_place else {}, None)
+                in_place = {"in_place": True} if bucket.in_place else {}
+                new = self._emit(reduce_gradients, (step.axis, *values), in_place, None)
             layouts = [move.after for move in moves]
             values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
         for end, value in zip(bucket.ends, values, strict=True):

@@ -84,4 +84,4 @@ def test_a_device_mesh_without_names_is_refused() -> None:
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(autopar.mesh) == (0, 2)
+    assert doctest.testmod(autopar.mesh) == (0, 4)

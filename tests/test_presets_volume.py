@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -25,7 +26,7 @@ BATCH, POSITIONS, LAYERS = 8, 32, 2
 BYTES_ALONE = Hardware("links without latency", {"float32": 1e9}, 1e9, 10**9, 0.0, (Link("wire", None, 0.0, 1e7),))
 """Here the way from one layout to another is that of the fewest bytes; latency would have short ways of more bytes."""
 FLOAT_BYTES = 4
-LINE = re.compile(r"^ +(\w+)/(\w) = (.+)$", re.MULTILINE)
+LINE = re.compile(r"^ +(\w+)/(\w+) = (.+)$", re.MULTILINE)
 
 LETTERS: Mapping[str, str] = {
     "fully_replicated": "nm",
@@ -80,13 +81,14 @@ def axes_of(strategy: str, shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def formulas(strategy: str, symbols: Mapping[str, int], axes: Mapping[str, int]) -> dict[tuple[str, str], Fraction]:
-    """The formulas of a docstring with values for the symbols, for the axes that there are."""
+    """The formulas of a docstring with values for the symbols, over the axes that there are."""
     values = dict.fromkeys(LETTERS[strategy], 1) | dict(symbols) | dict(axes)
     exact = {name: Fraction(value) for name, value in values.items()}
-    found = {}
-    for collective, letter, text in LINE.findall(PRESETS[strategy].__doc__ or ""):
-        if letter in axes:
-            found[collective, letter] = eval(text.replace("·", "*"), {"__builtins__": {}}, exact)
+    found: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for collective, letters, text in LINE.findall(PRESETS[strategy].__doc__ or ""):
+        there = "_".join(letter for letter in letters.split("_") if letter in axes)
+        if there:
+            found[collective, there] += eval(text.replace("·", "*"), {"__builtins__": {}}, exact)
     return found
 
 

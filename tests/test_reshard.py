@@ -145,7 +145,7 @@ def test_a_split_dim_is_not_touched_below_an_inner_axis() -> None:
     both = Layout((S(0), S(0)))
     for target in LAYOUTS:
         moves = table().path(both, target).moves
-        if moves and moves[0].axis == 0:
+        if moves and moves[0].axes == (0,):
             assert moves[0].before[1] is not S(0)
 
 
@@ -196,6 +196,6 @@ def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
 def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
     source: Placement, target: Placement, expected: bool
 ) -> None:
-    move = Move(0, Layout((source, I)), Layout((target, I)))
+    move = Move((0,), Layout((source, I)), Layout((target, I)))
     assert bool(in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True))) is expected
     assert not in_bucket(move, Tensor(SHAPE, torch.float32, True))

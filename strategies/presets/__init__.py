@@ -6,6 +6,8 @@ under it is the strategy itself; what a user says comes first, and the planner d
 Each docstring says what a step moves on a decoder as Llama's (no biases, a gated MLP, a head of its own, a mean loss):
 
     collective/axis = bytes        the axis by the letter that its size has in the formulas; 1 where the mesh has it not
+    collective/n_m = bytes         over both axes at once; over the one of them that the mesh has, what is said of it
+                                   and this are added up
 
 in NCCL's convention (the whole tensor of an all_reduce, the output of an all_gather, the input of the others), in the
 bytes that one device has to do with. The symbols are bytes of whole tensors, over the whole batch:

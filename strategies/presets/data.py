@@ -28,8 +28,9 @@ def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     On any model, over an outer axis n and an inner one m:
 
-        all_reduce/n = P + 16
-        all_reduce/m = P + 16
+        all_reduce/n_m = P
+        all_reduce/n = 16
+        all_reduce/m = 16
     """
     return _batch_split("data_parallel", program, mesh).annotations()
 
@@ -54,10 +55,8 @@ def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts (the others are whole, and
     their gradients are all-reduced):
 
-        all_gather/n = P
-        all_gather/m = P/n
-        reduce_scatter/n = P
-        reduce_scatter/m = P/n
+        all_gather/n_m = P
+        reduce_scatter/n_m = P
         all_reduce/n = 16
         all_reduce/m = 16
     """
@@ -69,10 +68,8 @@ def zero3(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts:
 
-        all_gather/n = 2·P - U
-        all_gather/m = (2·P - U)/n
-        reduce_scatter/n = P
-        reduce_scatter/m = P/n
+        all_gather/n_m = 2·P - U
+        reduce_scatter/n_m = P
         all_reduce/n = 16
         all_reduce/m = 16
     """

@@ -34,10 +34,11 @@ def tensor_2_5d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     Over an axis z of grids, and the rows r and columns c of each:
 
-        all_reduce/z = ((P - N)/r + N)/c + 16
+        all_reduce/z = (P - N)/(r·c) + 16
+        all_reduce/z_r = N/c
         all_gather/r = (2·(P - N) - T)/c
         reduce_scatter/r = (P - N)/c
-        all_reduce/r = N/c + 16
+        all_reduce/r = 16
         all_gather/c = (L·(3·A + F) + A)/(z·r)
         reduce_scatter/c = (L·(3·A + F) + A)/(z·r)
         all_reduce/c = 2·(2·L + 1)·R/(z·r) + 3·R/(z·r)
@@ -55,14 +56,15 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_gather/s = W/(i·o) + T/i
         reduce_scatter/s = W/(i·o) + T/i
-        all_reduce/s = N/i + 16
+        all_reduce/s = 16
+        all_reduce/s_o = N/i
         all_gather/i = (2·L·(A + K) + 3·L·F + V)/(s·o)
         reduce_scatter/i = (2·L·(A + K) + 3·L·F + V)/(s·o)
         all_reduce/i = 2·(2·L + 1)·R/(s·o) + 16
         all_gather/o = (4·L + 1)·A/(s·i)
         reduce_scatter/o = (4·L + 1)·A/(s·i)
         all_to_all/o = 2·(W/(s·i·o) + W/(i·o))
-        all_reduce/o = N/i + T/(s·i) + 3·R/(s·i)
+        all_reduce/o = T/(s·i) + 3·R/(s·i)
     """
     axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
     graph = Graph.of(program)

@@ -21,8 +21,9 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_to_all/c = 4·L·(A + K)/(c·d)
         all_gather/c = A/d
         reduce_scatter/c = A/d
-        all_reduce/c = P - H + 3·R/d
-        all_reduce/d = P - H + H/c + 16
+        all_reduce/d_c = P - H
+        all_reduce/c = 3·R/d
+        all_reduce/d = H/c + 16
     """
     return _sequence_split("ulysses", program, mesh, "column")
 
@@ -35,8 +36,9 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_gather/c = 2·L·K/d + A/d
         reduce_scatter/c = 2·L·K/d + A/d
-        all_reduce/c = P - H + 3·R/d
-        all_reduce/d = P - H + H/c + 16
+        all_reduce/d_c = P - H
+        all_reduce/c = 3·R/d
+        all_reduce/d = H/c + 16
     """
     return _sequence_split("gather_kv", program, mesh, "sequence")
 

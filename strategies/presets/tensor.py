@@ -52,8 +52,9 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_gather/t = (4·L + 2)·A/d
         reduce_scatter/t = (4·L + 2)·A/d
-        all_reduce/t = N + 3·R/d
-        all_reduce/d = (P - N)/t + N + 16
+        all_reduce/d_t = N
+        all_reduce/t = 3·R/d
+        all_reduce/d = (P - N)/t + 16
     """
     tensor = axes.axis_of(mesh, axes.TENSOR)
     graph = Graph.of(program)
