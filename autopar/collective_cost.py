@@ -51,7 +51,10 @@ HIDDEN_AS = {"all_reduce": "gradient_reduction", "reduce_scatter": "gradient_red
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective over one mesh axis, or joined ones ("dp_tp"). `num_bytes` follows NCCL's convention (see `operation.Collective`)."""
+    """One collective over one mesh axis, or joined ones ("dp_tp").
+
+    `num_bytes` follows NCCL's convention (see `operation.Collective`).
+    """
 
     collective: str
     axis: str

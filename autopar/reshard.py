@@ -297,17 +297,17 @@ def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[P
 
 
 def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequence[tuple[int, ...]]) -> list[Move]:
-    """Every change of joined axes at once that gathers all parts of a dim within them, or reduces gradients."""
+    """Every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
     found = []
     for axes in joined:
         source = layout[axes[0]]
         if source.is_split:
-            innermost = layout.axes_of(source.dim)[-len(axes) :] == axes
+            fits = layout.axes_of(source.dim)[-len(axes) :] == axes
         else:
-            innermost = source is I and all(layout[axis] is I for axis in axes)
+            fits = all(layout[axis] is I for axis in axes)
         for target in (R, I):
             after = Layout(target if axis in axes else placement for axis, placement in enumerate(layout))
-            if innermost and target is not source and after in allowed:
+            if fits and target is not source and after in allowed:
                 found.append(Move(axes, layout, after))
     return found
 

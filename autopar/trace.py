@@ -1,9 +1,9 @@
 """The predicted step as a trace that Perfetto and chrome://tracing open.
 
-One process with a track for compute and one per mesh axis for communication. The prediction is a sum, so the slices
-follow each other: what is hidden behind compute has no seconds in a plan and no slice here. The step runs the calls
-forward, then backward in reverse (each segment that is computed again ahead of its backward), then the optimizer.
-The durations of all slices add up to `plan.seconds`.
+One process with a track for compute and one per mesh axis, or joined ones, for communication. The prediction is a
+sum, so the slices follow each other: what is hidden behind compute has no seconds in a plan and no slice here. The step
+runs the calls forward, then backward in reverse (each segment that is computed again ahead of its backward), then the
+optimizer. The durations of all slices add up to `plan.seconds`.
 
 Format: Trace Event Format, "X" for slices, "C" for the counter, "M" for names; times in microseconds.
 """

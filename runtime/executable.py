@@ -63,6 +63,7 @@ class Executable:
     local: LocalProgram
     mesh: DeviceMesh
     joined: Groups
+    """Of the joined axes that the graph names."""
     parameters: tuple[GraphParameter, ...]
     constants: dict[str, torch.Tensor]
     """Placeholder → the constant, on the device of the mesh."""

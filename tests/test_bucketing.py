@@ -88,6 +88,25 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
     assert layer_of_call["table"] == "table"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "axes", "moved"),
+    [
+        ("data_parallel", {"dp": 2, "tp": 2}, {("dp_tp", False)}),
+        ("zero2", {"dp": 2, "tp": 2}, {("dp_tp", True)}),
+        ("hsdp", {"dp": 2, "tp": 2}, {("dp", False), ("tp", True)}),
+        ("data_parallel", {"dp": 2, "one": 1, "tp": 2}, {("dp_tp", False)}),
+        ("data_parallel", {"dp": 2, "one": 1}, {("dp", False)}),
+    ],
+)
+def test_a_bucket_moves_over_the_axes_that_its_parameters_have_in_common(
+    strategy: str, axes: dict[str, int], moved: set[tuple[str, bool]]
+) -> None:
+    context = autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy).context
+    buckets = bucketing.buckets_of(context.space, context.choices)
+    assert {(step.axis, step.gathers) for bucket in buckets for step in bucket.steps} == moved
+    assert sum(len(bucket.sources) for bucket in buckets) == 5
+
+
 def test_gradients_that_share_a_bucket_are_copied() -> None:
     space, (bucket,) = _buckets()
     assert len(_parameters(space, bucket)) == 5

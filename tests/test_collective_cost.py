@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,43 @@ def test_a_group_has_the_links_that_its_members_lie_on(
 ) -> None:
     found = levels_of((INNER, OUTER), Mesh(axes), axis)
     assert found == tuple(Level(link, inner, outer, link is INNER) for link, inner, outer in levels)
+
+
+@pytest.mark.parametrize(
+    ("axes", "joined"),
+    [
+        ({"dp": 4, "tp": 8}, "dp_tp"),
+        ({"dp": 8, "tp": 2}, "dp_tp"),
+        ({"dp": 3, "tp": 4}, "dp_tp"),
+        ({"dp": 2, "one": 1, "tp": 12}, "dp_tp"),
+        ({"pp": 4, "dp": 2, "tp": 2}, "dp_tp"),
+        ({"dp": 2, "cp": 8, "tp": 2}, "dp_cp_tp"),
+        ({"dp": 2, "cp": 4, "tp": 4}, "dp_cp"),
+    ],
+)
+@pytest.mark.parametrize("node", [6, 8])
+def test_joined_axes_that_follow_each_other_are_as_one_axis(axes: dict[str, int], joined: str, node: int) -> None:
+    names = list(axes)
+    first, last = names.index(joined.split("_")[0]), names.index(joined.split("_")[-1])
+    size = math.prod(axes[name] for name in names[first : last + 1])
+    others = [{name: axes[name] for name in some} for some in (names[:first], names[last + 1 :])]
+    links = (Link("inner", node, 1e-6, 400.0), OUTER)
+    assert levels_of(links, Mesh(axes), joined) == levels_of(
+        links, Mesh({**others[0], "one": size, **others[1]}), "one"
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 8), (2, 8, 4)])
+def test_joined_axes_apart_from_each_other_have_as_many_members_in_a_node_as_lie_there(
+    sizes: tuple[int, int, int],
+) -> None:
+    mesh = Mesh(dict(zip(("dp", "cp", "tp"), sizes, strict=True)))
+    group = [dp * sizes[1] * sizes[2] + tp for dp in range(sizes[0]) for tp in range(sizes[2])]
+    for node in (2, 4, 8, 16, 32):
+        together = max(Counter(device // node for device in group).values())
+        found = levels_of((Link("inner", node, 1e-6, 400.0), OUTER), mesh, "dp_tp")
+        assert found[0].outer == (together if together > 1 else len(group))
+        assert found[-1].outer == len(group)
 
 
 def test_a_rack_is_a_level_between_the_node_and_the_rest() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+import autopar
 from autopar.annotate import annotate
 from autopar.build import build_space
 from autopar.capture import capture
@@ -34,7 +35,7 @@ from autopar.saved import saved_in
 from autopar.space import Space
 from autopar.symbolic_shapes import input_keys, symbolic_shapes
 from autopar.symbols import Polynomial
-from tests.families import BATCH, FAMILIES, SEQUENCE
+from tests.families import BATCH, FAMILIES, HIDDEN, MLP, SEQUENCE
 from tests.parity import SLOW_DEVICES
 from tests.planned import SLOW_LINKS, X_BD, Planned, TwoLinears, planned, space_of
 
@@ -118,6 +119,20 @@ def test_another_mesh_costs_what_a_fresh_space_costs(family: str) -> None:
         assert again.seconds == pytest.approx(evaluate(other, choices), rel=1e-9)
         fresh = formulated(Planned(other, found.plan, choices)).reprice()
         assert (again.traffic, again.memory) == (fresh.traffic, fresh.memory)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
+def test_joined_axes_cost_on_another_mesh_what_they_cost_there(strategy: str) -> None:
+    def planned_on(dp: int, tp: int) -> Plan:
+        mesh = Mesh({"dp": dp, "tp": tp}, "h100")
+        return autopar.plan(MLP(), mesh, (torch.ones(64, HIDDEN),), strategy=strategy)
+
+    plan = planned_on(2, 2)
+    assert plan.formula("all_reduce/dp_tp" if strategy == "data_parallel" else "all_gather/dp_tp") != 0
+    for dp, tp in ((4, 2), (2, 4), (8, 2)):  # the last are on two nodes
+        again, fresh = plan.reprice(dp=dp, tp=tp), planned_on(dp, tp)
+        assert again.traffic == fresh.reprice().traffic
+        assert again.seconds == pytest.approx(fresh.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

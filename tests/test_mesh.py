@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar.mesh
 from autopar.errors import AutoparError, MeshError
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, joined_axes
 from tests.simulate import simulate
 
 
@@ -26,6 +26,24 @@ def test_equal_meshes_have_equal_hashes() -> None:
     assert hash(Mesh({"dp": 2, "tp": 4})) == hash(Mesh({"dp": 2, "tp": 4}))
     assert Mesh({"dp": 2}, hardware="h100") != Mesh({"dp": 2}, hardware="cpu")
     assert Mesh({"dp": 2}) != Mesh({"dp": 4})
+
+
+def test_several_axes_have_a_name_together() -> None:
+    mesh = Mesh({"pp": 2, "dp": 3, "tp": 4})
+    assert {name: mesh.positions(name) for name in ("tp", "dp_tp", "pp_tp", "pp_dp_tp")} == {
+        "tp": (2,),
+        "dp_tp": (1, 2),
+        "pp_tp": (0, 2),
+        "pp_dp_tp": (0, 1, 2),
+    }
+    with pytest.raises(MeshError, match="no axis 'tp_dp'; its axes are 'pp', 'dp', 'tp'"):
+        mesh.positions("tp_dp")
+
+
+def test_a_name_that_an_axis_has_too_or_that_could_be_read_twice_is_not_given_to_joined_axes() -> None:
+    assert Mesh({"a": 2, "b": 2, "a_b": 2}).positions("a_b") == (2,)
+    assert "a_b_c" not in joined_axes(("a", "b_c", "a_b", "c"))  # a and b_c, or a_b and c
+    assert joined_axes(("dp",)) == {}
 
 
 def test_the_order_of_the_axes_matters() -> None:

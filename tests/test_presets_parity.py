@@ -23,7 +23,9 @@ ON_TWO_AXES = ("hsdp", "fsdp_megatron", "tensor_2d")
 ON_THREE_AXES = ("tensor_2_5d", "tensor_3d")
 
 FAST: tuple[tuple[str, str, World], ...] = (
-    ("zero3", "vit", (2,)),
+    ("data_parallel", "vit", (2, 2)),
+    ("zero3", "vit", (2, 2)),
+    ("hsdp", "vit", (2, 2)),
     ("megatron_sequence", "gpt2", (2,)),
     ("ulysses", "gpt2", (2,)),
     ("gather_kv", "gpt2", (2,)),

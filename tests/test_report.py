@@ -205,6 +205,13 @@ def test_traffic_is_a_table_of_collectives_by_axis() -> None:
     assert re.search(r"total +3\.00 kB +4\.00 MB +4\.00 MB", table)
 
 
+def test_joined_axes_that_bytes_move_over_have_a_column() -> None:
+    plan = _plan(_call("a", "a", transfers=(ALL_REDUCE, Moved("all_reduce", "dp_tp", 1000))))
+    table = plan_table(plan).split("moved per step")[-1]
+    assert re.search(r"^ +dp +tp +dp_tp +total", table)
+    assert _line(table, "all_reduce") == "all_reduce - 4.00 MB 1.00 kB 4.00 MB"
+
+
 def test_a_plan_that_moves_nothing_says_so() -> None:
     assert "no bytes are moved" in plan_table(_plan(_call("a", "a")))
 

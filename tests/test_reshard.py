@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.hardware import load
 from autopar.layout import I, Layout, P, Placement, R, S
 from autopar.mesh import Mesh
-from autopar.reshard import Move, Tensor, in_bucket, reshard_table, transfers
+from autopar.reshard import Move, Path, Tensor, in_bucket, reshard_table, transfers
 from autopar.runtime.axes import use_mesh
 from autopar.runtime.moves import move_call
 from tests.simulate import from_ranks, local_values, simulate
@@ -199,3 +199,78 @@ def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
     move = Move((0,), Layout((source, I)), Layout((target, I)))
     assert bool(in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True))) is expected
     assert not in_bucket(move, Tensor(SHAPE, torch.float32, True))
+
+
+CUBE = Mesh({"dp": 2, "cp": 2, "tp": 4})
+
+
+PARAMETER = Tensor((16, 32), torch.float32, True, bucketed=True)
+WHOLE_BYTES = 16 * 32 * 4
+GATHERED = ("all_gather", "reduce_scatter")
+
+
+def parameter_path(source: str, target: str, mesh: Mesh = MESH, tensor: Tensor = PARAMETER) -> Path:
+    return reshard_table(tensor, frozenset((0, 1)), mesh, HARDWARE).path(Layout.parse(source), Layout.parse(target))
+
+
+def moved(path: Path) -> list[tuple[str, str, int]]:
+    return [(t.collective, t.axis, t.num_bytes) for t in path.transfers]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "collectives", "joined", "num_bytes"),
+    [
+        (MESH, "I I", "R R", ("all_reduce",), "dp_tp", WHOLE_BYTES),
+        (CUBE, "I S(0) I", "R S(0) R", ("all_reduce",), "dp_tp", WHOLE_BYTES // 2),
+        (CUBE, "I I I", "R R R", ("all_reduce",), "dp_cp_tp", WHOLE_BYTES),
+        (MESH, "S(1) S(1)", "R R", GATHERED, "dp_tp", WHOLE_BYTES),
+        (CUBE, "S(0) S(0) S(0)", "S(0) R R", GATHERED, "cp_tp", WHOLE_BYTES // 2),  # outer parts stay
+        (CUBE, "S(0) S(1) S(0)", "R S(1) R", GATHERED, "dp_tp", WHOLE_BYTES // 2),  # so do those of another dim
+    ],
+    ids=str,
+)
+def test_a_parameter_moves_over_joined_axes_at_once(
+    mesh: Mesh, source: str, target: str, collectives: tuple[str, ...], joined: str, num_bytes: int
+) -> None:
+    path = parameter_path(source, target, mesh)
+    assert len(path.moves) == 1 and path.together
+    assert moved(path) == [(collective, joined, num_bytes) for collective in collectives]
+
+
+def test_a_joined_gather_of_a_weight_is_done_again_and_of_a_frozen_one_has_no_backward() -> None:
+    again = parameter_path("S(0) S(0)", "R R", tensor=replace(PARAMETER, regather=True))
+    assert [t.collective for t in again.transfers] == ["all_gather", "reduce_scatter", "all_gather"]
+    assert again.regathered == (True,)
+    frozen = parameter_path("S(0) S(0)", "I I", tensor=replace(PARAMETER, requires_grad=False))
+    assert moved(frozen) == [("all_gather", "dp_tp", WHOLE_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target"),
+    [
+        (MESH, "S(0) S(1)", "R R"),  # of two dims
+        (MESH, "S(0) I", "R R"),  # a gather and a reduction
+        (CUBE, "S(0) S(0) S(0)", "R S(0) R"),  # not the innermost
+        (Mesh({"a": 2, "b": 2, "a_b": 1}), "I I I", "R R I"),  # an axis has the name that they would have
+        (Mesh({"dp": 2, "tp": 1}), "I I", "R R"),  # one device in a line
+    ],
+    ids=str,
+)
+def test_what_is_not_one_collective_moves_axis_by_axis(mesh: Mesh, source: str, target: str) -> None:
+    path = parameter_path(source, target, mesh)
+    assert not any(move.is_joined for move in path.moves)
+    assert {axis for _, axis, _ in moved(path)} <= set(mesh.names)
+
+
+def test_an_activation_moves_axis_by_axis() -> None:
+    for source, target in (("I I", "R R"), ("S(0) S(0)", "R R")):
+        path = parameter_path(source, target, tensor=replace(PARAMETER, bucketed=False))
+        assert not any(move.is_joined for move in path.moves)
+
+
+def test_a_dim_that_does_not_divide_is_split_once_and_gathered_over_one_axis() -> None:
+    tensor = replace(PARAMETER, shape=(15, 32), padded=frozenset((0,)))
+    paths = reshard_table(tensor, frozenset((0,)), MESH, HARDWARE)
+    assert Layout.parse("S(0) S(0)") not in paths.index
+    path = paths.path(Layout.parse("S(0) I"), Layout.parse("R R"))
+    assert {axis for _, axis, _ in moved(path)} == {"dp", "tp"}
