@@ -250,6 +250,7 @@ def test_a_joined_gather_of_a_weight_is_done_again_and_of_a_frozen_one_has_no_ba
     [
         (MESH, "S(0) S(1)", "R R"),  # of two dims
         (MESH, "S(0) I", "R R"),  # a gather and a reduction
+        (MESH, "I S(0)", "R R"),
         (CUBE, "S(0) S(0) S(0)", "R S(0) R"),  # not the innermost
         (Mesh({"a": 2, "b": 2, "a_b": 1}), "I I I", "R R I"),  # an axis has the name that they would have
         (Mesh({"dp": 2, "tp": 1}), "I I", "R R"),  # one device in a line
