@@ -77,7 +77,8 @@ PRESETS: tuple[tuple[str, str, str], ...] = (
 
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize(
-    ("strategy", "family", "mesh"), [("zero3", "llama", "pp2xdp2"), ("megatron_sequence", "gpt2", "pp2xtp2")]
+    ("strategy", "family", "mesh"),
+    [("zero3", "llama", "pp2xdp2"), ("megatron_sequence", "gpt2", "pp2xtp2"), ("zero3", "llama", EIGHT)],
 )
 def test_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: str, mesh: str) -> None:
     check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
