@@ -115,7 +115,7 @@ def test_the_way_back_of_the_gradient_costs_what_the_transposed_way_costs(a: Lay
     assert paths.path(a, b).seconds == pytest.approx(paths.path(b.transposed, a.transposed).seconds, abs=1e-8)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))
 def test_the_path_is_the_shortest_of_all_short_walks(a: Layout, b: Layout) -> None:
     """Brute force over all walks of at most three moves cannot beat the table."""
