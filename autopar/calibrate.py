@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.collective_cost import Level, levels_of, steps_and_share
 from autopar.errors import AutoparError, InputError
@@ -33,7 +33,8 @@ from autopar.fit import WORTH, Fit, Sample, fit, relative_error
 from autopar.hardware import Link, Protocol, dtype_name, parse
 from autopar.launch import BACKENDS, RankError, World, on_ranks
 from autopar.measure import CUDA, FEW_BYTES, LAYERS, QUICK, Effort, Timer
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, joined_axes, joined_name
+from autopar.runtime.axes import axis_of, join_axes, use_mesh
 from autopar.sizes import format_bytes, format_seconds
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -151,7 +152,8 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     stamp = _Stamp(f"measured: {_device_name(device)}, {ranks} ranks (load {load:.1f}), {today}, autopar calibrate")
     timer = Timer(torch.device(device), effort)
     device_mesh = init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)
-    levels = [_level(place, found, device_mesh, timer) for place, found in axes.items()]
+    with use_mesh(device_mesh, join_axes(device_mesh, joined_axes(mesh.names))):
+        levels = [_level(place, found, mesh, timer) for place, found in axes.items()]
     # A collective over several links uses one protocol: all links list the same.
     protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
@@ -214,7 +216,7 @@ def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
 
 
 def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
-    """The axes whose groups lie inside a node, and those whose groups have one member in each node."""
+    """The axes, and joined ones, whose groups lie inside a node, and those that have one member in each node."""
     places = (Link(IN_NODE, node, 0.0, 1.0), Link(BETWEEN_NODES, None, 0.0, 1.0))
     found: dict[str, dict[str, Level]] = {place.name: {} for place in places}
     for axis in mesh.names:
@@ -226,25 +228,38 @@ def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
             )
         for level in levels:
             found[level.link.name][axis] = level
+    for name, positions in joined_axes(mesh.names).items():
+        levels = levels_of(places, mesh, name)
+        if len(levels) == 1 and all(mesh.sizes[position] > 1 for position in positions):
+            found[levels[0].link.name][name] = levels[0]
     return {place: axes for place, axes in found.items() if axes}
 
 
-def _level(place: str, axes: Mapping[str, Level], device_mesh: DeviceMesh, timer: Timer) -> _Level:
-    """Measure the collectives of every axis that runs over one link, and fit them together."""
+def _level(place: str, axes: Mapping[str, Level], mesh: Mesh, timer: Timer) -> _Level:
+    """Measure the collectives of every axis that runs over one link, and fit them together (in `use_mesh`)."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     few = []
     for axis, level in axes.items():
-        group = device_mesh.get_group(axis)
-        for (collective, num_bytes), seconds in timer.collectives(group, f"collectives over {axis}").items():
+        others, size = _others(mesh, axis), axis_of(axis).size
+        measured = timer.collectives(axis_of(axis), None if others is None else axis_of(others))
+        for (collective, num_bytes), seconds in measured.items():
             if num_bytes == FEW_BYTES:
-                steps, share = steps_and_share(collective, "tree", level, group.size())
+                steps, share = steps_and_share(collective, "tree", level, size)
                 few.append(Sample(steps, share * num_bytes, seconds, collective))
                 continue
-            steps, share = steps_and_share(collective, "ring", level, group.size())
+            steps, share = steps_and_share(collective, "ring", level, size)
             samples[collective].append(Sample(steps, share * num_bytes, seconds, collective))
     sizes = " and ".join(f"{axis}={level.outer}" for axis, level in axes.items())
     found = fit([sample for each in samples.values() for sample in each])
     return _Level(place, sizes, samples, found, few_numbers(few, samples["all_reduce"], found))
+
+
+def _others(mesh: Mesh, axis: str) -> str | None:
+    """The axes of more than one rank beside this one, or these joined ones; None where there are none."""
+    taken = mesh.positions(axis)
+    left = [position for position, size in enumerate(mesh.sizes) if size > 1 and position not in taken]
+    name = joined_name(mesh.names, left)
+    return name if len(left) == 1 or name in joined_axes(mesh.names) else None
 
 
 def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) -> Protocol | None:

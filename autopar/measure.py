@@ -9,6 +9,9 @@ other. So a collective is timed as the runtime runs it, copies included, after a
 Every number is that of the slowest rank over several calls in a row, which begin together as a step does: of single
 calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
 repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
+
+Groups that do not hold all ranks are kept in step by a reduction of a few numbers over the other axes, after a second
+computation, as the axes of a mesh take turns in a training step: else one group would compute while another waits.
 """
 
 from __future__ import annotations
@@ -191,23 +194,22 @@ class Timer:
         (seconds,) = self.median_seconds([chain], "operation")
         return seconds / (3 * CHAIN)
 
-    def collectives(self, group: dist.ProcessGroup, what: str) -> dict[tuple[str, int], float]:
+    def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
         """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
 
-        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES.
+        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the axes of the
+        mesh beside this one.
         """
-        axis = Axis(what, group.group_name, group.size(), group.rank())
-        sizes = [_fitting(num_bytes, group.size()) for num_bytes in self.effort.message_bytes]
+        sizes = [_fitting(num_bytes, axis.size) for num_bytes in self.effort.message_bytes]
         cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
         moves = [COLLECTIVES[name](num_bytes, axis, self.device) for name, num_bytes in cases]
         cases.append(("all_reduce", FEW_BYTES))
-        moves.append(_all_reduce_of(torch.zeros(FEW_BYTES // 8, dtype=torch.float64, device=self.device), axis))
+        few = torch.zeros(FEW_BYTES // 8, dtype=torch.float64, device=self.device)
+        moves.append(_all_reduce_of(few, axis))
         compute = self._piece()
-
-        def after(move: Callable[[], object]) -> Callable[[], object]:
-            return lambda: (compute(), move())
-
-        alone, *together = self.median_seconds([compute, *map(after, moves)], what)
+        keep_step = _in_order([] if others is None else [compute, _all_reduce_of(few, others)])
+        calls = [_in_order([compute, *move, keep_step]) for move in ([], *([move] for move in moves))]
+        alone, *together = self.median_seconds(calls, f"collectives over {axis.name}")
         return {case: max(SHORTEST, each - alone) for case, each in zip(cases, together, strict=True)}
 
     def hidden_share(self, group: dist.ProcessGroup) -> float:
@@ -238,6 +240,16 @@ class Timer:
 
         moving, computing, together = self.median_seconds([move, compute, both], "reduction beside matmuls", 0.0)
         return min(1.0, max(0.0, (moving + computing - together) / min(moving, computing)))
+
+
+def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One call that makes them all."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _fitting(num_bytes: int, size: int) -> int:

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +99,15 @@ def test_ranks_that_are_there_measure_each_level(ranks: Ranks) -> None:
     assert "all_reduce, all_gather, reduce_scatter, all_to_all over node=2, between nodes" in source
 
 
+def _on_two_axes() -> Any:
+    return calibrate(Mesh({"dp": 2, "tp": 2}), effort=TINY)
+
+
+def test_joined_axes_are_measured_beside_the_axes(ranks: Ranks) -> None:
+    (profile, *_) = ranks.run(_on_two_axes, world_size=4)
+    assert "all_to_all over dp=2 and tp=2 and dp_tp=4, in a node" in profile["links"][0]["bytes_per_s"]["source"]
+
+
 def _says(mesh: Mesh) -> str:
     with pytest.raises(InputError) as caught:
         _on_two_nodes(mesh)
@@ -180,11 +188,27 @@ def test_a_collective_costs_what_a_computation_and_it_take_beyond_the_computatio
     for name in COLLECTIVES.keys() - costs.keys():
         monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(1.0)))  # pyright: ignore
     monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(0.5)))
-    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="")
-    found = timer.collectives(group, "dp")
+    found = timer.collectives(Axis("dp", "", 2, 0))
     assert found["all_reduce", 4096] == 2.0
     assert found["all_reduce", FEW_BYTES] == 0.5
     assert found["all_gather", 4096] == SHORTEST, "faster than nothing is a disturbance"
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_are_kept_in_step_over_the_other_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = _Clocked(3)
+    reduced: list[str] = []
+
+    def all_reduce_of(_: torch.Tensor, axis: Axis) -> Callable[[], None]:
+        return lambda: (reduced.append(axis.name), timer.spend(itertools.repeat(0.5))())[1]
+
+    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
+    monkeypatch.setattr("autopar.measure._all_reduce_of", all_reduce_of)
+    for name in COLLECTIVES:
+        monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(2.0)))  # pyright: ignore
+    found = timer.collectives(Axis("dp", "", 2, 0), Axis("tp", "", 2, 0))
+    assert set(found.values()) == {2.0, 0.5}, "what is done to keep step is in no collective's seconds"
+    assert reduced.count("tp") == (len(found) + 1) * reduced.count("dp")
 
 
 @given(
