@@ -4,7 +4,9 @@ What a machine can do at its best is not what a step gets. A collective comes be
 not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
 other. So a collective is timed as the runtime runs it, copies included, after a piece of computation on every rank:
 
-    seconds of a collective = median of (computation and collective) - median of (the computation alone)
+    seconds of a collective = median over repetitions of (computation and collective) - (the computation alone)
+
+and no less than the standard error of that: what it cannot tell from nothing may take so long.
 
 Every number is that of the slowest rank over several calls in a row, which begin together as a step does: of single
 calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
@@ -26,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from autopar.hardware import dtype_name
+from autopar.medians import standard_error
 from autopar.optimizers import Optimizer
 from autopar.program import TensorInfo
 from autopar.runtime.axes import Axis
@@ -85,6 +88,12 @@ class Timer:
         self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
     ) -> list[float]:
         """The median seconds of each call: over the repetitions, those of the rank that took longest."""
+        return self._repeated(calls, what, repeated_for).quantile(0.5, dim=0).tolist()
+
+    def _repeated(
+        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
+    ) -> Tensor:
+        """[repetitions, calls]: the seconds of each call on the rank that took longest."""
         for call in calls:
             call()
         inner = [
@@ -98,8 +107,7 @@ class Timer:
             for call, count in zip(calls, inner, strict=True):
                 dist.barrier()
                 times.append(self.seconds(call, count))
-        slowest = torch.tensor(self._slowest(times), dtype=torch.float64)
-        return slowest.reshape(-1, len(calls)).quantile(0.5, dim=0).tolist()
+        return torch.tensor(self._slowest(times), dtype=torch.float64).reshape(-1, len(calls))
 
     def _slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""
@@ -209,8 +217,11 @@ class Timer:
         compute = self._piece()
         keep_step = _in_order([] if others is None else [compute, _all_reduce_of(few, others)])
         calls = [_in_order([compute, *move, keep_step]) for move in ([], *([move] for move in moves))]
-        alone, *together = self.median_seconds(calls, f"collectives over {axis.name}")
-        return {case: max(SHORTEST, each - alone) for case, each in zip(cases, together, strict=True)}
+        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        seconds = self._repeated(calls, f"collectives over {axis.name}")
+        low, median, high = (seconds[:, 1:] - seconds[:, :1]).quantile(quartiles, dim=0)
+        error = standard_error(high - low, len(seconds))
+        return dict(zip(cases, median.maximum(error).clamp(min=SHORTEST).tolist(), strict=True))
 
     def hidden_share(self, group: dist.ProcessGroup) -> float:
         """Which share of a large reduction hides behind matmuls that take about as long."""

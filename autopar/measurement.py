@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.medians import standard_error
 
-NORMAL_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution,
-NORMAL_MEDIAN = 1.253  # times the standard error of its mean that its median has: sqrt(pi / 2)
 TOLERANCE = 1e-3  # relative, of a loss: fp32 sums in another order, amplified by the steps before
 FORMAT = 1
 
@@ -74,7 +73,7 @@ class Measurement:
         if self.measured is None or self.num_steps < 2:
             return math.nan
         low, high = self.quartiles
-        return NORMAL_MEDIAN * (high - low) / NORMAL_QUARTILES / math.sqrt(self.num_steps) / self.measured.seconds
+        return standard_error(high - low, self.num_steps) / self.measured.seconds
 
     @property
     def moved_as_predicted(self) -> bool | None:

@@ -195,6 +195,22 @@ def test_a_collective_costs_what_a_computation_and_it_take_beyond_the_computatio
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_collective_that_disturbances_hide_takes_what_could_not_be_told_from_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = _Clocked(4)
+    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
+    monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(1.0)))
+    disturbed = [-3.0, -2.0, 1.0, 2.0]  # beside the computation alone: quartiles -2.25 and 1.25
+    for name in COLLECTIVES:
+        times = itertools.chain([1.0, 1.0], disturbed)  # two calls come before those that count
+        monkeypatch.setitem(COLLECTIVES, name, lambda *_, times=times: timer.spend(times))
+    found = timer.collectives(Axis("dp", "", 2, 0))
+    assert found["all_gather", 4096] == pytest.approx(1.253 * 3.5 / 1.349 / 2, rel=1e-3)
+    assert found["all_reduce", FEW_BYTES] == 1.0
+
+
+@pytest.mark.usefixtures("alone")
 def test_groups_are_kept_in_step_over_the_other_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = _Clocked(3)
     reduced: list[str] = []

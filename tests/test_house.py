@@ -19,7 +19,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = (
     ("errors", "cutting"),
-    ("mesh", "layout", "sizes", "text", "annotation", "folding", "progress", "collector", "microbatches", "schedules"),
+    (
+        "mesh",
+        "layout",
+        "sizes",
+        "text",
+        "annotation",
+        "folding",
+        "progress",
+        "collector",
+        "medians",
+        "microbatches",
+        "schedules",
+    ),
     ("launch", "plain_models", "ranking", "measurement", "peer_plans", "schedule_simulation", "stages"),
     (
         "program",
