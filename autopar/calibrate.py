@@ -33,7 +33,7 @@ from autopar.fit import WORTH, Fit, Sample, fit, relative_error
 from autopar.hardware import Link, Protocol, dtype_name, parse
 from autopar.launch import BACKENDS, RankError, World, on_ranks
 from autopar.measure import CUDA, FEW_BYTES, LAYERS, QUICK, Effort, Timer
-from autopar.mesh import Mesh, joined_axes, joined_name
+from autopar.mesh import Mesh, joined_name
 from autopar.runtime.axes import axis_of, join_axes, use_mesh
 from autopar.sizes import format_bytes, format_seconds
 
@@ -152,7 +152,7 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     stamp = _Stamp(f"measured: {_device_name(device)}, {ranks} ranks (load {load:.1f}), {today}, autopar calibrate")
     timer = Timer(torch.device(device), effort)
     device_mesh = init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)
-    with use_mesh(device_mesh, join_axes(device_mesh, joined_axes(mesh.names))):
+    with use_mesh(device_mesh, join_axes(device_mesh, mesh.joined)):
         levels = [_level(place, found, mesh, timer) for place, found in axes.items()]
     # A collective over several links uses one protocol: all links list the same.
     protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
@@ -228,9 +228,9 @@ def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
             )
         for level in levels:
             found[level.link.name][axis] = level
-    for name, positions in joined_axes(mesh.names).items():
+    for name in mesh.joined:
         levels = levels_of(places, mesh, name)
-        if len(levels) == 1 and all(mesh.sizes[position] > 1 for position in positions):
+        if len(levels) == 1:
             found[levels[0].link.name][name] = levels[0]
     return {place: axes for place, axes in found.items() if axes}
 
@@ -259,7 +259,7 @@ def _others(mesh: Mesh, axis: str) -> str | None:
     taken = mesh.positions(axis)
     left = [position for position, size in enumerate(mesh.sizes) if size > 1 and position not in taken]
     name = joined_name(mesh.names, left)
-    return name if len(left) == 1 or name in joined_axes(mesh.names) else None
+    return name if len(left) == 1 or name in mesh.joined else None
 
 
 def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) -> Protocol | None:

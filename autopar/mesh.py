@@ -73,6 +73,12 @@ class Mesh:
         """
         return joined_axes(self.names).get(axes) or (self.index(axes),)
 
+    @property
+    def joined(self) -> Mapping[str, tuple[int, ...]]:
+        """The positions of axes that a collective may join, by their name together: all of more than one device."""
+        every = joined_axes(self.names).items()
+        return {name: axes for name, axes in every if all(self.sizes[axis] > 1 for axis in axes)}
+
     @classmethod
     def of(cls, mesh: DeviceMesh | Mesh, hardware: str | None = None) -> Mesh:
         """The abstract mesh of a torch `DeviceMesh` (which needs `mesh_dim_names`), or the mesh itself."""

@@ -16,7 +16,6 @@ from typing import Any
 from tabulate import tabulate
 
 from autopar.folding import folded, ranges
-from autopar.mesh import joined_axes
 from autopar.plan import Plan, PlanRow
 from autopar.sizes import format_bytes, format_seconds
 
@@ -241,7 +240,7 @@ def _traffic(plan: Plan) -> str:
     if not collectives:
         return "no bytes are moved"
     moved_over = {axis for _, axis in plan.traffic}
-    axes = [*plan.mesh.names, *(axis for axis in joined_axes(plan.mesh.names) if axis in moved_over)]
+    axes = [*plan.mesh.names, *(axis for axis in plan.mesh.joined if axis in moved_over)]
     table = [
         [name, *(_count(plan, [name], [axis]) for axis in axes), _count(plan, [name], axes)] for name in collectives
     ]

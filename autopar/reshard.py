@@ -22,7 +22,7 @@ import torch
 from autopar.collective_cost import Transfer, transfer_seconds
 from autopar.hardware import Hardware
 from autopar.layout import I, Layout, P, Placement, R, S
-from autopar.mesh import Mesh, joined_axes, joined_name
+from autopar.mesh import Mesh, joined_name
 from autopar.sharing import ALONE, Sharing
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
@@ -235,8 +235,8 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     np.fill_diagonal(alone, 0.0)
     together = alone.copy()
     priced: dict[object, tuple[float, float]] = {}
-    joined = [axes for axes in joined_axes(mesh.names).values() if all(mesh.sizes[axis] > 1 for axis in axes)]
-    for i, j, alike, move in _moves_among(layouts, tuple(joined) if tensor.bucketed else ()):
+    joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
+    for i, j, alike, move in _moves_among(layouts, joined):
         # Moves of the same axes between equal placements move the same bytes where the parts are as large.
         kind = (alike, local[i], local[j])
         if kind not in priced:
