@@ -176,18 +176,24 @@ def test_the_median_of_the_repetitions_counts() -> None:
     assert timer.median_seconds([timer.spend(first)], "calls", 0.0) == [2.5]
 
 
+def _have_take(
+    monkeypatch: pytest.MonkeyPatch, timer: _Clocked, seconds: Callable[[str], Iterator[float]], few: float
+) -> None:
+    """Have computation take 4 seconds, a collective of that name what is said, and a reduction of few numbers `few`."""
+    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
+    monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(few)))
+    for name in COLLECTIVES:
+        call = timer.spend(seconds(name))
+        monkeypatch.setitem(COLLECTIVES, name, lambda *_, call=call: call)
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_collective_costs_what_a_computation_and_it_take_beyond_the_computation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timer = _Clocked(3)
-    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
     costs = {"all_reduce": 2.0, "all_gather": -1.0}
-    for name, seconds in costs.items():
-        monkeypatch.setitem(COLLECTIVES, name, lambda *_, seconds=seconds: timer.spend(itertools.repeat(seconds)))
-    for name in COLLECTIVES.keys() - costs.keys():
-        monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(1.0)))  # pyright: ignore
-    monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(0.5)))
+    _have_take(monkeypatch, timer, lambda name: itertools.repeat(costs.get(name, 1.0)), 0.5)
     found = timer.collectives(Axis("dp", "", 2, 0))
     assert found["all_reduce", 4096] == 2.0
     assert found["all_reduce", FEW_BYTES] == 0.5
@@ -199,12 +205,9 @@ def test_a_collective_that_disturbances_hide_takes_what_could_not_be_told_from_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timer = _Clocked(4)
-    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
-    monkeypatch.setattr("autopar.measure._all_reduce_of", lambda *_: timer.spend(itertools.repeat(1.0)))
     disturbed = [-3.0, -2.0, 1.0, 2.0]  # beside the computation alone: quartiles -2.25 and 1.25
-    for name in COLLECTIVES:
-        times = itertools.chain([1.0, 1.0], disturbed)  # two calls come before those that count
-        monkeypatch.setitem(COLLECTIVES, name, lambda *_, times=times: timer.spend(times))
+    # Two calls come before those that count.
+    _have_take(monkeypatch, timer, lambda _: itertools.chain([1.0, 1.0], disturbed), 1.0)
     found = timer.collectives(Axis("dp", "", 2, 0))
     assert found["all_gather", 4096] == pytest.approx(1.253 * 3.5 / 1.349 / 2, rel=1e-3)
     assert found["all_reduce", FEW_BYTES] == 1.0
@@ -218,10 +221,8 @@ def test_groups_are_kept_in_step_over_the_other_axes(monkeypatch: pytest.MonkeyP
     def all_reduce_of(_: torch.Tensor, axis: Axis) -> Callable[[], None]:
         return lambda: (reduced.append(axis.name), timer.spend(itertools.repeat(0.5))())[1]
 
-    monkeypatch.setattr(timer, "_piece", lambda: timer.spend(itertools.repeat(4.0)))
+    _have_take(monkeypatch, timer, lambda _: itertools.repeat(2.0), 0.5)
     monkeypatch.setattr("autopar.measure._all_reduce_of", all_reduce_of)
-    for name in COLLECTIVES:
-        monkeypatch.setitem(COLLECTIVES, name, lambda *_: timer.spend(itertools.repeat(2.0)))  # pyright: ignore
     found = timer.collectives(Axis("dp", "", 2, 0), Axis("tp", "", 2, 0))
     assert set(found.values()) == {2.0, 0.5}, "what is done to keep step is in no collective's seconds"
     assert reduced.count("tp") == (len(found) + 1) * reduced.count("dp")
