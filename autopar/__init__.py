@@ -4,9 +4,9 @@
 rewrites the graph into one readable per-rank program with collectives, and trains it on torch.distributed.
 """
 
-from autopar.annotate import annotate, annotate_plan, constrain
+from autopar.annotations.annotate import annotate, annotate_plan, constrain
 from autopar.api import compile, plan
-from autopar.contest import bench
+from autopar.benchmarking.bench import bench
 from autopar.errors import (
     AnnotationError,
     AutoparError,
@@ -21,9 +21,9 @@ from autopar.errors import (
     RuleError,
     StrategyError,
 )
-from autopar.mesh import Mesh
-from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import Plan
+from autopar.pipeline.plan import PipelinePlan
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
 
 __all__ = [
     "AnnotationError",

@@ -12,39 +12,39 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.annotate import Annotation, annotations_of, pins_of
-from autopar.build import build_space
-from autopar.capture import capture, skeleton
-from autopar.collector import uncollected
-from autopar.compile_pipeline import PipelineOptions, compile_pipeline, pipeline_plan
+from autopar.annotations.annotate import Annotation, annotations_of, pins_of
+from autopar.capture.export import capture, skeleton
+from autopar.capture.normalize import rehome
+from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.pipelined import PipelineOptions, compile_pipeline, pipeline_plan
+from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError, MeshError, PipelineError
-from autopar.hardware import Hardware, load
-from autopar.layout import Layout, replicated
-from autopar.mesh import Mesh
-from autopar.microbatches import Microbatches
-from autopar.normalize import rehome
-from autopar.optimizers import Optimizer
-from autopar.pipeline import plan_pipeline
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_request import PipelineRequest, pipeline_axis, stage_mesh
-from autopar.plan import Plan
-from autopar.planner import PlanContext, Settings, choices_of, make_plan
-from autopar.program import Program
+from autopar.hardware.profile import Hardware, load
+from autopar.memory.microbatches import Microbatches
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.planner import plan_pipeline
+from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
+from autopar.pipeline.schedule_search import Wish, best_schedule
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.planning.mesh_search import best_mesh
+from autopar.planning.planner import PlanContext, Settings, choices_of, make_plan
+from autopar.plans.plan import Plan
+from autopar.program.program import Program
 from autopar.progress import stages as progress
-from autopar.recommendation import Wish, best_schedule
-from autopar.runtime.agreement import from_first_rank, on_all_ranks
-from autopar.runtime.executable import Executable
-from autopar.runtime.inputs import Arguments, canonical_arguments, layouts_of, without_placements
-from autopar.runtime.microbatches import batch_size, split_batch
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import attach
-from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.rewrite import rewrite
-from autopar.schedules import Schedule
-from autopar.search import best_mesh
-from autopar.sizes import parse_bytes
-from autopar.space import Space
+from autopar.runtime.module.batches import batch_size, split_batch
+from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.inputs import Arguments, canonical_arguments, layouts_of, without_placements
+from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.parameters import attach
+from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.rewrite.rewrite import rewrite
+from autopar.sharding.layout import Layout, replicated
+from autopar.sharding.mesh import Mesh
+from autopar.space.build import build_space
+from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
+from autopar.units import parse_bytes
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Recompute = Literal["auto", "none", "selective", "full"]

@@ -15,18 +15,20 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar import api, calibrate, contest_command
+from autopar import api
+from autopar.benchmarking import command as bench_command
+from autopar.calibration import calibrate
+from autopar.cost.optimizer import NAMES as OPTIMIZERS
 from autopar.errors import AutoparError, InputError
-from autopar.mesh import Mesh
-from autopar.models import NAMES
-from autopar.optimizers import NAMES as OPTIMIZERS
-from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import Plan
-from autopar.report import plan_table
-from autopar.schedules import NAMES as SCHEDULES
-from autopar.segments import MODES
+from autopar.models.catalogue import NAMES
+from autopar.models.named import named
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedules.schedule import NAMES as SCHEDULES
+from autopar.plans.plan import Plan
+from autopar.program.recompute_segments import MODES
+from autopar.report.table import plan_table
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS
-from autopar.subjects import named
 
 DEFAULT_AXES = ("dp", "tp")
 FAILED, DISAGREES = 2, 1  # exit statuses: an error, and losses or bytes that are not as expected
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_arguments(measuring)
     measuring.set_defaults(command=calibrate.run)
     comparing = commands.add_parser("bench", help="measure strategies on this machine, beside their predictions")
-    contest_command.add_arguments(comparing)
+    bench_command.add_arguments(comparing)
     comparing.set_defaults(command=_bench)
     return parser
 
@@ -147,7 +149,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     meshes = [parse_mesh(text) for text in options.mesh or ()]
-    return 0 if contest_command.run(options, meshes) else DISAGREES
+    return 0 if bench_command.run(options, meshes) else DISAGREES
 
 
 def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.launch import World, on_ranks
-from autopar.mesh import Mesh
-from autopar.models import LanguageModel, language_model, require_transformers
-from autopar.runtime.axes import record_traffic
-from autopar.runtime.module import ParallelModule
-from autopar.sizes import format_bytes, format_seconds
-from autopar.text import batches, library_text
+from autopar.models.catalogue import LanguageModel, language_model, require_transformers
+from autopar.models.corpus import batches, library_text
+from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes, format_seconds
 
 LEARNING_RATE = 1e-3
 RELATIVE_TOLERANCE = 1e-3  # of a loss: fp32 sums in another order, amplified by the steps before

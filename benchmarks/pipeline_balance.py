@@ -35,17 +35,17 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.calibrate import calibrate
-from autopar.hardware import Hardware, load, parse
-from autopar.launch import World, on_ranks
-from autopar.measure import BRIEF
-from autopar.mesh import Mesh
-from autopar.pipeline_plan import PipelinePlan
-from autopar.schedule_choice import SEVERAL_STAGES
-from autopar.schedule_simulation import StageSeconds, simulate
-from autopar.schedules import NAMES
-from benchmarks.contestants import Size, batch, transformer
+from autopar.calibration.calibrate import calibrate
+from autopar.calibration.timing import BRIEF
+from autopar.hardware.profile import Hardware, load, parse
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedules.choice import SEVERAL_STAGES
+from autopar.pipeline.schedules.schedule import NAMES
+from autopar.pipeline.schedules.simulation import StageSeconds, simulate
+from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.sharding.mesh import Mesh
 from benchmarks.timed_training import TimedTraining
+from benchmarks.transformer_pairs import Size, batch, transformer
 
 WARM_UP = 3  # steps; the first ones fill the optimizer's state and the allocator
 AUTOPAR, EQUAL = "autopar", "equal layers"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.models import built_in
+from autopar.models.catalogue import built_in
+from autopar.sharding.mesh import Mesh
 from benchmarks.unet import unet
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}

@@ -140,7 +140,7 @@ def planned(row: Row) -> Line:
 
 def planned_by_peer(row: Row, path: Path) -> Line:
     """The row, planned by AutoParallel in a process of its own."""
-    return _run(row, ["benchmarks.peer_row", json.dumps(asdict(row)), str(path)])
+    return _run(row, ["benchmarks.autoparallel_row", json.dumps(asdict(row)), str(path)])
 
 
 def peer_lines(path: Path, quick: bool) -> Iterator[Line]:

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.launch import World, on_ranks
-from autopar.meters import held_in_training, peak_bytes
-from autopar.peers import Peer
-from benchmarks.contestants import PAIRS, Pair, Size
+from autopar.benchmarking.baselines import Peer
+from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.runtime.ranks.launch import World, on_ranks
 from benchmarks.timed_training import TimedTraining
+from benchmarks.transformer_pairs import PAIRS, Pair, Size
 
 SIZES = {
     "d256": Size(4, 256, 4),

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.problem import Edge, Node, Problem
-from autopar.solve import smallest_bytes, solve
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.solve import smallest_bytes, solve
 
 # (name, whether it holds a parameter, the operations it reads); "stream" is the layer's input.
 LAYER = (

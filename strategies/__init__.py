@@ -3,7 +3,7 @@
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
-from autopar.operation import Call, OpRule
+from autopar.sharding.operation import Call, OpRule
 from autopar.strategies import (
     attention,
     constraint,

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from autopar.operation import Call, Implementation, OpRule
-from autopar.rule import WHOLE
+from autopar.sharding.operation import Call, Implementation, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
 
 aten = torch.ops.aten

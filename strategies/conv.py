@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.operation import Call, OpRule
-from autopar.rule import WHOLE
+from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, rule, term
 
 aten = torch.ops.aten

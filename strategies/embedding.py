@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.operation import Call, Implementation, OpRule
+from autopar.sharding.operation import Call, Implementation, OpRule
 from autopar.strategies.notation import Answer, Entry
 
 aten = torch.ops.aten

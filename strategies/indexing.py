@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.operation import Call
-from autopar.program import TensorInfo
-from autopar.rule import WHOLE
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import (
     Answer,
     Entry,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from autopar.operation import Call, Collective, Implementation, OpRule
-from autopar.rule import WHOLE
+from autopar.sharding.operation import Call, Collective, Implementation, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, broadcast, names, pointwise, rule, tensor_arguments, term
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from autopar.operation import Call, OpRule
-from autopar.rule import WHOLE
+from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Answer, Entry, batch_names, broadcast, names, rule, tensor_arguments, term
 
 aten = torch.ops.aten

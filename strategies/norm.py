@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.operation import Call, Collective, Implementation, OpRule
-from autopar.program import TensorInfo
-from autopar.rule import WHOLE
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call, Collective, Implementation, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, names, rule, term
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from autopar.operation import Call, OpRule
-from autopar.program import TensorInfo
-from autopar.rule import WHOLE
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.rule import WHOLE
 
 Answer = str | OpRule | None
 """What a table may say of a call: a rule's text, more than a text, or that no rule fits."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.operation import Call
-from autopar.program import TensorInfo
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call
 from autopar.strategies.notation import Entry, is_bool, pointwise
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.operation import Call, Implementation, OpRule
-from autopar.rule import WHOLE
+from autopar.sharding.operation import Call, Implementation, OpRule
+from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import Entry, all_whole, along_dims, dim_of, dims_of, is_bool, names, rule, term
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 
 from autopar.errors import RuleError
-from autopar.operation import Call, OpRule
-from autopar.rule import WHOLE, Rule
+from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.rule import WHOLE, Rule
 from autopar.strategies.notation import (
     Entry,
     broadcast,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import demo, subjects
+from autopar import demo
 from autopar.cli import main, parse_mesh
 from autopar.errors import InputError
-from autopar.mesh import Mesh
-from autopar.plan import Plan
+from autopar.models import named
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
 
 HERE = "tests.test_cli"
 
@@ -154,4 +155,4 @@ def test_the_module_of_a_model_is_found_in_the_current_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
     (tmp_path / "model_of_this_folder.py").write_text("def make():\n    return 7\n")
-    assert subjects.called("model_of_this_folder:make") == 7
+    assert named.called("model_of_this_folder:make") == 7

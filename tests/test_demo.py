@@ -11,8 +11,8 @@ import pytest
 from autopar import demo
 from autopar.cli import main
 from autopar.demo import Measured
-from autopar.launch import RankError
-from autopar.mesh import Mesh
+from autopar.runtime.ranks.launch import RankError
+from autopar.sharding.mesh import Mesh
 
 MEASURED = Measured(
     losses=[2.0, 1.0],

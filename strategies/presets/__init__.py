@@ -32,10 +32,10 @@ if __name__ != "autopar.strategies.presets":
 import difflib
 from collections.abc import Callable, Mapping
 
-from autopar.annotation import Annotation
 from autopar.errors import StrategyError
-from autopar.mesh import Mesh
-from autopar.program import Program
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import data, grid, sequence, tensor
 
 __all__ = ["PRESETS", "Preset", "annotations_for"]

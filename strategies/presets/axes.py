@@ -9,7 +9,7 @@ data        all the others
 from __future__ import annotations
 
 from autopar.errors import StrategyError
-from autopar.mesh import Mesh
+from autopar.sharding.mesh import Mesh
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-from autopar.annotation import Annotation
-from autopar.mesh import Mesh
-from autopar.program import Program
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.graph import Graph
 from autopar.strategies.presets.split import Split, data, whole

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.operation import Call
-from autopar.program import Program, TensorInfo, tensor_inputs
-from autopar.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Rule, Term
+from autopar.program.program import Program, TensorInfo, tensor_inputs
+from autopar.sharding.operation import Call
+from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Rule, Term
 from autopar.strategies import rule_of
 
 aten = torch.ops.aten

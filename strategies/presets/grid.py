@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.annotation import Annotation
-from autopar.mesh import Mesh
-from autopar.program import Program
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.blocks import COLUMN, INNER, LOSS, ROW
 from autopar.strategies.presets.graph import Graph, Step
+from autopar.strategies.presets.regions import COLUMN, INNER, LOSS, ROW
 from autopar.strategies.presets.split import Split, Wish, data
 from autopar.strategies.presets.tensor import found_blocks
 

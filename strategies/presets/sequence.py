@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.annotation import Annotation
 from autopar.errors import StrategyError
-from autopar.mesh import Mesh
-from autopar.program import Program
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.blocks import LOSS, blocks_of
 from autopar.strategies.presets.graph import Graph, Step
+from autopar.strategies.presets.regions import LOSS, blocks_of
 from autopar.strategies.presets.split import Split, data
 
 

@@ -11,8 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from autopar.annotation import FACTOR, NODE, Annotation, Said
-from autopar.mesh import Mesh
+from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
+from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets.graph import Graph, Step, Value
 
 WHOLE = "replicated"

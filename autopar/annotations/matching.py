@@ -1,0 +1,188 @@
+"""Which decisions of a space a pattern names.
+
+Names are dotted. `*` stands for anything, dots included (fnmatch). In this order, the first that finds something:
+whole names of modules and parameters, whole names of operations, then both again as the end of a name.
+"%name" is one node of the graph: a call, or the placeholder of a parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import fx
+
+from autopar.cost.operations import base_name
+from autopar.sharding.annotation import NODE, Annotation
+from autopar.space.space import Decision, Space, is_call
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a pattern matches, as positions in `Space.decisions`."""
+
+    kind: Literal["module", "parameter", "operation"]
+    calls: tuple[int, ...]
+    """Calls made inside the modules, calls that use the parameters, or the operations themselves."""
+    outputs: tuple[int, ...]
+    """Calls whose values leave the modules, or the operations themselves."""
+    parameters: tuple[int, ...]
+
+
+class Catalog:
+    """Every name of a space that an annotation may use."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.calls = [number for number, decision in enumerate(space.decisions) if decision.kind == "call"]
+        program = space.program
+        names = {name: name for name in program.parameters} | {
+            alias: first for alias, first in program.tied.items() if first in program.parameters
+        }
+        self.parameters = {name: space.index[program.parameters[first]] for name, first in names.items()}
+        owners = {name.rpartition(".")[0] for name in self.parameters}
+        self.modules = sorted({path for each in (*owners, *map(self.module, self.calls)) for path in ancestors(each)})
+
+    def module(self, number: int) -> str:
+        """Path of the module that makes a call."""
+        return module_of(self.space.decisions[number])
+
+    def find(self, annotation: Annotation) -> Found | None:
+        """What an annotation is about; None where no name matches."""
+        if annotation.pattern.startswith(NODE):
+            return self._node(annotation.pattern.removeprefix(NODE))
+        within = annotation.within
+        for pattern in (annotation.pattern, f"*.{annotation.pattern}"):
+            modules = [path for path in self.modules if matches(path, pattern, within)]
+            parameters = [number for name, number in self.parameters.items() if matches(name, pattern, within)]
+            if modules:
+                return self._in_modules(modules, parameters)
+            if parameters:
+                return Found("parameter", tuple(self._users(parameters)), (), _unique(parameters))
+            operations = tuple(
+                number
+                for number in self.calls
+                if is_below(self.module(number), within)
+                and any(fnmatchcase(name, pattern) for name in self._operation_names(number, within))
+            )
+            if operations:
+                return Found("operation", operations, operations, ())
+        return None
+
+    def _node(self, name: str) -> Found | None:
+        """One node, by its name in the graph."""
+        number = self.space.index.get(name)
+        kind = None if number is None else self.space.decisions[number].kind
+        if number is not None and kind == "call":
+            return Found("operation", (number,), (number,), ())
+        return Found("parameter", (), (), (number,)) if number is not None and kind == "parameter" else None
+
+    def near(self, annotation: Annotation) -> list[str]:
+        """Names that look like the pattern, layers written as `*`, best first."""
+        if annotation.pattern.startswith(NODE):
+            nodes = [f"{NODE}{d.name}" for d in self.space.decisions if d.kind in ("call", "parameter")]
+            return difflib.get_close_matches(annotation.pattern, nodes, n=3)
+        names = {*self.modules, *self.parameters} - {""}
+        names |= {_NUMBER.sub("*", name) for name in names}
+        names |= {operation_of(self.space.decisions[number]) for number in self.calls}
+        relative = [_relative(name, annotation.within) for name in names]
+        return difflib.get_close_matches(annotation.pattern, sorted({name for name in relative if name}), n=3)
+
+    def _in_modules(self, modules: list[str], named: list[int]) -> Found:
+        roots = set(modules)
+        parameters = [
+            number
+            for name, number in self.parameters.items()
+            if not roots.isdisjoint(ancestors(name.rpartition(".")[0]))
+        ]
+        calls = [number for number in self.calls if not roots.isdisjoint(ancestors(self.module(number)))]
+        outputs = [number for number in calls if self._leaves(number, roots)]
+        # A module whose forward is not called (its weight is used elsewhere) is matched through its parameters.
+        return Found("module", tuple(calls or self._users(parameters)), tuple(outputs), _unique([*parameters, *named]))
+
+    def _leaves(self, number: int, modules: set[str]) -> bool:
+        """Whether the value of a call is used outside one of the modules that make it."""
+        inside = modules.intersection(ancestors(self.module(number)))
+        users = list(_users_of(self.space.decisions[number].node))
+        return any(
+            user.op == "output" or not is_below(str(user.meta.get("module", "")), path)
+            for path in inside
+            for user in users
+        )
+
+    def _users(self, parameters: Iterable[int]) -> list[int]:
+        """The calls that compute with the parameters, looking through those that only rearrange or cast one."""
+        found: set[int] = set()
+        left = [self.space.decisions[number].node for number in parameters]
+        while left:
+            for user in _users_of(left.pop()):
+                if not is_call(user) or self.space.index[user.name] in found:
+                    continue
+                call = self.space.decisions[self.space.index[user.name]].menu.call
+                if call is not None and len(call.inputs) == 1:
+                    left.append(user)
+                else:
+                    found.add(self.space.index[user.name])
+        return sorted(found)
+
+    def _operation_names(self, number: int, within: str) -> tuple[str, str, str]:
+        """An operation's own name ("linear"), that of its node, and its own after the path of its module."""
+        decision = self.space.decisions[number]
+        name = operation_of(decision)
+        return name, decision.node.name, f"{_relative(module_of(decision), within)}.{name}".removeprefix(".")
+
+
+def module_of(decision: Decision) -> str:
+    """Path of the module that a decision belongs to, "" for the root."""
+    return str(decision.node.meta.get("module", ""))
+
+
+def operation_of(decision: Decision) -> str:
+    """Name of a call's operation, as "linear"."""
+    assert decision.menu.call is not None, f"{decision.name} is no call"
+    return base_name(decision.menu.call)
+
+
+def is_below(path: str, module: str) -> bool:
+    """Whether a path is a module's own or lies below it."""
+    return not module or path == module or path.startswith(f"{module}.")
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """A module and every module around it, the root last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _relative(name: str, within: str) -> str | None:
+    """A name as seen from a module; None where it lies outside."""
+    if not is_below(name, within):
+        return None
+    return name[len(within) :].removeprefix(".")
+
+
+def matches(name: str, pattern: str, within: str) -> bool:
+    """Whether a name, as seen from the module `within`, is what the pattern says; False where it lies outside."""
+    relative = _relative(name, within)
+    return relative is not None and fnmatchcase(relative, pattern)
+
+
+def _unique(numbers: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(numbers))
+
+
+def _users_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a node, looking through `getitem`."""
+    for user in node.users:
+        if user.op == "call_function" and not is_call(user):
+            yield from user.users
+        else:
+            yield user

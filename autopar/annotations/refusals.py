@@ -1,0 +1,222 @@
+"""What the menu of a decision offers in the words of annotations, and why it does not offer what was asked for.
+
+Every `why_…` gives the end of an error: what was found, what was needed, what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.annotations.matching import Found, module_of, operation_of
+from autopar.program.program import TensorInfo, info_of
+from autopar.sharding.annotation import Said, Slices
+from autopar.sharding.layout import P
+from autopar.space.space import Decision, Space
+
+_SHOWN = 6
+_WHAT_A_ROLE_SPLITS = {
+    "data": "samples",
+    "column": "outputs",
+    "row": "inputs",
+    "sequence": "positions",
+    "expert": "experts",
+}
+
+
+def roles(decision: Decision) -> np.ndarray:
+    """The role of every strategy on every mesh axis: strings, of shape (strategies, axes)."""
+    strategies = decision.menu.strategies
+    words = [[decision.role(number, axis) for axis in range(len(s.choices))] for number, s in enumerate(strategies)]
+    return np.array(words, dtype=object)
+
+
+def is_weighted(decision: Decision) -> bool:
+    """Whether the rule names a column or a row, as those of linear, matmul, convolution and embedding do."""
+    bound = decision.menu.bound
+    return bound is not None and not {"o", "k"}.isdisjoint(bound.rule.factors)
+
+
+def output_shapes(decision: Decision) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors that a decision decides about."""
+    call = decision.menu.call
+    return tuple(info.shape for info in call.outputs) if call is not None else (info_of(decision.node).shape,)
+
+
+def slices(decision: Decision, sizes: Sequence[int]) -> tuple[Slices | None, ...]:
+    """Number of slices of every dim of every input, per strategy; None for those that take a partial input."""
+    call = decision.menu.call
+    assert call is not None, f"{decision.name} has no inputs"
+
+    def of(layouts: Sequence) -> Slices | None:
+        if any(placement is P for layout in layouts for placement in layout):
+            return None
+        return tuple(
+            tuple(layout.num_parts(dim, sizes) for dim in range(len(info.shape)))
+            for layout, info in zip(layouts, call.inputs, strict=True)
+        )
+
+    return tuple(of(strategy.inputs) for strategy in decision.menu.strategies)
+
+
+def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str:
+    """Why none of the calls can be split by a role on an axis."""
+    num_parts = space.mesh.size(axis)
+    for number in calls:
+        decision = space.decisions[number]
+        factors = [factor for factor, each in decision.roles.items() if each == role]
+        if factors and decision.menu.bound is not None:
+            size = decision.menu.bound.sizes[factors[0]]
+            return (
+                f'{_place(decision)}: "{role}" on axis {axis} splits {size} {_WHAT_A_ROLE_SPLITS[role]} into '
+                f"{num_parts} parts; {_divisors(size)}. Use an axis of such a size, or one of "
+                f"{_quoted(_offered(space, [number], axis))}."
+            )
+    found = ", ".join(dict.fromkeys(operation_of(space.decisions[number]) for number in calls))
+    return (
+        f'nothing it matches has a "{role}"; the operations found there ({found or "none"}) offer '
+        f"{_quoted(_offered(space, calls, axis))} on axis {axis}. "
+        f"Use one of these, or annotate an operation with a {role}."
+    )
+
+
+def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> str:
+    """Why one operation cannot be split by a factor of its rule on an axis."""
+    index, bound = space.mesh.index(axis), decision.menu.bound
+    assert bound is not None
+    offered = dict.fromkeys(strategy.choices[index] for strategy in decision.menu.strategies)
+    words = _quoted(f"factor:{each}" for each in offered if each in bound.rule.factors)
+    return f'the rule of {decision.name} is "{bound.rule}", which offers {words} on axis {axis}. Name one of these.'
+
+
+def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, said: Said) -> str:
+    """Why there is no tensor with such a dim."""
+    if not numbers:
+        return f'"{pattern}" gives no value that is used elsewhere; annotate the operation that makes the value.'
+    shapes = dict.fromkeys(
+        f"{_place(space.decisions[n])} {list(output_shapes(space.decisions[n])[0])}" for n in numbers
+    )
+    return f"there is no dim {said}; found {_some(shapes)}. Dims count from 0, or from -1 at the end."
+
+
+def why_no_split(space: Space, decision: Decision, axis: str, said: Said) -> str:
+    """Why a tensor cannot have a placement on one axis."""
+    offered = dict.fromkeys(_placement_words(space, decision, axis))
+    shape = next((s for s in output_shapes(decision) if isinstance(said, int) and -len(s) <= said < len(s)), ())
+    where = f"{_place(decision)} {list(output_shapes(decision)[0])}"
+    if isinstance(said, int) and shape[said] % space.mesh.size(axis):
+        size = shape[said]
+        return (
+            f"{where}: dim {said} on axis {axis} splits {size} into {space.mesh.size(axis)} parts; "
+            f"{_divisors(size)}. Use an axis of such a size, or {_some(offered)}."
+        )
+    wanted = "be equal everywhere" if said is None else f"be split along dim {said}"
+    return f"{where} cannot {wanted} on axis {axis}; it can have {_some(offered)}. Use one of these."
+
+
+def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
+    """Why slices fit no operation."""
+    found = dict.fromkeys(_signature(space.decisions[number]) for number in calls)
+    ranks = ", ".join(str(len(each)) for each in wanted)
+    return (
+        f"it states slices of {len(wanted)} tensors with {ranks} dims; found {_some(found)}. "
+        "Give a tuple per tensor input with a number per dim."
+    )
+
+
+def why_no_slices(space: Space, decision: Decision, wanted: Slices) -> str:
+    """Why an operation cannot be sliced so."""
+    offered = dict.fromkeys(str(e[: len(wanted)]) for e in slices(decision, space.mesh.sizes) if e is not None)
+    return (
+        f"{_place(decision)}: {_signature(decision)} on the mesh {space.mesh} cannot be cut into {wanted}. "
+        f"Use one of {_some(offered)}."
+    )
+
+
+def why_no_storage(space: Space, found: Found, axes: Sequence[str]) -> str:
+    """Why no parameter can be stored split."""
+    if not found.parameters:
+        return f"it matches {found.kind}s without parameters, and storage is about parameters; name some."
+    shapes = dict.fromkeys(
+        f"{_place(space.decisions[number])} {list(output_shapes(space.decisions[number])[0])}"
+        for number in found.parameters
+    )
+    num_parts = math.prod(space.mesh.size(axis) for axis in axes)
+    return (
+        f"none can be stored in {num_parts} parts over {', '.join(axes)}; found {_some(shapes)}. "
+        "Leave storage out here."
+    )
+
+
+def why_no_layout(space: Space, decision: Decision, dims: Mapping[str, int | None]) -> str:
+    """Why the output of a call cannot be split along dims, one per axis."""
+    shape = output_shapes(decision)[0]
+    for dim, size in enumerate(shape):
+        axes = [axis for axis, each in dims.items() if each == dim]
+        num_parts = math.prod(space.mesh.size(axis) for axis in axes)
+        if size % num_parts:
+            return (
+                f"dim {dim} of {size} does not divide into {num_parts} parts over {', '.join(axes)}; "
+                f"{_divisors(size)}. Constrain another dim, or use axes of such a size."
+            )
+    found = _some(dict.fromkeys(str(strategy.outputs[0]) for strategy in decision.menu.strategies))
+    return f"a tensor of shape {list(shape)} can have {found} on the mesh {space.mesh}. Constrain it to one of these."
+
+
+def contradiction(space: Space, decision: Decision, text: str, other: str) -> str:
+    """What to say of two annotations that leave a decision no strategy."""
+    if text == other:
+        return (
+            f"{text} says things of {_place(decision)} that exclude each other on the mesh {space.mesh}: "
+            "each can hold, but not all. Leave one out."
+        )
+    return (
+        f"{text} contradicts {other}: {_place(decision)} cannot satisfy both on the mesh {space.mesh}. "
+        "Remove one of them."
+    )
+
+
+def _place(decision: Decision) -> str:
+    """Where a decision stands in the model: its module, a parameter's placeholder, or the operation itself."""
+    if decision.menu.call is None:
+        return decision.name
+    return module_of(decision) or operation_of(decision)
+
+
+def _signature(decision: Decision) -> str:
+    """A call with its inputs: `linear(float32[2, 8], float32[4, 8])`."""
+    call = decision.menu.call
+    inputs: tuple[TensorInfo, ...] = call.inputs if call is not None else ()
+    return f"{operation_of(decision)}({', '.join(map(str, inputs))})"
+
+
+def _offered(space: Space, calls: Iterable[int], axis: str) -> list[str]:
+    """Roles that some of the calls offer on an axis."""
+    index = space.mesh.index(axis)
+    found = {role for number in calls for role in roles(space.decisions[number])[:, index]}
+    return [role for role in (*_WHAT_A_ROLE_SPLITS, "replicated") if role in found]
+
+
+def _placement_words(space: Space, decision: Decision, axis: str) -> list[str]:
+    """The placements of a decision's first output on an axis, as annotations say them."""
+    index = space.mesh.index(axis)
+    placements = [strategy.outputs[0][index] for strategy in decision.menu.strategies]
+    return [f"{axis}={p.dim}" if p.is_split else f"{axis}=None" for p in placements if p is not P]
+
+
+def _divisors(size: int) -> str:
+    found = [divisor for divisor in range(2, size + 1) if size % divisor == 0]
+    if not found:
+        return "it cannot be split"
+    return f"{size} is divisible by {', '.join(map(str, found[:_SHOWN]))}{' …' if len(found) > _SHOWN else ''}"
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words) or "nothing"
+
+
+def _some(texts: Iterable[str]) -> str:
+    found = list(texts)
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")

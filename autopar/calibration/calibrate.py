@@ -1,0 +1,380 @@
+"""`autopar calibrate`: measure the machine at hand and write its hardware profile.
+
+    autopar calibrate box.json --ranks 4                     starts gloo ranks on this host
+    torchrun --nproc-per-node 8 … -m autopar.cli calibrate box.json --device cuda      uses the ranks that are there
+
+Under torchrun every axis of the mesh (by default nodes × devices of a node) is measured, and gives the numbers of the
+link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`; it has
+been run with gloo only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.calibration.fit import WORTH, Fit, Sample, fit, relative_error
+from autopar.calibration.timing import CUDA, FEW_BYTES, LAYERS, QUICK, Effort, Timer
+from autopar.errors import AutoparError, InputError
+from autopar.hardware.collectives import Level, levels_of, steps_and_share
+from autopar.hardware.profile import Link, Protocol, dtype_name, parse
+from autopar.runtime.collectives.axes import axis_of, join_axes, use_mesh
+from autopar.runtime.ranks.launch import BACKENDS, RankError, World, on_ranks
+from autopar.sharding.mesh import Mesh, joined_name
+from autopar.units import format_bytes, format_seconds
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+BUCKET_LATENCY = {
+    "value": 1.0,
+    "source": "derived: the latency of a message is the time of threads, which ranks that compute wait for",
+}
+WEIGHT_GATHERING = {
+    "value": 0.0,
+    "source": "derived: runtime.buckets gathers weights right before their use and waits for them",
+}
+PROTOCOLS = {1: ("messages",), 2: ("small messages", "large messages")}
+IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
+Profile = dict[str, Any]
+
+
+class CalibrationError(AutoparError, RuntimeError):
+    """A rank failed while it measured; the message is that of the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What was measured of one link: samples by collective, and their fit."""
+
+    name: str
+    axes: str
+    samples: Mapping[str, list[Sample]]
+    fit: Fit
+    few: Protocol | None
+    """How an all-reduce of a few numbers runs, where that is clearly faster than the fit."""
+
+    def protocols(self, names: Sequence[str]) -> tuple[Protocol, ...]:
+        """The protocols of the link, those of the fit by these names."""
+        return (*self.fit.protocols(names), *([] if self.few is None else [self.few]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """On what, and when, the numbers were measured."""
+
+    text: str
+
+    def number(self, value: float, how: str) -> dict[str, Any]:
+        """A number of the profile, to three digits."""
+        return {"value": float(f"{value:.3g}"), "source": f"{self.text}: {how}"}
+
+
+def calibrate(
+    mesh: Mesh | int = 2, device: str = "cpu", effort: Effort | None = None, name: str | None = None
+) -> Profile:
+    """The profile of this machine, as `hardware.load` reads it from a JSON file; the same on every rank.
+
+    With a process group, or under torchrun, the ranks that are there measure the axes of `mesh` (an int: nodes ×
+    devices); else `mesh` says how many ranks to start here. Raises InputError where that cannot be measured,
+    CalibrationError where a rank fails.
+    """
+    check(mesh, device)
+    effort, name = effort or (CUDA if device == "cuda" else Effort()), name or device
+    if dist.is_initialized():
+        return _measured(mesh, device, effort, name)
+    if not is_launched():
+        return _on_own_ranks(mesh, device, effort, name)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKENDS[device])
+    try:
+        return _measured(mesh, device, effort, name)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def check(mesh: Mesh | int, device: str) -> None:
+    """Raise InputError for a device or a number of ranks with which nothing can be measured."""
+    if device not in BACKENDS:
+        raise InputError(f"device {device!r} is not known; calibrate measures {' or '.join(map(repr, BACKENDS))}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda' is not available here; use device 'cpu', or a machine and a torch with CUDA.")
+    ranks = mesh if isinstance(mesh, int) else mesh.num_devices
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
+    elif is_launched():
+        ranks = int(os.environ["WORLD_SIZE"])
+    elif device == "cuda" and ranks > torch.cuda.device_count():
+        raise InputError(f"{ranks} ranks need as many devices, found {torch.cuda.device_count()}; ask for fewer ranks.")
+    if ranks < 2:
+        raise InputError(f"{ranks} rank has no collective to measure; use at least 2 ranks, or torchrun.")
+    if isinstance(mesh, Mesh) and mesh.num_devices != ranks:
+        raise InputError(
+            f"the mesh {mesh} has {mesh.num_devices} devices, but there are {ranks} ranks; make them equal."
+        )
+
+
+def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
+    """Start ranks on this host, measure, and end them."""
+    ranks = mesh if isinstance(mesh, int) else mesh.num_devices
+    try:
+        return on_ranks(World(ranks, device), _measured, (mesh, device, effort, name))
+    except RankError as error:
+        raise CalibrationError(str(error)) from None
+
+
+def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
+    """Measure on the running process group."""
+    ranks = dist.get_world_size()
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if isinstance(mesh, int):
+        mesh = Mesh({"node": ranks // node, "device": node})
+    axes = _axes_by_place(mesh, node)
+    load, today = os.getloadavg()[0], datetime.date.today().isoformat()  # the load of others: later it is our own
+    stamp = _Stamp(f"measured: {_device_name(device)}, {ranks} ranks (load {load:.1f}), {today}, autopar calibrate")
+    timer = Timer(torch.device(device), effort)
+    device_mesh = init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)
+    with use_mesh(device_mesh, join_axes(device_mesh, mesh.joined)):
+        levels = [_level(place, found, mesh, timer) for place, found in axes.items()]
+    # A collective over several links uses one protocol: all links list the same.
+    protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
+    innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
+    profile = {
+        "name": name,
+        **_computing(timer, stamp, min(node, ranks)),
+        "links": [
+            _link(level, f"{BACKENDS[device]} {level.name}", protocols, stamp, None if level is levels[-1] else node)
+            for level in levels
+        ],
+        "overlap": {
+            "gradient_reduction": stamp.number(
+                timer.hidden_share(device_mesh.get_group(innermost)),
+                f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
+            ),
+            "weight_gathering": WEIGHT_GATHERING,
+            "bucket_latency": BUCKET_LATENCY,
+        },
+    }
+    answer = [profile]
+    dist.broadcast_object_list(answer, device=torch.device(device))  # memory and load differ between ranks
+    parse(answer[0])
+    return answer[0]
+
+
+def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
+    """The numbers of one device."""
+    device = timer.device.type
+    threads = torch.get_num_threads()
+    each = "one device" if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} on each rank, all at once"
+    flops = {}
+    for dtype in DTYPES:
+        best, size = timer.matmul_flops(dtype)
+        flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
+    rows, size = timer.effort.product
+    memory, how = _memory_bytes(device, local_ranks)
+    return {
+        "flops": flops,
+        "elementwise_bytes_per_s": stamp.number(
+            timer.elementwise_bytes_per_s(),
+            f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
+            f"{each}",
+        ),
+        "product_bytes_per_s": stamp.number(
+            timer.product_bytes_per_s(),
+            f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
+        ),
+        "attention_efficiency": stamp.number(
+            min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
+            f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
+            f"features), forward and backward, beside matmuls, {each}",
+        ),
+        "memory_bytes_per_s": stamp.number(
+            timer.optimizer_bytes_per_s(),
+            f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
+        ),
+        "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
+        "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
+    }
+
+
+def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
+    """The axes, and joined ones, whose groups lie inside a node, and those that have one member in each node."""
+    places = (Link(IN_NODE, node, 0.0, 1.0), Link(BETWEEN_NODES, None, 0.0, 1.0))
+    found: dict[str, dict[str, Level]] = {place.name: {} for place in places}
+    for axis in mesh.names:
+        levels = levels_of(places, mesh, axis)
+        if len(levels) > 1:
+            raise InputError(
+                f"axis {axis!r} of {mesh} lies on both sides of a node of {node} devices; give it as two axes, one "
+                f"inside a node and one between nodes."
+            )
+        for level in levels:
+            found[level.link.name][axis] = level
+    for name in mesh.joined:
+        levels = levels_of(places, mesh, name)
+        if len(levels) == 1:
+            found[levels[0].link.name][name] = levels[0]
+    return {place: axes for place, axes in found.items() if axes}
+
+
+def _level(place: str, axes: Mapping[str, Level], mesh: Mesh, timer: Timer) -> _Level:
+    """Measure the collectives of every axis that runs over one link, and fit them together (in `use_mesh`)."""
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    few = []
+    for axis, level in axes.items():
+        others, size = _others(mesh, axis), axis_of(axis).size
+        measured = timer.collectives(axis_of(axis), None if others is None else axis_of(others))
+        for (collective, num_bytes), seconds in measured.items():
+            if num_bytes == FEW_BYTES:
+                steps, share = steps_and_share(collective, "tree", level, size)
+                few.append(Sample(steps, share * num_bytes, seconds, collective))
+                continue
+            steps, share = steps_and_share(collective, "ring", level, size)
+            samples[collective].append(Sample(steps, share * num_bytes, seconds, collective))
+    sizes = " and ".join(f"{axis}={level.outer}" for axis, level in axes.items())
+    found = fit([sample for each in samples.values() for sample in each])
+    return _Level(place, sizes, samples, found, few_numbers(few, samples["all_reduce"], found))
+
+
+def _others(mesh: Mesh, axis: str) -> str | None:
+    """The axes of more than one rank beside this one, or these joined ones; None where there are none."""
+    taken = mesh.positions(axis)
+    left = [position for position, size in enumerate(mesh.sizes) if size > 1 and position not in taken]
+    name = joined_name(mesh.names, left)
+    return name if len(left) == 1 or name in mesh.joined else None
+
+
+def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) -> Protocol | None:
+    """A tree that takes the seconds of all-reduces of a few numbers, and those of the fit before its least message.
+
+    None where they are not clearly faster than that message. The fit's factors for all-reduces are taken out of it.
+    """
+    least = min(samples, key=lambda sample: sample.num_bytes)
+    steps, num_bytes = few[0].steps, few[0].num_bytes
+    fast, slow = steps * statistics.fmean(sample.seconds / sample.steps for sample in few), found.seconds(least)
+    if fast > WORTH * slow:
+        return None
+    most = found.bytes_per_s * found.efficiencies.get("all_reduce", 1.0)
+    bytes_per_s = min(most, (least.num_bytes - num_bytes) / (slow - fast))
+    step_s = max(0.0, fast - num_bytes / bytes_per_s) / steps
+    slower = found.latencies.get("all_reduce", 1.0)
+    return Protocol("few numbers", "tree", 0.0, step_s / slower, bytes_per_s / most)
+
+
+def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, devices: int | None) -> Profile:
+    """The JSON of a link; how far each collective is from the fit stands beside it."""
+    how = f"fit of {', '.join(level.samples)} over {level.axes}, {level.name}"
+    return {
+        "name": name,
+        "devices": None if devices is None else {"value": devices, "source": f"{stamp.text}: ranks of one node"},
+        "bytes_per_s": stamp.number(level.fit.bytes_per_s, f"{how}, sent per rank"),
+        "protocols": [
+            {
+                "name": protocol.name,
+                "algorithm": protocol.algorithm,
+                "base_latency_s": stamp.number(protocol.base_latency_s, how),
+                "step_latency_s": stamp.number(protocol.step_latency_s, how),
+                "efficiency": stamp.number(protocol.efficiency, how),
+            }
+            for protocol in level.protocols(protocols)
+        ],
+        "efficiencies": {
+            collective: stamp.number(level.fit.efficiencies.get(collective, 1.0), how) for collective in level.samples
+        },
+        "latencies": {
+            collective: stamp.number(level.fit.latencies.get(collective, 1.0), how) for collective in level.samples
+        },
+        "fit_error": {
+            collective: stamp.number(
+                relative_error(level.fit.seconds, samples), f"root mean square of {len(samples)} relative errors"
+            )
+            for collective, samples in level.samples.items()
+        },
+    }
+
+
+def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
+    """Bytes of one device, and how they were found."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.processor() or 'CPU')}, {os.cpu_count()} cores"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `autopar calibrate`."""
+    parser.add_argument("output", metavar="FILE", help="the profile to write, a .json file")
+    parser.add_argument("--device", default="cpu", help="cpu with gloo, or cuda with NCCL (cpu)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, if torchrun has not (2)")
+    parser.add_argument("--quick", action="store_true", help="few and small messages: seconds, and rough numbers")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write the profile, print it; 0. Raises InputError for what cannot be measured or written."""
+    output = Path(options.output)
+    if output.suffix != ".json":
+        raise InputError(f"the profile {options.output!r} would not be found again; give it a name that ends in .json.")
+    if not output.parent.is_dir() or output.is_dir():
+        raise InputError(f"the profile {options.output!r} cannot be written; give a file in a folder that exists.")
+    profile = calibrate(options.ranks, options.device, QUICK if options.quick else None, output.stem)
+    if int(os.environ.get("RANK", 0)) == 0:
+        try:
+            output.write_text(json.dumps(profile, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the profile cannot be written: {error}; give a file that can.") from error
+        print(f"{summary(profile)}\n\nsaved in {output}; use it with hardware={str(output)!r}")
+    return 0
+
+
+def summary(profile: Profile) -> str:
+    """The profile as people read it, with the error of the fits and the load before."""
+    hardware = parse(profile)
+    rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
+    rows.append(("optimizer", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
+    rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
+    rows.append(("products of few rows", f"{format_bytes(hardware.product_bytes_per_s)}/s"))
+    rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))
+    rows.append(("one operation", format_seconds(hardware.op_latency_s)))
+    for link, written in zip(hardware.links, profile["links"], strict=True):
+        rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))
+        for each in link.protocols:
+            start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
+            rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
+        rows.append(("  bandwidth reached", _percents(written["efficiencies"])))
+        rows.append(("  latency", _percents(written["latencies"])))
+        rows.append(("  error of the fit", _percents(written["fit_error"])))
+    rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
+    rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))
+    source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]
+    return f"{source}\n{tabulate(rows, tablefmt='plain')}"
+
+
+def _percents(numbers: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {number['value']:.0%}" for name, number in numbers.items())

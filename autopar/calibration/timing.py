@@ -1,0 +1,321 @@
+"""Timings of this machine as a training step meets it: on the ranks that call them together, and in medians.
+
+What a machine can do at its best is not what a step gets. A collective comes between computations: the other ranks are
+not there yet, the library's threads sleep, the caches hold something else, and ranks that share cores wait for each
+other. So a collective is timed as the runtime runs it, copies included, after a piece of computation on every rank:
+
+    seconds of a collective = median over repetitions of (computation and collective) - (the computation alone)
+
+and no less than the standard error of that: what it cannot tell from nothing may take so long.
+
+Every number is that of the slowest rank over several calls in a row, which begin together as a step does: of single
+calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
+repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
+
+Groups that do not hold all ranks are kept in step by a reduction of a few numbers over the other axes, after a second
+computation, as the axes of a mesh take turns in a training step: else one group would compute while another waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from autopar.calibration.medians import standard_error
+from autopar.cost.optimizer import Optimizer
+from autopar.hardware.profile import dtype_name
+from autopar.program.program import TensorInfo
+from autopar.runtime.collectives.axes import Axis
+from autopar.runtime.collectives.functions import raw_all_gather, raw_all_reduce, raw_all_to_all, raw_reduce_scatter
+
+MOST_CALLS = 20_000  # of one timing
+ENOUGH_SECONDS = 0.1  # of a matmul: one that would take longer says no more
+PIECE_SECONDS = 4e-3  # of computation before a collective: about what lies between two in a step of a small model
+COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks that share a core take turns of ms
+SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
+FEW_BYTES = 16  # sum and count of a mean loss: too few for every step of a ring to have something to send
+ROWS = 64  # of the messages, whose columns are split over the ranks: as most tensors, not in their first dim
+CHAIN = 64  # small operations in a row,
+LAYERS = 8  # and large ones
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured; the sizes of messages are in bytes, those of matmuls in rows."""
+
+    message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
+    matmul_sizes: tuple[int, ...] = (512, 1024, 2048)
+    repetitions: int = 20
+    elementwise_bytes: int = 1 << 20  # of one tensor, as the hidden states of a small model
+    product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix,
+    # which are the parameters of the optimizer's step, too
+    attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
+    attention_dtype: torch.dtype = torch.float32
+
+
+CUDA = Effort(
+    *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 20, 1 << 28),
+    *((8, 8192), (8, 16, 2048, 128), torch.bfloat16),
+)
+BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 10)
+QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 5)
+
+
+class Timer:
+    """Times calls on one device; all ranks take part in each of its methods."""
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self.device = device
+        self.effort = effort
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def seconds(self, call: Callable[[], object], inner: int = 1) -> float:
+        """Seconds of one call, over `inner` of them."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(inner):
+            call()
+        self._wait()
+        return (time.perf_counter() - start) / inner
+
+    def median_seconds(
+        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
+    ) -> list[float]:
+        """The median seconds of each call: over the repetitions, those of the rank that took longest."""
+        return self._repeated(calls, what, repeated_for).quantile(0.5, dim=0).tolist()
+
+    def _repeated(
+        self, calls: Sequence[Callable[[], object]], what: str, repeated_for: float = COMPUTE_SECONDS
+    ) -> Tensor:
+        """[repetitions, calls]: the seconds of each call on the rank that took longest."""
+        for call in calls:
+            call()
+        inner = [
+            max(1, min(MOST_CALLS, int(repeated_for / each)))
+            for each in self._slowest([self.seconds(c) for c in calls])
+        ]
+
+        silent = None if dist.get_rank() == 0 else True
+        times = []
+        for _ in tqdm(range(self.effort.repetitions), desc=what, delay=1, disable=silent, leave=False):
+            for call, count in zip(calls, inner, strict=True):
+                dist.barrier()
+                times.append(self.seconds(call, count))
+        return torch.tensor(self._slowest(times), dtype=torch.float64).reshape(-1, len(calls))
+
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks' values, one by one."""
+        slowest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def matmul_flops(self, dtype: torch.dtype) -> tuple[float, int]:
+        """FLOP/s of the square matmul of the best size, and its rows."""
+        best = (0.0, 0)
+        for size in self.effort.matmul_sizes:
+            if best[0] and 2 * size**3 / best[0] > ENOUGH_SECONDS:
+                break
+            x, *weights = (
+                torch.randn(size, size, device=self.device).to(dtype).requires_grad_() for _ in range(1 + LAYERS)
+            )
+            # Differentiated, as in a step: a product forward and two backward, which slow dtypes need not repeat.
+            (one,) = self._slowest([self.seconds(_trained([x, weights[0]], [weights[0].mm]))])
+            used = weights[: max(1, int(COMPUTE_SECONDS / one))]
+            layers = _trained([x, *used], [weight.mm for weight in used])
+            (seconds,) = self.median_seconds([layers], f"matmul {dtype_name(dtype)} {size}")
+            best = max(best, (3 * len(used) * 2 * size**3 / seconds, size))
+        return best
+
+    def elementwise_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of products, sums and activations, forward and backward.
+
+        Counted as `cost.forward_seconds` does: inputs and output of each, once more for each input with a gradient.
+        """
+        x, y = (torch.randn(self.effort.elementwise_bytes // 4, device=self.device).requires_grad_() for _ in range(2))
+        calls = [*(y.mul, y.add), torch.nn.functional.gelu, torch.nn.functional.silu] * (LAYERS // 4)
+        (seconds,) = self.median_seconds([_trained([x, y], calls)], "elementwise")
+        counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
+        return counted * self.effort.elementwise_bytes / seconds
+
+    def product_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of products of few rows, forward and backward."""
+        rows, size = self.effort.product
+        x, *weights = (
+            torch.randn(each, size, device=self.device).requires_grad_() for each in (rows, *LAYERS * [size])
+        )
+        calls = [lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
+        (seconds,) = self.median_seconds([_trained([x, *weights], calls)], "products of few rows")
+        return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
+
+    def attention_flops(self) -> float:
+        """FLOP/s of fused attention, forward and backward, counted as `cost` does: a forward for each gradient."""
+        shape, dtype = self.effort.attention, self.effort.attention_dtype
+        q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
+        calls = [lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v)] * LAYERS
+        (seconds,) = self.median_seconds([_trained([q, k, v], calls)], "attention")
+        batch, heads, sequence, features = shape
+        return 4 * LAYERS * 4 * batch * heads * sequence**2 * features / seconds
+
+    def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return lambda: a @ b
+
+    def _piece(self) -> Callable[[], object]:
+        """A computation of about PIECE_SECONDS on a rank of its own."""
+        matmul = self._matmul(self.effort.matmul_sizes[0])
+        (seconds,) = self.median_seconds([matmul], "computation", PIECE_SECONDS)
+        count = max(1, round(PIECE_SECONDS / seconds))
+
+        def compute() -> None:
+            for _ in range(count):
+                matmul()
+
+        return compute
+
+    def optimizer_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does."""
+        _, size = self.effort.product
+        weights = [torch.randn(size, size, device=self.device).requires_grad_() for _ in range(LAYERS)]
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        (seconds,) = self.median_seconds([optimizer.step], "optimizer")
+        info = TensorInfo((size, size), torch.float32, requires_grad=True)
+        return LAYERS * size**2 * Optimizer("adamw").step_bytes(info) / seconds
+
+    def op_latency_s(self) -> float:
+        """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more."""
+        x = torch.ones(1, device=self.device, requires_grad=True)
+
+        def chain() -> None:
+            y = x
+            for _ in range(CHAIN):
+                y = y * x
+            y.backward()
+
+        (seconds,) = self.median_seconds([chain], "operation")
+        return seconds / (3 * CHAIN)
+
+    def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
+        """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.
+
+        Of every collective in the sizes of the effort, and of an all-reduce of FEW_BYTES. `others` are the axes of the
+        mesh beside this one.
+        """
+        sizes = [_fitting(num_bytes, axis.size) for num_bytes in self.effort.message_bytes]
+        cases = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
+        moves = [COLLECTIVES[name](num_bytes, axis, self.device) for name, num_bytes in cases]
+        cases.append(("all_reduce", FEW_BYTES))
+        few = torch.zeros(FEW_BYTES // 8, dtype=torch.float64, device=self.device)
+        moves.append(_all_reduce_of(few, axis))
+        compute = self._piece()
+        keep_step = _in_order([] if others is None else [compute, _all_reduce_of(few, others)])
+        calls = [_in_order([compute, *move, keep_step]) for move in ([], *([move] for move in moves))]
+        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        seconds = self._repeated(calls, f"collectives over {axis.name}")
+        low, median, high = (seconds[:, 1:] - seconds[:, :1]).quantile(quartiles, dim=0)
+        error = standard_error(high - low, len(seconds))
+        return dict(zip(cases, median.maximum(error).clamp(min=SHORTEST).tolist(), strict=True))
+
+    def hidden_share(self, group: dist.ProcessGroup) -> float:
+        """Which share of a large reduction hides behind matmuls that take about as long."""
+        num_bytes = _fitting(self.effort.message_bytes[-1], group.size())
+        whole = torch.zeros(num_bytes // 4, device=self.device)
+
+        def start() -> dist.Work:
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            assert work is not None, "a rank outside of the group takes no part in its collectives"
+            return work
+
+        def move() -> None:
+            start().wait()
+
+        one_matmul = self._matmul(self.effort.matmul_sizes[0])
+        moving, one = self.median_seconds([move, one_matmul], "reduction alone")
+        count = max(1, round(moving / one))
+
+        def compute() -> None:
+            for _ in range(count):
+                one_matmul()
+
+        def both() -> None:
+            work = start()
+            compute()
+            work.wait()
+
+        moving, computing, together = self.median_seconds([move, compute, both], "reduction beside matmuls", 0.0)
+        return min(1.0, max(0.0, (moving + computing - together) / min(moving, computing)))
+
+
+def _in_order(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One call that makes them all."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _fitting(num_bytes: int, size: int) -> int:
+    """The next number of bytes that makes float32 rows of whole numbers of elements for each of `size` ranks."""
+    return -(-num_bytes // (4 * ROWS * size)) * 4 * ROWS * size
+
+
+def _trained(leaves: Sequence[Tensor], calls: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[], object]:
+    """Each call on the first of the leaves, forward, and then backward.
+
+    Not one call on what another made: numbers that grow or vanish take a processor longer than others.
+    """
+    ones = torch.ones_like(leaves[0])
+
+    def step() -> None:
+        for y in [call(leaves[0]) for call in calls]:
+            torch.autograd.grad(y, leaves, ones, allow_unused=True)
+
+    return step
+
+
+Move = Callable[[], object]
+"""A collective on buffers of its own, as the runtime runs it."""
+
+
+def _whole(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(ROWS, num_bytes // (4 * ROWS), device=device)
+
+
+def _all_reduce_of(whole: Tensor, axis: Axis) -> Move:
+    return lambda: raw_all_reduce(whole, axis)
+
+
+def _all_reduce(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    return _all_reduce_of(_whole(num_bytes, device), axis)
+
+
+def _all_gather(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    part, size = _whole(num_bytes // axis.size, device), num_bytes // (4 * ROWS)
+    return lambda: raw_all_gather(part, axis, 1, size)
+
+
+def _reduce_scatter(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    whole = _whole(num_bytes, device)
+    return lambda: raw_reduce_scatter(whole, axis, 1)
+
+
+def _all_to_all(num_bytes: int, axis: Axis, device: torch.device) -> Move:
+    part = _whole(num_bytes, device)
+    return lambda: raw_all_to_all(part, axis, 0, 1, ROWS * axis.size)
+
+
+COLLECTIVES: Mapping[str, Callable[[int, Axis, torch.device], Move]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

@@ -1,0 +1,317 @@
+"""From an nn.Module and example inputs to a Program: `torch.export` on fake tensors, then the passes of `normalize`.
+
+Nothing of the model is computed or copied: a skeleton with fake parameters is traced. What the trace would change in
+silence is guarded in `guards`; what it cannot follow is a CaptureError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from autopar.capture.guards import faithful_tracing
+from autopar.capture.normalize import normalize
+from autopar.capture.passes.inline import inline
+from autopar.capture.passes.traced_graph import Draft, Source
+from autopar.errors import CaptureError
+from autopar.program.program import Program, TensorInfo
+
+ORDER = ("parameter", "buffer", "constant", "input")
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool | None = None
+) -> Program:
+    """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
+
+    Args:
+        model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
+        args, kwargs: example inputs; only shapes and dtypes of tensors count.
+        training: the mode to capture in; by default the model's own.
+
+    Raises:
+        CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
+            may not.
+
+    >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
+    1
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    traced = _prepared(model, mode, training)
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
+    fake_kwargs = _without_cache(fake_kwargs)
+    autocast = _autocast_dtype(args, kwargs)
+    exported = _export(traced, fake_args, fake_kwargs, autocast)
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    sources, values, tied = _sources(exported, traced, leaves)
+    draft = inline(exported.graph_module, sources, mode, values, autocast)
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None
+    num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
+    normalize(draft)
+    return _program(
+        draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs)
+    )
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device, with their names and ties."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return _copied(model, empty)
+
+
+def run(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    flat_inputs: Sequence[Any],
+) -> Any:
+    """Run a program as it is, on one device: the user's outputs; mutated buffers are written into `buffers`."""
+    values: dict[str, Any] = {
+        **{placeholder: parameters[name] for name, placeholder in program.parameters.items()},
+        **{placeholder: buffers[name] for name, placeholder in program.buffers.items()},
+        **program.constants,
+        **{name: leaf for name, leaf in zip(program.inputs, flat_inputs, strict=True) if name is not None},
+    }
+    module = fx.GraphModule(nn.Module(), program.graph)
+    outputs = module(*(values[name] for name in program.placeholders()))
+    with torch.no_grad():
+        for name, value in zip(program.mutations, outputs[program.num_outputs :], strict=True):
+            buffers[name].copy_(value)
+    return pytree.tree_unflatten(list(outputs[: program.num_outputs]), program.out_spec)
+
+
+def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> nn.Module:
+    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache."""
+    traced = _copied(model, lambda tensor: _fake(tensor, mode))
+    if training is not None and training != traced.training:
+        traced.train(training)
+    for module in traced.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+    return traced
+
+
+def _copied(model: nn.Module, empty: Any) -> nn.Module:
+    """A copy in which every parameter and buffer is `empty` of it, and other tensors are shared."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) in memo:
+            continue
+        with torch.no_grad():
+            made = empty(tensor)
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), empty(value) if value.is_meta else value)
+    return copy.deepcopy(model, memo)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake CPU tensor like `tensor`."""
+    with mode, torch.inference_mode(False):
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A key-value cache serves generation; a captured forward returns none."""
+    return {name: False if name == "use_cache" and value is True else value for name, value in kwargs.items()}
+
+
+def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    """The dtype of the autocast region that the capture happens in, for the device of the inputs or for the CPU."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    devices = dict.fromkeys([x.device.type for x in tensors if x.device.type != "meta"] + ["cpu"])
+    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    return torch.get_autocast_dtype(enabled[0]) if enabled else None
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None
+) -> torch.export.ExportedProgram:
+    try:
+        autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        with faithful_tracing(), _only_what_is_read(), autocasting:
+            return torch.export.export(model, args, kwargs, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        own = _cause(error, CaptureError)
+        if own is not None:
+            raise own from error
+        raise CaptureError(_explained(model, error)) from error
+
+
+@contextlib.contextmanager
+def _only_what_is_read() -> Iterator[None]:
+    """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
+    with _use_lazy_graph_module(True), mock.patch.object(fx_config, "do_not_emit_stack_traces", True):
+        yield
+
+
+def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
+    """The first error of a kind in the chain of causes."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, kind):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def _explained(model: nn.Module, error: Exception) -> str:
+    """What was found, and what to do about it."""
+    name, text = type(model).__name__, str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "unbacked" in text.lower():
+        return (
+            f"{name} decides on the value of a tensor while it runs ({first}); a captured graph is one path for all "
+            "values. Replace the branch by torch.where, make the number an argument of forward, and set "
+            "layerdrop to 0 where the model has one."
+        )
+    return (
+        f"{name} cannot be traced: {type(error).__name__}: {first}. Check that the model runs eagerly on these inputs; "
+        "its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
+    )
+
+
+def _sources(
+    exported: torch.export.ExportedProgram, traced: nn.Module, leaves: Sequence[Any]
+) -> tuple[dict[str, Source], dict[str, Tensor], dict[str, str]]:
+    """What each tensor placeholder stands for, its fake value, and the further names of tied tensors."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for found in (traced.named_parameters(remove_duplicate=False), traced.named_buffers(remove_duplicate=False)):
+        for name, tensor in found:
+            tensors[name] = tensor
+            if first.setdefault(id(tensor), name) != name:
+                tied[name] = first[id(tensor)]
+    sources: dict[str, Source] = {}
+    values: dict[str, Tensor] = {}
+    kinds = torch.export.graph_signature.InputKind
+    user = 0
+    for spec in exported.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind is kinds.USER_INPUT:
+            if isinstance(leaves[user], Tensor):
+                sources[placeholder] = Source("input", index=user)
+                values[placeholder] = leaves[user]
+            user += 1
+        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
+            assert spec.target is not None
+            name = tied.get(spec.target, spec.target)
+            sources[placeholder] = Source("parameter" if spec.kind is kinds.PARAMETER else "buffer", name)
+            values[placeholder] = tensors[name]
+        elif spec.kind is kinds.CONSTANT_TENSOR:
+            assert spec.target is not None
+            value = exported.constants[spec.target]
+            assert isinstance(value, Tensor)
+            sources[placeholder] = Source("constant", spec.target, value=value)
+            values[placeholder] = value
+        else:
+            raise CaptureError(
+                f"the model keeps an object ({spec.target}) that a graph cannot hold; only tensors may enter."
+            )
+    return sources, values, tied
+
+
+def _program(
+    draft: Draft,
+    tied: dict[str, str],
+    leaves: Sequence[Any],
+    in_spec: pytree.TreeSpec,
+    out_spec: pytree.TreeSpec,
+    num_outputs: int,
+    training: bool,
+    input_names: tuple[str, ...],
+) -> Program:
+    graph = _ordered(draft.graph)
+    named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
+    by_leaf = {source.index: name for source, name in named if source.kind == "input"}
+    constants = {name: _real(source, name) for source, name in named if source.kind == "constant"}
+    return Program(
+        graph=graph,
+        parameters={source.name: name for source, name in named if source.kind == "parameter"},
+        tied=tied,
+        buffers={source.name: name for source, name in named if source.kind == "buffer"},
+        constants=constants,
+        inputs=tuple(by_leaf.get(index) for index in range(len(leaves))),
+        input_values=tuple(_described(leaf) for leaf in leaves),
+        in_spec=in_spec,
+        out_spec=out_spec,
+        num_outputs=num_outputs,
+        mutations=draft.mutations,
+        training=training,
+        input_names=input_names,
+    )
+
+
+def _ordered(graph: fx.Graph) -> fx.Graph:
+    """The same graph, fresh, with parameters first, then buffers, constants and inputs."""
+    ordered = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    others = [node for node in graph.nodes if node.op != "placeholder"]
+    placeholders.sort(key=lambda node: ORDER.index(node.meta["source"].kind))
+    for node in (*placeholders, *others):
+        if node.op == "output":
+            ordered.output(map_arg(node.args[0], copies.__getitem__))
+            continue
+        copied = copies[node] = ordered.node_copy(node, copies.__getitem__)
+        copied.meta = {key: node.meta[key] for key in ("tensor", "module", "source") if key in node.meta}
+    ordered.lint()
+    return ordered
+
+
+def _real(source: Source, name: str) -> Tensor:
+    value = source.value
+    assert value is not None
+    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+        raise CaptureError(
+            f"the forward reads a tensor ({source.name or name}) whose value is not there: an attribute on the meta "
+            "device (register it as a buffer, or build the model on a real one), or the .data of a parameter (use "
+            ".detach())."
+        )
+    return value.detach().cpu()
+
+
+def _described(leaf: Any) -> object:
+    return TensorInfo(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """A readable name per leaf of the inputs: `labels`, `images[0]`."""
+    try:
+        positional = list(inspect.signature(model.forward).bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        positional = []
+    if len(positional) != len(args):
+        positional = [f"args[{index}]" for index in range(len(args))]
+    names: list[str] = []
+    for name, value in (*zip(positional, args, strict=True), *kwargs.items()):
+        paths, _ = pytree.tree_flatten_with_path(value)
+        names += [name + pytree.keystr(path) for path, _ in paths]
+    return tuple(names)

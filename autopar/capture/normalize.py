@@ -1,0 +1,131 @@
+"""From what `torch.export` records to what the planner reads: fewer kinds of calls, nothing hidden, nothing in place.
+
+The order matters: in-place operations go first, while views still say whose memory they share; gradients come last,
+when the graph is the one that will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.passes.functionalize import functionalize
+from autopar.capture.passes.identities import drop_identities
+from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
+from autopar.capture.passes.traced_graph import Draft, aten, set_call, shape_of, value_of
+from autopar.capture.passes.views import split_before_permuting, state_sizes
+from autopar.errors import CaptureError
+from autopar.program.program import TensorInfo
+
+Pass = Callable[[Draft], None]
+
+
+def normalize(draft: Draft) -> None:
+    """Rewrite the draft in place, one pass after the other."""
+    for rewrite in PASSES:
+        rewrite(draft)
+
+
+def single_broadcasts(draft: Draft) -> None:
+    """broadcast_tensors becomes one expansion for each tensor that it gives."""
+    for node in draft.calls(aten.broadcast_tensors.default):
+        tensors = node.args[0]
+        assert isinstance(tensors, list | tuple)
+        for piece in list(node.users):
+            set_call(piece, aten.expand.default, tensors[piece.args[1]], list(shape_of(piece)))  # type: ignore[index]
+
+
+def state_dtypes(draft: Draft) -> None:
+    """One form for casts, to.dtype; other forms may name a device or another tensor as well."""
+    for node in draft.calls(*CASTS):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if value_of(source).dtype != value_of(node).dtype:
+            set_call(node, aten.to.dtype, source, value_of(node).dtype)
+
+
+def drop_dead_calls(draft: Draft) -> None:
+    """Drop calls that nothing reads; a batch_norm in training stays, for its running statistics."""
+    for node in reversed(draft.calls()):
+        keeps_statistics = node.target is aten.batch_norm.default and node.args[5]
+        if not node.users and not keeps_statistics:
+            draft.graph.erase_node(node)
+
+
+def drop_unused_placeholders(draft: Draft) -> None:
+    """Drop placeholders that nothing reads."""
+    for node in draft.placeholders():
+        if not node.users:
+            draft.graph.erase_node(node)
+
+
+def on_the_host(draft: Draft) -> None:
+    """Let every call that makes a tensor name the CPU; the runtime puts its own device in that place."""
+    rehome(draft.graph, torch.device("cpu"))
+
+
+def propagate(draft: Draft) -> None:
+    """Run the graph on fake tensors: shapes, dtypes and requires_grad are those of the graph that will run."""
+    for node in draft.calls():
+        node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    for node in draft.graph.nodes:
+        if node.op != "output":
+            node.meta["tensor"] = _info(node, node.meta["val"])
+
+
+PASSES: tuple[Pass, ...] = (
+    functionalize,
+    drop_dead_calls,
+    single_broadcasts,
+    drop_identities,
+    state_dtypes,
+    state_sizes,
+    split_before_permuting,
+    flat_projections_to_batched,
+    drop_dead_calls,
+    packed_projections_to_separate,
+    drop_dead_calls,
+    drop_unused_placeholders,
+    propagate,  # the passes above change strides, which the passes below read
+    drop_identities,
+    state_sizes,
+    on_the_host,
+    propagate,
+)
+
+
+def rehome(graph: fx.Graph, device: torch.device) -> None:
+    """Let every call that makes a tensor make it on `device`."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        makes = not any(isinstance(arg, fx.Node) for arg in node.args)
+        accepts = any(argument.name == "device" for argument in node.target._schema.arguments)
+        if node.kwargs.get("device") is not None or (makes and accepts):
+            node.update_kwarg("device", device)
+        if "pin_memory" in node.kwargs:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "pin_memory"}
+
+
+CASTS = (
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+
+
+def _info(node: fx.Node, value: object) -> TensorInfo | tuple[TensorInfo | None, ...] | None:
+    if isinstance(value, Tensor):
+        return TensorInfo(tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, tuple | list):
+        return tuple(_info(node, each) for each in value)  # type: ignore[misc]
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(
+            f"{node.target} in {node.meta['module'] or 'the forward'} turns a tensor's value into a number, on which "
+            "the graph would depend; keep it a tensor, or give it to the model as an argument that is a plain number."
+        )
+    return None

@@ -1,0 +1,103 @@
+"""The casts of autocast as explicit calls: what autocast does to an operation is asked of autocast itself.
+
+policy   an operation whose inputs become
+low      the autocast dtype: bf16 comes out of fp32
+full     fp32: fp32 comes out of bf16
+promote  the widest dtype among them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+
+from autopar.capture.passes.traced_graph import Draft, aten, call_key
+from autopar.errors import CaptureError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Casts:
+    """The casts of one autocast region with its dtype; a tensor is cast once, as autocast casts a weight once."""
+
+    draft: Draft
+    dtype: torch.dtype
+    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    asked: dict[object, torch.dtype | None] = field(default_factory=dict)
+    """The answers of autocast, by `call_key`."""
+
+    def applied(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str) -> Arguments:
+        """The arguments with which the call gives, without autocast, what it gives under it."""
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return args, kwargs
+        key = call_key(target, args, kwargs)
+        wanted = self.asked[key] if key in self.asked else self._wanted(target, args, kwargs)
+        if key is not None:
+            self.asked[key] = wanted
+        if wanted is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, fx.Node) or not _is_cast(value.meta["val"], wanted):
+                return value
+            if (value, wanted) not in self.made:
+                self.made[value, wanted] = self.draft.call(aten.to.dtype, value, wanted, module=module)
+            return self.made[value, wanted]
+
+        return map_aggregate((args, kwargs), cast)  # type: ignore[return-value]
+
+    def _wanted(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> torch.dtype | None:
+        """The dtype that the call's floating-point inputs are cast to; None: they stay as they are."""
+        values = map_arg((args, kwargs), lambda node: node.meta["val"])
+        floats = [x.dtype for x in pytree.tree_leaves(values) if _is_float(x)]
+        if not floats:
+            return None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "AutocastCPU"):
+            if self._result(target, _all_as(values, torch.float32)) == self.dtype:
+                return self.dtype
+            if self._result(target, _all_as(values, self.dtype)) == torch.float32:
+                return torch.float32
+            return max(floats, key=lambda dtype: dtype.itemsize)
+        found = self._result(target, values)
+        plain = self._result(target, values, enabled=False)
+        if found in (None, plain):
+            return None
+        if self._result(target, _all_as(values, found), enabled=False) != found:
+            raise CaptureError(
+                f"{target} gives {found} under autocast({self.dtype}), by casts inside of it that cannot be told; "
+                "run it outside autocast."
+            )
+        return found
+
+    def _result(self, target: Callable[..., Any], values: Any, enabled: bool = True) -> torch.dtype | None:
+        """The dtype of the call's first floating-point output; None where it has none, or the call is refused."""
+        args, kwargs = values
+        try:
+            with self.draft.mode, torch.no_grad(), torch.autocast("cpu", self.dtype, enabled=enabled):
+                found = target(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            return None
+        return next((x.dtype for x in pytree.tree_leaves(found) if _is_float(x)), None)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_cast(value: Any, dtype: torch.dtype) -> bool:
+    """Whether autocast would cast it: a floating-point tensor of another dtype, but never float64."""
+    return _is_float(value) and value.dtype not in (dtype, torch.float64)
+
+
+def _all_as(values: Any, dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        return value.detach().to(dtype) if isinstance(value, Tensor) and _is_cast(value, dtype) else value
+
+    return pytree.tree_map(cast, values)

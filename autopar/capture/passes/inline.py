@@ -1,0 +1,167 @@
+"""One flat graph out of an exported one: regions without gradients and regions of autocast become explicit calls.
+
+Inside a region without gradients, what requires a gradient is read through `detach`, so that neither values nor memory
+are kept for a backward that does not exist. Where autocast is on, its casts become calls. Assertions are left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from autopar.capture.passes.autocast import Casts
+from autopar.capture.passes.traced_graph import Draft, Source, aten, is_write, module_path
+from autopar.errors import CaptureError
+
+DROPPED = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_async.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """How calls run in a part of the graph: with gradients or not, under autocast or not."""
+
+    grad: bool = True
+    casts: Casts | None = None
+
+
+@dataclass(slots=True)
+class Inliner:
+    """Copies calls of the exported graph and its regions into the draft."""
+
+    draft: Draft
+    detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
+        """Append the calls of `module`'s graph, and return its outputs."""
+        values: dict[fx.Node, Any] = {}
+        given = iter(inputs)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = self._attribute(module, str(node.target))
+            elif node.op == "call_function" and node.target not in DROPPED:
+                args, kwargs = map_aggregate(
+                    (node.args, node.kwargs), lambda x: values[x] if isinstance(x, fx.Node) else x
+                )  # type: ignore[misc]
+                values[node] = self._call(node, args, dict(kwargs), region)
+        outputs = map_aggregate(
+            module.graph.output_node().args[0], lambda x: values[x] if isinstance(x, fx.Node) else x
+        )
+        return tuple(outputs)  # type: ignore[arg-type]
+
+    def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
+        target: Any = node.target
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *inputs = args
+            return self.copy(body, inputs, replace(region, grad=enabled))
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            _, dtype, enabled, _, body, *inputs = args
+            casts = Casts(self.draft, dtype or torch.bfloat16) if enabled else None
+            return self.copy(body, inputs, replace(region, casts=casts))
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise CaptureError(
+                f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
+                "cannot be captured as plain calls; use ordinary operations in its place."
+            )
+        path = module_path(node)
+        if not region.grad:
+            _check_writes_without_gradient(target, args, path)
+            args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
+        if region.casts is not None:
+            args, kwargs = region.casts.applied(target, args, kwargs, path)
+        return self.draft.call(target, *args, module=path, **kwargs)
+
+    def _without_gradient(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
+            return value
+        if value not in self.detached:
+            self.detached[value] = self.draft.call(aten.detach.default, value, module=value.meta.get("module", ""))
+        return self.detached[value]
+
+    def _attribute(self, module: fx.GraphModule, name: str) -> Any:
+        found = operator.attrgetter(name)(module)
+        if not isinstance(found, Tensor):
+            return found
+        return add_placeholder(self.draft, name.replace(".", "_"), found, Source("constant", value=found))
+
+
+def inline(
+    module: fx.GraphModule,
+    sources: Mapping[str, Source],
+    mode: FakeTensorMode,
+    values: Mapping[str, Any],
+    autocast: torch.dtype | None,
+) -> Draft:
+    """A draft of an exported graph.
+
+    Args:
+        sources: what each tensor placeholder stands for; equal sources become one placeholder.
+        values: fake value of every tensor placeholder.
+        autocast: dtype of the autocast region around the whole graph, if any.
+    """
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    draft = Draft(fx.Graph(), mode, writes_left=sum(is_write(node.target) for graph in graphs for node in graph.nodes))
+    made: dict[tuple[str, str, int], fx.Node] = {}
+    inputs: list[Any] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        source = sources.get(node.name)
+        if source is None:
+            inputs.append(node.meta["val"])
+            continue
+        key = (source.kind, source.name or node.name, source.index)
+        if key not in made:
+            made[key] = add_placeholder(draft, node.name, values[node.name], source)
+        inputs.append(made[key])
+    casts = None if autocast is None else Casts(draft, autocast)
+    outputs = Inliner(draft).copy(module, inputs, Region(casts=casts))
+    draft.graph.output(outputs)
+    return draft
+
+
+def add_placeholder(draft: Draft, name: str, value: Tensor, source: Source) -> fx.Node:
+    """A placeholder after the present ones."""
+    present = draft.placeholders()
+    with draft.graph.inserting_after(present[-1]) if present else draft.graph.inserting_before():
+        node = draft.graph.placeholder(name)
+    node.meta.update(val=_fake(value, draft.mode), module="", source=source)
+    return node
+
+
+def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+
+
+def _check_writes_without_gradient(target: Callable[..., Any], args: tuple[Any, ...], path: str) -> None:
+    if not isinstance(target, torch._ops.OpOverload) or not is_write(target):
+        return
+    for argument, value in zip(target._schema.arguments, args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(value, fx.Node) and _requires_grad(value.meta["val"]):
+            raise CaptureError(
+                f"{target} in {path or 'the forward'} writes, without gradients, into a tensor that requires one; "
+                "the value and its gradient would belong to different computations. Write into a detached clone."
+            )

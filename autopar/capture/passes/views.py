@@ -1,0 +1,126 @@
+"""Views in one form, with sizes, and with dims taken apart where they mean different things.
+
+`view` says that no memory moves. That is sure only where strides do not come from a kernel's own choice (attention and
+convolutions give other strides on other devices and for other sizes); elsewhere a `reshape` stands.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.capture.passes.traced_graph import Draft, aten, set_call, shape_of, value_of
+
+VIEWS = (aten.view.default, aten.reshape.default)
+"""The two forms that `state_sizes` leaves."""
+TO_EXPAND = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+TO_VIEW = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
+KERNEL_STRIDES = (
+    aten.scaled_dot_product_attention.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+)
+"""Operations whose kernels choose the strides of what they give: on another device, or on a part, they may differ."""
+OWN_STRIDES = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.addmm.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.contiguous.default,
+    aten.layer_norm.default,
+)
+"""Operations that give contiguous tensors whatever they are given."""
+
+
+def state_sizes(draft: Draft) -> None:
+    """Give views and expansions explicit sizes; a reshape that surely moves no memory is a view."""
+    unsure = _unsure_strides(draft)
+    for node in draft.calls(*TO_VIEW, *TO_EXPAND):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if node.target in TO_EXPAND:
+            target = aten.expand.default
+        elif value_of(source).is_contiguous() and source not in unsure:
+            target = aten.view.default
+        else:
+            target = aten.reshape.default
+        set_call(node, target, source, list(shape_of(node)))
+
+
+def split_before_permuting(draft: Draft) -> None:
+    """view → permute → view that splits becomes one view and a permutation.
+
+    nn.MultiheadAttention merges batch and heads, transposes, and splits them again; while they are one dim, heads
+    cannot be sharded.
+    """
+    for node in draft.calls(*VIEWS):
+        moved = node.args[0]
+        if not isinstance(moved, fx.Node) or moved.target not in (aten.transpose.int, aten.permute.default):
+            continue
+        merged = moved.args[0]
+        assert isinstance(merged, fx.Node)
+        groups = _split_groups(shape_of(moved), shape_of(node))
+        if merged.target not in VIEWS or groups is None:
+            continue
+        order = _permutation(moved)
+        groups_before = [groups[order.index(dim)] for dim in range(len(order))]
+        first_dim = [sum(map(len, groups_before[:dim])) for dim in range(len(order))]
+        dims = [first_dim[dim] + i for dim in order for i in range(len(groups_before[dim]))]
+        module = node.meta["module"]
+        with draft.graph.inserting_before(node):
+            sizes = [size for group in groups_before for size in group]
+            apart = draft.call(aten.reshape.default, merged.args[0], sizes, module=module)
+            draft.replace(node, draft.call(aten.permute.default, apart, dims, module=module))
+
+
+def _unsure_strides(draft: Draft) -> set[fx.Node]:
+    """Nodes whose strides follow from what a kernel chose."""
+    unsure: set[fx.Node] = set()
+    for node in draft.calls():
+        follows = node.target not in OWN_STRIDES and any(source in unsure for source in node.all_input_nodes)
+        if node.target in KERNEL_STRIDES or follows:
+            unsure.add(node)
+    return unsure
+
+
+def _permutation(node: fx.Node) -> list[int]:
+    """Which dim of its input each dim of a permutation is."""
+    ndim = len(shape_of(node))
+    if node.target is aten.permute.default:
+        dims = node.args[1]
+        assert isinstance(dims, list | tuple)
+        return [dim % ndim for dim in dims]  # type: ignore[operator]
+    order = list(range(ndim))
+    a, b = node.args[1], node.args[2]
+    assert isinstance(a, int) and isinstance(b, int)
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _split_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """The sizes that each dim is split into, where a view only splits; None where it merges or changes nothing.
+
+    >>> _split_groups((6, 4), (2, 3, 4))
+    [(2, 3), (4,)]
+    """
+    groups: list[tuple[int, ...]] = []
+    left = list(after)
+    for size in before:
+        group: list[int] = []
+        product = 1
+        while left and (product < size or not group):
+            group.append(left.pop(0))
+            product *= group[-1]
+        if product != size:
+            return None
+        groups.append(tuple(group))
+    return groups if not left and len(after) > len(before) else None

@@ -1,0 +1,102 @@
+"""How many parameters share a message of the runtime, and so the latency of the collective that carries it.
+
+Weights are gathered in one message per layer, and those that the backward gathers again in one more. What lies outside
+of numbered layers and is small travels with what is used next (`joined_layers`): a final norm with the head.
+Gradients are reduced in few messages of about equal bytes, in the order in which the parameters are used first. So
+`runtime.bucketing` makes them of a plan; before there is one, gradients count as whole, and parameters pay equal parts:
+
+    parameters that share a message = parameters / messages, at least 1
+
+which adds up to the latency of the step, and is equal for layers that are equal. A gather counts as shared by no more
+parameters than a reduction: where messages of gradients are small, a weight that is gathered instead of reduced leaves
+a message that goes all the same, for one of its layer that would not go without it, and must gain nothing by that.
+What travels with another layer's weights adds no message and pays least, so that this layer stays equal to others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.program.program import Program, info_of
+
+LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
+SMALLEST_MESSAGE = 2**20
+LARGE_GRADIENT = 2 * 2**20  # to copy so much into a message with others takes longer than to send one more
+MESSAGES_PER_STEP = 2  # each costs a rank a millisecond with gloo, while few still overlap the backward
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many parameters share a message: one that gathers weights, and one that reduces gradients."""
+
+    gathered: int = 1
+    reduced: int = 1
+
+
+ALONE = Sharing()
+
+
+def sharing(program: Program) -> dict[str, Sharing]:
+    """The sharing of each parameter, by its placeholder."""
+    wanted = set(program.parameters.values())
+    infos = {name: info_of(node) for name, node in program.placeholders().items() if name in wanted}
+    reduced = [info.num_bytes for info in infos.values() if info.requires_grad]
+    each = max(1, round(len(reduced) / max(1, len(messages(reduced)))))
+    layers = {weight: layer_of(name) for name, weight in program.parameters.items()}
+    joined, in_layer = joined_layers(program), Counter(layers.values())
+    return {
+        weight: Sharing(min(in_layer[layer], each) if joined[layer] == layer else each, each)
+        for weight, layer in layers.items()
+    }
+
+
+def joined_layers(program: Program) -> dict[str, str]:
+    """For each layer of parameters, the layer in whose message it is gathered: itself, or one that is used later.
+
+    At most `SMALLEST_MESSAGE` joins a layer, since it is whole as long as this is.
+    """
+    layers = {weight: layer_of(name) for name, weight in program.parameters.items()}
+    num_bytes: Counter[str] = Counter()
+    for name, node in program.placeholders().items():
+        if name in layers:
+            num_bytes[layers[name]] += info_of(node).num_bytes
+    used = (argument.name for node in program.graph.nodes for argument in node.all_input_nodes)
+    found: dict[str, str] = {}
+    message, room = "", -1
+    for layer in reversed(dict.fromkeys(layers[name] for name in used if name in layers)):
+        if num_bytes[layer] > room or is_numbered(layer):
+            message, room = layer, SMALLEST_MESSAGE
+        else:
+            room -= num_bytes[layer]
+        found[layer] = message
+    return found
+
+
+def messages(sizes: Sequence[int]) -> list[list[int]]:
+    """Which gradients of so many bytes each, given in their order, travel in one message."""
+    together = [number for number, size in enumerate(sizes) if size < LARGE_GRADIENT]
+    total = sum(sizes[number] for number in together)
+    most = min(LARGEST_MESSAGE, max(SMALLEST_MESSAGE, -(-total // MESSAGES_PER_STEP)))
+    count = max(1, -(-total // most))
+    shared: dict[int, list[int]] = {}
+    filled = 0
+    for number in together:
+        # A gradient is in the message in whose equal share of the bytes its middle lies.
+        middle = filled + sizes[number] / 2
+        shared.setdefault(int(middle * count // max(1, total)), []).append(number)
+        filled += sizes[number]
+    return sorted([*shared.values(), *([number] for number, size in enumerate(sizes) if size >= LARGE_GRADIENT)])
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name up to the first number, or the module that owns it."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
+
+
+def is_numbered(layer: str) -> bool:
+    """Whether a layer is one of several, as of a list of modules."""
+    return any(part.isdigit() for part in layer.split("."))

@@ -1,0 +1,325 @@
+"""The cheapest way from one layout to another: a shortest path over moves.
+
+A move changes the placement of one mesh axis (the table in the module docstring of `layout` and its transposes).
+One path says what it costs, forward and backward, and which nodes the rewrite inserts.
+Only the innermost axis that splits a dim can be gathered alone, so a move never touches a dim that a later axis splits.
+
+In buckets, one collective over joined axes does what parameters need most: I … I → R … R, and S(d) … S(d) → R … R (I
+where no gradient flows) of the innermost axes that split d, whose parts then lie in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autopar.cost.messages import ALONE, Sharing
+from autopar.hardware.collectives import Transfer, transfer_seconds
+from autopar.hardware.profile import Hardware
+from autopar.sharding.layout import I, Layout, P, Placement, R, S
+from autopar.sharding.mesh import Mesh, joined_name
+
+LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one axis's placement, or the same of several joined ones, with the layouts before and after."""
+
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+
+    @property
+    def source(self) -> Placement:
+        return self.before[self.axes[0]]
+
+    @property
+    def target(self) -> Placement:
+        return self.after[self.axes[0]]
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.axes) > 1
+
+    def num_parts(self, sizes: Sequence[int]) -> int:
+        """The ranks that take part, on a mesh of these axis sizes."""
+        return math.prod(sizes[axis] for axis in self.axes)
+
+    def __str__(self) -> str:
+        return f"{self.before} → {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What the cost of a move depends on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    padded: frozenset[int] = frozenset()
+    """Dims that may be split unevenly, padded to equal parts."""
+    bucketed: bool = False
+    """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
+    regather: bool = False
+    """A parameter that the backward needs: gathered again there, and not kept in between."""
+    sharing: Sharing = ALONE
+    """With how many it shares its messages, where it is bucketed."""
+
+    def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
+        """Bytes that each rank holds."""
+        return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
+
+    def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
+        """Whether every split dim divides evenly, or is split once and may be padded."""
+        for dim, size in enumerate(self.shape):
+            axes = layout.axes_of(dim)
+            parts = math.prod(sizes[axis] for axis in axes)
+            if size % parts and not (dim in self.padded and len(axes) == 1 and size >= parts):
+                return False
+        return True
+
+
+def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
+    """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
+    size = move.num_parts(mesh.sizes)
+    if size == 1:
+        return ()
+    name = joined_name(mesh.names, move.axes)
+    source, target = move.source, move.target
+    before = tensor.local_bytes(move.before, mesh.sizes)
+    after = tensor.local_bytes(move.after, mesh.sizes)
+    found: list[Transfer] = []
+    match source.kind, target.kind:
+        case "I", "R":
+            found = [Transfer("all_reduce", name, before, backward=True)]
+        case "I", "S":
+            found = [Transfer("all_gather", name, after * size, backward=True)]
+        case "P", "I":
+            found = [Transfer("all_reduce", name, before)]
+        case "P", "S":
+            found = [
+                Transfer("reduce_scatter", name, after * size),
+                Transfer("all_gather", name, after * size, backward=True),
+            ]
+        case "S", "R":
+            found = [
+                Transfer("all_gather", name, before * size),
+                Transfer("reduce_scatter", name, before * size, backward=True),
+            ]
+        case "S", "I":
+            found = [Transfer("all_gather", name, before * size)]
+        case "S", "S":
+            # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
+            (axis,) = move.axes
+            dims = list(move.before.replace(axis, I).local_shape(tensor.shape, mesh.sizes))
+            for dim in (source.dim, target.dim):
+                dims[dim] = -(-dims[dim] // size) * size
+            exchanged = math.prod(dims) * tensor.dtype.itemsize // size
+            found = [Transfer("all_to_all", name, exchanged), Transfer("all_to_all", name, exchanged, backward=True)]
+    found = [t for t in found if tensor.requires_grad or not t.backward]
+    if regather and is_gather(move, tensor):
+        found.append(Transfer("all_gather", name, before * size, backward=True))
+    return tuple(found)
+
+
+def is_gather(move: Move, tensor: Tensor) -> bool:
+    """Whether the move gathers a parameter for use, its gradient (if it has one) being reduce-scattered."""
+    return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
+
+
+def in_bucket(move: Move, tensor: Tensor) -> int:
+    """How many parameters share the messages of the move (see `runtime.bucketing`); 0 where it runs alone."""
+    if not tensor.bucketed:
+        return 0
+    if is_gather(move, tensor):
+        return tensor.sharing.gathered
+    return tensor.sharing.reduced if move.source is I and move.target is R else 0
+
+
+def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
+    """Which moves gather a weight that is freed after use and gathered again for the backward.
+
+    Those are the gathers that end a path: what the backward keeps is then the gathered weight itself, not a copy.
+    """
+    found: list[bool] = []
+    last = tensor.regather
+    for move in reversed(moves):
+        gathers = is_gather(move, tensor)
+        last = last and (gathers or (move.source is I and move.target is R))
+        found.append(last and gathers)
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Moves from one layout to another; `seconds` is forward and backward together."""
+
+    moves: tuple[Move, ...]
+    regathered: tuple[bool, ...]
+    """For each move, whether it is done again in the backward."""
+    seconds: float
+    """As the planner prices it: a gather that another kind of move follows counts twice, though it runs once."""
+    transfers: tuple[Transfer, ...]
+    together: bool
+    """Whether all moves run in buckets: the runtime leaves a path that has a move of another kind out of them."""
+    bucketed: tuple[int, ...]
+    """For each transfer, how many parameters share its message; 0 where it runs alone."""
+
+    def __str__(self) -> str:
+        return " → ".join(str(layout) for layout in (*(m.before for m in self.moves), self.moves[-1].after)) or "-"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """The shortest distances, and the next layout on the way from i to j."""
+
+    seconds: np.ndarray
+    following: np.ndarray
+
+
+class ReshardTable:
+    """All-pairs shortest paths between the layouts of one kind of tensor that split only `dims`.
+
+    `seconds[i, j]` is the cost between the i-th and j-th layout of `layouts` (inf: no way): the less of the paths whose
+    moves run alone and, for a parameter, of those whose moves all run in buckets.
+    """
+
+    def __init__(self, layouts: tuple[Layout, ...], alone: _Ways, together: _Ways | None, tensor: Tensor, mesh: Mesh):
+        self.layouts = layouts
+        self.index = {layout: i for i, layout in enumerate(layouts)}
+        self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
+        self._alone, self._together = alone, together
+        self._tensor = tensor
+        self._mesh = mesh
+
+    def path(self, source: Layout, target: Layout) -> Path:
+        """The cheapest path; the layouts must be connected."""
+        here, there = self.index[source], self.index[target]
+        assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
+        seconds, ways = float(self.seconds[here, there]), self._alone
+        if self._together is not None and self._together.seconds[here, there] <= seconds:
+            ways = self._together
+        together = ways is self._together
+        moves: list[Move] = []
+        while here != there:
+            after = int(ways.following[here, there])
+            before_layout, after_layout = self.layouts[here], self.layouts[after]
+            axes = tuple(a for a in range(len(before_layout)) if before_layout[a] is not after_layout[a])
+            moves.append(Move(axes, before_layout, after_layout))
+            here = after
+        again = regathered(moves, self._tensor)
+        moved = [
+            (t, in_bucket(move, self._tensor) if together else 0)
+            for move, twice in zip(moves, again, strict=True)
+            for t in transfers(move, self._tensor, self._mesh, twice)
+        ]
+        collectives, bucketed = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
+        return Path(tuple(moves), again, seconds, collectives, together, bucketed)
+
+
+@functools.lru_cache(maxsize=4096)
+def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
+    """The table of a kind of tensor; cached by value."""
+    layouts = _layouts(tensor, dims, mesh)
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
+    # Where nothing is padded, the number of elements says all that a transfer depends on.
+    local = shapes if tensor.padded else list(map(math.prod, shapes))
+    alone = np.full((len(layouts), len(layouts)), np.inf)
+    np.fill_diagonal(alone, 0.0)
+    together = alone.copy()
+    priced: dict[object, tuple[float, float]] = {}
+    joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
+    for i, j, alike, move in _moves_among(layouts, joined):
+        # Moves of the same axes between equal placements move the same bytes where the parts are as large.
+        kind = (alike, local[i], local[j])
+        if kind not in priced:
+            found = transfers(move, tensor, mesh, tensor.regather)
+            shared = in_bucket(move, tensor)
+            by_itself = math.inf if move.is_joined else sum(transfer_seconds(t, mesh, hardware) for t in found)
+            in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
+            priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
+        alone[i, j], together[i, j] = priced[kind]
+    ways = _all_pairs(alone)
+    if not tensor.bucketed:
+        return ReshardTable(layouts, ways, None, tensor, mesh)
+    in_buckets = _all_pairs(together)
+    if tensor.regather:  # a sum of parts among zeros may be faster than a gather, but is kept for the backward
+        ways = _Ways(np.where(np.isfinite(in_buckets.seconds), np.inf, ways.seconds), ways.following)
+    return ReshardTable(layouts, ways, in_buckets, tensor, mesh)
+
+
+def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+    """Every layout of the tensor that splits only `dims`."""
+    kinds = (I, R, P) if tensor.requires_grad else (I, P)
+    placements = (*kinds, *(S(dim) for dim in sorted(dims)))
+    candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
+    return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _moves_among(
+    layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, int, int, Move], ...]:
+    """Every move between two of the layouts: their places, a number for axes and placements, and the move."""
+    index = {layout: i for i, layout in enumerate(layouts)}
+    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
+    numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
+    return tuple(
+        (i, index[move.after], numbers.setdefault((move.axes, move.source, move.target), len(numbers)), move)
+        for i, layout in enumerate(layouts)
+        for move in (*_moves(layout, index, placements), *_joined_moves(layout, index, joined))
+    )
+
+
+def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:
+    """Every single-axis change to one of `placements` that touches no dim which a later axis splits."""
+    found = []
+    for axis, source in enumerate(layout):
+        split_later = {placement.dim for placement in layout[axis + 1 :] if placement.is_split}
+        if source.is_split and source.dim in split_later:
+            continue
+        for target in placements:
+            if target is source or (source is P and target is R):
+                continue  # P → R is P → I → R
+            if target.is_split and target.dim in split_later:
+                continue
+            after = layout.replace(axis, target)
+            if after in allowed:
+                found.append(Move((axis,), layout, after))
+    return found
+
+
+def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequence[tuple[int, ...]]) -> list[Move]:
+    """Every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
+    found = []
+    for axes in joined:
+        source = layout[axes[0]]
+        if source.is_split:
+            fits = layout.axes_of(source.dim)[-len(axes) :] == axes
+        else:
+            fits = all(layout[axis] is I for axis in axes)
+        for target in (R, I):
+            after = Layout(target if axis in axes else placement for axis, placement in enumerate(layout))
+            if fits and target is not source and after in allowed:
+                found.append(Move(axes, layout, after))
+    return found
+
+
+def _all_pairs(seconds: np.ndarray) -> _Ways:
+    """Floyd and Warshall."""
+    distance = seconds.copy()
+    following = np.tile(np.arange(len(distance), dtype=np.int32), (len(distance), 1))
+    through, better = np.empty_like(distance), np.empty(distance.shape, dtype=bool)
+    for middle in range(len(distance)):
+        np.add(distance[:, middle, None], distance[None, middle, :], out=through)
+        np.less(through, distance, out=better)
+        np.copyto(distance, through, where=better)
+        np.copyto(following, following[:, middle, None].copy(), where=better)
+    return _Ways(distance, following)

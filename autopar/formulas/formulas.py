@@ -1,0 +1,321 @@
+"""What a plan costs, as expressions in batch, sequence, hidden, layers and the mesh axes: text that sympy reads.
+
+    seconds          Σ count · (Max(flops / peak, bytes / bandwidth) + latency) + count · all_reduce_over_tp(bytes) + …
+    all_reduce       bytes per device and step, in NCCL's convention; "all_reduce/tp" those over one axis; so for the
+                     other collectives
+    flops            floating point operations per device and step, forward, backward and recomputation
+    parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts
+    memory           bytes per device at the fullest moment, and "memory/activations" … (see `memory_formulas`)
+    whole            what must be whole numbers for the plan to fit: dims, and their parts
+
+The cost is that of `cost`, `reshard` and `collective_cost`, of which the functions that count bytes run here on sizes
+that remember their symbols (`symbols.Size`). Equal terms are joined, so that a formula is as long as one layer.
+`all_reduce_over_tp` is the time of a collective by its `bytes`: the least of its pieces on the plan's links.
+The choices, and the moves between layouts, are those of the plan; at other sizes another plan may be better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+from autopar.cost import operations
+from autopar.cost.reshard import LOCAL_MOVE_SECONDS, in_bucket, transfers
+from autopar.formulas.local_sizes import LocalSizes
+from autopar.formulas.memory import memory_formulas, mode_of
+from autopar.formulas.repetition import Repetition, stacks_of
+from autopar.formulas.reprice import COLLECTIVES, FIXED, WHOLE, rate, rate_name
+from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
+from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
+from autopar.hardware.collectives import Transfer
+from autopar.memory.model import MemoryModel
+from autopar.plans.plan import Plan
+from autopar.program.program import TensorInfo
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.operation import Call, is_view
+from autopar.sharding.rule import BoundRule
+from autopar.space.menu import Strategy
+from autopar.space.space import Decision, Space, Wire
+from autopar.strategies import rule_of
+
+Item = TypeVar("Item")
+
+
+def formulas_of(
+    space: Space, choices: Sequence[int], memory: MemoryModel | None = None, modes: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Symbol → its value now, and name → formula of a choice per decision.
+
+    `modes` says how segments are computed again; with a model of the memory there are formulas of that, too.
+    """
+    stacks = stacks_of(space.program)
+    shapes = symbolic_shapes(space, stacks)
+    symbols = dict(shapes.symbols)
+    if stacks:
+        symbols[LAYERS] = len(stacks[0].numbers)
+    axes = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
+    symbols.update({name: size for name, size in axes if size > 1})
+    sizes, repetition = LocalSizes(space, shapes), Repetition(space, stacks)
+    rerun = _rerun(memory, choices, modes or {}) if memory is not None else frozenset()
+    formulas = _Ledger(space, choices, sizes, repetition, rerun).formulas()
+    if memory is not None:
+        formulas.update(memory_formulas(memory, choices, modes or {}, sizes, repetition))
+    formulas[WHOLE] = f"[{', '.join(sorted(map(str, sizes.fractions)))}]"
+    formulas.update({f"{FIXED}{name}": reason for name, reason in shapes.fixed.items()})
+    return symbols, formulas
+
+
+def with_formulas(plan: Plan) -> Plan:
+    """The plan with its symbols and formulas: made now, unless it has them or was loaded without."""
+    if plan.formulas or plan.context is None:
+        return plan
+    context = plan.context
+    symbols, formulas = formulas_of(context.space, context.choices, context.memory_model, plan.recompute)
+    return replace(plan, symbols=symbols, formulas=formulas)
+
+
+def _rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> frozenset[int]:
+    """The calls whose forward runs again in the backward."""
+    found = set()
+    for number, choice in enumerate(choices):
+        seconds = memory.recompute_seconds(number)
+        if seconds is not None and seconds[mode_of(memory, number, modes, len(seconds))][choice] > 0:
+            found.add(number)
+    return frozenset(found)
+
+
+def outputs_without_gradient(space: Space) -> frozenset[int]:
+    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
+    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
+    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
+    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
+    return frozenset(outputs) - losses if losses else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a call computes and moves itself, per device."""
+
+    flops: Polynomial
+    roofline: str
+    transfers: tuple[Transfer, ...]
+
+
+class _Sum:
+    """A sum of functions, written as text, times polynomials; equal functions are joined."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[Polynomial]] = defaultdict(list)
+
+    def add(self, count: Polynomial, function: str = "") -> None:
+        self._counts[function].append(count)
+
+    def __str__(self) -> str:
+        parts = []
+        for function, counts in self._counts.items():
+            count = str(Polynomial.sum(counts))
+            if count == "0":
+                continue
+            one_term = " " not in count
+            factor = count if one_term else f"({count})"
+            parts.append(factor if not function else function if count == "1" else f"{factor}*{function}")
+        return _added(parts)
+
+
+def _added(parts: list[str]) -> str:
+    """A sum in groups, as parsers go down one level for each term of a long one."""
+    while len(parts) > _GROUP:
+        parts = [f"({' + '.join(parts[i : i + _GROUP])})" for i in range(0, len(parts), _GROUP)]
+    return " + ".join(parts) or "0"
+
+
+_GROUP = 40
+
+
+def _grouped(items: Iterable[Item], same: Callable[[Item], Hashable]) -> list[tuple[Item, int]]:
+    """The first of all items that are the same, and how many they are."""
+    found: dict[Hashable, tuple[Item, int]] = {}
+    for item in items:
+        key = same(item)
+        first, times = found.get(key, (item, 0))
+        found[key] = (first, times + 1)
+    return list(found.values())
+
+
+class _Ledger:
+    """The sums of one plan, filled by one walk over its decisions and one over its wires."""
+
+    def __init__(
+        self,
+        space: Space,
+        choices: Sequence[int],
+        sizes: LocalSizes,
+        repetition: Repetition,
+        rerun: frozenset[int],
+    ) -> None:
+        self.space, self.choices, self.sizes, self.repetition, self.rerun = space, choices, sizes, repetition, rerun
+        self.seconds, self.flops = _Sum(), _Sum()
+        self.stored: dict[str, _Sum] = defaultdict(_Sum)
+        self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
+        self.rates: dict[str, str] = {}
+
+    def formulas(self) -> dict[str, str]:
+        unused = outputs_without_gradient(self.space)
+        numbers = range(len(self.space.decisions))
+        kinds = [decision.kind for decision in self.space.decisions]
+        for number, times in _grouped((n for n in numbers if kinds[n] == "parameter"), self._same_decision):
+            self._parameter(number, times)
+        for number, times in _grouped((n for n in numbers if kinds[n] == "call"), self._same_decision):
+            self._call(number, times)
+        for wire, times in _grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
+            self._wire(wire, times, wire.target in unused)
+        found = {"seconds": str(self.seconds), "flops": str(self.flops)}
+        found.update({name: str(each) for name, each in self.stored.items()})
+        for collective in COLLECTIVES:
+            over = {axis: Polynomial.sum(parts) for (name, axis), parts in self.traffic.items() if name == collective}
+            found[collective] = str(Polynomial.sum(over.values()))
+            found.update({f"{collective}/{axis}": str(total) for axis, total in sorted(over.items())})
+        found.update(sorted(self.rates.items()))
+        return found
+
+    def _same_decision(self, number: int) -> Hashable:
+        """Equal for decisions whose terms are equal; equal menus, shapes and counts are one object each."""
+        decision = self.space.decisions[number]
+        shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
+        count = id(self.repetition.of_decision(number))
+        return (id(decision.menu), self.choices[number], number in self.rerun, count, *shapes)
+
+    def _keys(self, decision: Decision) -> list[Key]:
+        """The tensors that a decision takes and makes."""
+        if decision.menu.call is None:
+            return [(decision.node.name, 0)]
+        made = [(decision.name, position) for position in range(len(decision.menu.call.outputs))]
+        return [*input_keys(self.space, decision), *made]
+
+    def _parameter(self, number: int, times: int) -> None:
+        decision, optimizer, hardware = self.space.decisions[number], self.space.optimizer, self.space.hardware
+        info = _symbolic(decision.node.meta["tensor"], self.sizes.shape((decision.node.name, 0)))
+        count = self.repetition.of_decision(number) * times
+        strategy = decision.menu.strategies[self.choices[number]]
+        elements = self.sizes.local(info.shape, strategy.outputs[0]).polynomial * count
+        each = {
+            "parameter_bytes": info.dtype.itemsize,
+            "gradient_bytes": info.dtype.itemsize if info.requires_grad else 0,
+            "optimizer_bytes": optimizer.state_bytes(info) + optimizer.master_bytes(info),
+        }
+        for name, size in each.items():
+            self.stored[name].add(elements * (int(size) if size == int(size) else size))
+        moved = optimizer.step_bytes(info)
+        if moved:
+            self.seconds.add(elements * (moved / hardware.memory_bytes_per_s))
+            self.seconds.add(count * hardware.op_latency_s)
+
+    def _call(self, number: int, times: int) -> None:
+        decision = self.space.decisions[number]
+        menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
+        assert menu.call is not None and menu.bound is not None
+        call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
+        work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
+        count = self.repetition.of_decision(number) * times
+        passes = count * (1 + operations.num_backward(menu.call) + (number in self.rerun))
+        if work.roofline:
+            self.seconds.add(passes, work.roofline)
+            self.seconds.add(passes * self.space.hardware.op_latency_s)
+            self.flops.add(passes * work.flops)
+        for transfer in work.transfers:
+            self._wait(transfer, count, bucketed=0)
+            self._count(transfer, count)
+
+    def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
+        num_bytes = []
+        for infos, layouts in ((call.inputs, strategy.inputs), (call.outputs, strategy.outputs)):
+            each = zip(infos, layouts, strict=True)
+            num_bytes.append(sum(self.sizes.local(info.shape, layout) * info.dtype.itemsize for info, layout in each))
+        if is_view(call):
+            return _Work(Polynomial(), "", ())
+        bound = bound.rule.bind([info.shape for info in call.inputs], [info.shape for info in call.outputs])
+        split = strategy.axes_by_factor(cast(Mesh, self.sizes.axes))
+        parts = math.prod(self.sizes.axes.size(axis) for axes in split.values() for axis in axes)
+        op = rule_of(call)
+        flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(parts)
+        hardware = self.space.hardware
+        peak = operations.peak_flops(call, hardware)
+        moved = Size.of(operations.moved_bytes(call, *num_bytes)).polynomial
+        speed = float(operations.bandwidth(call, op, bound, hardware))
+        roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
+        return _Work(flops, roofline, self._own(call, bound, strategy, split))
+
+    def _own(
+        self, call: Call, bound: BoundRule, strategy: Strategy, split: Mapping[str, tuple[str, ...]]
+    ) -> tuple[Transfer, ...]:
+        """The collectives that the call's implementation runs itself (see `candidates`)."""
+        if not strategy.transfers:
+            return ()
+        op = rule_of(call)
+        assert op is not None and op.implementation is not None and op.implementation.traffic is not None
+        local = {
+            factor: -(-size // math.prod(self.sizes.axes.size(axis) for axis in split.get(factor, ())))
+            for factor, size in bound.sizes.items()
+        }
+        return tuple(
+            Transfer(collective.name, axis, collective.num_bytes, collective.backward)
+            for collective in op.implementation.traffic(call, local)
+            for axis in split.get(collective.factor, ())
+            if self.sizes.axes.size(axis) > 1
+        )
+
+    def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
+        """Equal for wires whose terms are equal."""
+        ends = ((wire.source, wire.source_output), (wire.target, wire.target_input))
+        menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
+        shape = self.sizes.of_wire(wire)
+        return menus, wire.tensor, id(shape), id(self.repetition.of_wire(wire))
+
+    def _wire(self, wire: Wire, times: int, unused: bool) -> None:
+        path = self.space.path(wire, self.choices)
+        if not path.moves:
+            return
+        kept = self.space.decisions[wire.source].menu.strategies[self.choices[wire.source]].kept
+        shape = self.sizes.of_wire(wire)
+        tensor = replace(wire.tensor, shape=shape, regather=wire.tensor.regather and not kept)
+        count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
+        self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS))
+        for move, twice in zip(path.moves, path.regathered, strict=True):
+            for transfer in transfers(move, tensor, axes, tensor.regather):
+                self._wait(transfer, count, in_bucket(move, tensor) if path.together else 0)
+            for transfer in transfers(move, tensor, axes, twice):
+                if not (unused and transfer.backward):
+                    self._count(transfer, count)
+
+    def _count(self, transfer: Transfer, count: Polynomial) -> None:
+        self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
+
+    def _wait(self, transfer: Transfer, count: Polynomial, bucketed: int) -> None:
+        name = rate_name(transfer.collective, transfer.axis, bucketed)
+        if name not in self.rates:
+            self.rates[name] = rate(transfer.collective, transfer.axis, bucketed, self.space.mesh, self.space.hardware)
+        self.seconds.add(count, f"{name}({Polynomial.of(transfer.num_bytes)})")
+
+
+def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:
+    """The call with these shapes, also among its arguments."""
+    tensors = tuple(_symbolic(info, shape) for info, shape in zip(call.inputs, inputs, strict=True))
+    left: dict[int, list[TensorInfo]] = defaultdict(list)
+    for info, tensor in zip(call.inputs, tensors, strict=True):
+        left[id(info)].append(tensor)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            return left[id(value)].pop(0)
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    arguments = {name: replaced(value) for name, value in call.arguments.items()}
+    results = tuple(_symbolic(info, shape) for info, shape in zip(call.outputs, outputs, strict=True))
+    return Call(call.target, tensors, results, arguments)
+
+
+def _symbolic(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    return replace(info, shape=shape)

@@ -1,0 +1,52 @@
+"""What a device holds of a tensor in a layout, in symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.formulas.symbolic_shapes import Key, SymbolicShapes
+from autopar.formulas.symbols import Polynomial, Size, axis_symbols
+from autopar.sharding.layout import Layout
+from autopar.space.space import Space, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """A mesh whose sizes are symbols, for functions that ask no more of one; an axis of one device stays a number."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self.names.index(axis)]
+
+
+class LocalSizes:
+    """The shapes of a space's tensors and the sizes of their parts; what must be whole for these is noted."""
+
+    def __init__(self, space: Space, shapes: SymbolicShapes) -> None:
+        self._space = space
+        self._shapes = shapes.shapes
+        named = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
+        sizes = tuple(Size.symbol(name, size) if size > 1 else size for name, size in named)
+        self.axes = Axes(space.mesh.names, sizes)
+        self.symbols = shapes.symbols
+        self.fractions: set[Polynomial] = set()
+
+    def shape(self, key: Key) -> tuple[int, ...]:
+        """The global shape; equal ones are one object."""
+        return self._shapes[key]
+
+    def of_wire(self, wire: Wire) -> tuple[int, ...]:
+        """The global shape of the tensor on a wire: a hub passes on that of the decision it hangs on."""
+        while self._space.decisions[wire.source].kind == "hub":
+            wire = self._space.inbound[wire.source, 0]
+        return self._shapes[self._space.decisions[wire.source].node.name, wire.source_output]
+
+    def local(self, shape: Sequence[int], layout: Layout) -> Size:
+        """Elements that a device holds of a tensor."""
+        local = [Size.of(size) for size in layout.local_shape(shape, self.axes.sizes)]
+        self.fractions.update(size.polynomial for size in local if size.polynomial.is_fraction)
+        return Size.of(math.prod(local))

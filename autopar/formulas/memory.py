@@ -1,0 +1,209 @@
+"""What fills a device at the peak of a plan, in symbols: the tensors of `memory` and `peak`, at the same moment.
+
+    memory                     bytes per device, while the call runs (forward or backward) at which they are most now
+    memory/activations, …      its parts, as `Plan.memory` names them
+
+At other sizes another moment may be the fullest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
+
+from autopar.formulas.autograd_bytes import hidden_bytes
+from autopar.formulas.local_sizes import LocalSizes
+from autopar.formulas.repetition import Repetition
+from autopar.formulas.symbolic_shapes import input_keys
+from autopar.formulas.symbols import Polynomial, Size
+from autopar.memory.model import MemoryModel
+from autopar.memory.peak import FORWARD, GATHERING, REDUCING, At, memory_use, moment_of
+from autopar.memory.tensor_bytes import SLICED
+from autopar.program.recompute_segments import MODES
+from autopar.sharding.layout import Layout
+from autopar.space.space import Wire
+
+
+def memory_formulas(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
+) -> dict[str, str]:
+    """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
+    if not memory.calls or memory.microbatches.several or memory.space.program.num_sent:
+        return {}
+    at = _fullest(memory, choices, modes)
+    parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()
+    return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
+
+
+def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
+    """Which of `count` arrays by mode is that of a decision."""
+    return MODES.index(modes.get(memory.segment[number], MODES[0])) if count > 1 else 0
+
+
+def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> At:
+    """The moment at which most is held."""
+    peak, use, moment = memory_use(memory, choices, modes)
+    at, count = moment_of(memory, moment), len(memory.calls)
+    forward = [instant.num_bytes for instant in use.timeline[:count]]
+    if any(instant.num_bytes == peak for instant in use.timeline[count:]):
+        return at
+    return At(forward.index(peak), at.phase, FORWARD)
+
+
+class _Moment:
+    """The tensors that a device holds at one moment."""
+
+    def __init__(
+        self,
+        memory: MemoryModel,
+        choices: Sequence[int],
+        modes: Mapping[str, str],
+        sizes: LocalSizes,
+        repetition: Repetition,
+        at: At,
+    ) -> None:
+        self.memory, self.space, self.choices, self.modes = memory, memory.space, choices, modes
+        self.sizes, self.repetition, self.at = sizes, repetition, at
+        self._found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
+        self._elements: dict[tuple[int, Layout], Size] = {}
+        self._hidden_bytes: dict[Hashable, Size] = {}
+
+    def parts(self) -> dict[str, Polynomial]:
+        """The bytes, by what they are."""
+        for number, decision in enumerate(self.space.decisions):
+            if decision.kind == "call":
+                self._call(number)
+            elif decision.kind != "hub":
+                self._stored(number)
+        for wire in self.space.wires:
+            self._wire(wire)
+        parts: dict[str, list[Polynomial]] = defaultdict(list)
+        for (name, num_bytes, count), times in self._found.items():
+            parts[name].append(num_bytes * count * times)
+        return {name: Polynomial.sum(each) for name, each in parts.items()}
+
+    def _add(self, name: str, num_bytes: Size | Polynomial, count: Polynomial) -> None:
+        self._found[name, Polynomial.of(num_bytes), count] += 1
+
+    def _local(self, shape: tuple[int, ...], layout: Layout) -> Size:
+        key = (id(shape), layout)
+        if key not in self._elements:
+            self._elements[key] = self.sizes.local(shape, layout)
+        return self._elements[key]
+
+    def _stored(self, number: int) -> None:
+        """A parameter, input or buffer, and its gradient once that is reduced."""
+        decision, choice, count = (
+            self.space.decisions[number],
+            self.choices[number],
+            self.repetition.of_decision(number),
+        )
+        held = dict(self.memory.stored(number))
+        gradients = self.memory.gradients(number)
+        if gradients is not None and self.at.has_run(self.memory.position[number]):
+            held["gradients"] = gradients
+        for name, array in held.items():
+            layout = decision.menu.strategies[choice].outputs[0]
+            elements = self._local(self.sizes.shape((decision.node.name, 0)), layout)
+            if elements:
+                self._add(name, elements.polynomial * Fraction(int(array[choice]), int(elements)), count)
+
+    def _call(self, number: int) -> None:
+        """What a call keeps, and what it works on if it is the one that runs."""
+        decision, choice, count = (
+            self.space.decisions[number],
+            self.choices[number],
+            self.repetition.of_decision(number),
+        )
+        place, own = self.memory.position[number], self.memory.own(number)
+        if own is not None and self._is_kept(place):
+            kept = int(own[self._mode(number, len(own))][choice])
+            if kept:
+                self._add("activations", self._kept(number, kept), count)
+        working, handed_on = self.memory.working(number), self.memory.handed_on(number)
+        if working is not None and self.at.computes(place):
+            self._worked_on(number, True)
+            self._add("working set", self._hidden(number, self.memory.saved(decision).other_bytes), count)
+        elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
+            self._worked_on(number, False)
+
+    def _is_kept(self, place: int) -> bool:
+        """Whether what is kept for the backward of the call at that place is there."""
+        return place <= self.at.place and not self.at.has_run(place)
+
+    def _worked_on(self, number: int, computes: bool) -> None:
+        """Gradients of a call's inputs and outputs, and its outputs; or only gradients that go on to other calls."""
+        decision, count = self.space.decisions[number], self.repetition.of_decision(number)
+        strategy, call = decision.menu.strategies[self.choices[number]], decision.menu.call
+        assert call is not None
+        read = zip(input_keys(self.space, decision), call.inputs, strategy.inputs, strict=True)
+        for position, (key, info, layout) in enumerate(read):
+            weight = self.space.is_weight(self.space.inbound[number, position].source)
+            if info.requires_grad and (computes or not weight):
+                self._add("working set", self._local(self.sizes.shape(key), layout) * info.dtype.itemsize, count)
+        for position, info in enumerate(call.outputs if computes else ()):
+            elements = self._local(self.sizes.shape((decision.name, position)), strategy.outputs[position])
+            self._add("working set", elements * info.dtype.itemsize, count)
+
+    def _mode(self, number: int, count: int) -> int:
+        """A segment that is computed again holds all of its own while it is."""
+        return mode_of(self.memory, number, self.modes, count) if self.at.frees(self.memory, number) else 0
+
+    def _kept(self, number: int, kept: int) -> Size:
+        """Outputs and hidden tensors that make this many bytes."""
+        decision, strategy = self.space.decisions[number], self.space.decisions[number].menu.strategies
+        call, layouts = decision.menu.call, strategy[self.choices[number]].outputs
+        assert call is not None
+        saved = self.memory.saved(decision)
+        outputs = [
+            self._local(self.sizes.shape((decision.name, i)), layout) * info.dtype.itemsize
+            for i, (info, layout) in enumerate(zip(call.outputs, layouts, strict=True))
+        ]
+        hidden = self._hidden(number, saved.other_bytes)
+        for positions in (saved.outputs, range(len(outputs))):
+            found = Size.of(sum((outputs[i] for i in positions), hidden))
+            if found == kept:
+                return found
+        raise AssertionError(f"{decision.name} keeps {kept} bytes, which are not its outputs and hidden tensors")
+
+    def _hidden(self, number: int, num_bytes: int) -> Size:
+        """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input is."""
+        decision = self.space.decisions[number]
+        call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
+        if not num_bytes or call is None or not call.inputs:
+            return Size.of(0)
+        largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
+        shapes = tuple(self.sizes.shape(key) for key in input_keys(self.space, decision))
+        key = (id(decision.menu), num_bytes, *map(id, shapes))
+        if key not in self._hidden_bytes:
+            self._hidden_bytes[key] = hidden_bytes(decision, call, shapes, num_bytes, self.sizes.symbols)
+        elements = Size.of(math.prod(shapes[largest]))
+        return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
+
+    def _wire(self, wire: Wire) -> None:
+        """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""
+        memory, count = self.memory, self.repetition.of_wire(wire)
+        ends, place = (self.choices[wire.source], self.choices[wire.target]), memory.position[wire.target]
+        if place >= len(memory.calls):
+            return
+        source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
+        kept, unreduced, sent_off = memory.wire(wire), memory.weights.unreduced(wire), memory.weights.sent_off(wire)
+        gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
+        shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
+        if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
+            unmoved = memory.kinds(wire)[ends] <= SLICED
+            layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
+            self._add("activations", self._local(shape, layout) * itemsize, count)
+        if memory.layer[wire.target] != memory.layer[memory.calls[self.at.place]]:
+            return
+        whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
+        if gathered is not None and gathered[ends]:
+            for _ in range({GATHERING: 2, REDUCING: 0}.get(self.at.kind, 1)):
+                self._add("gathered weights", whole, count)
+        if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
+            self._add("gradients", whole, count)
+        if sent_off is not None and sent_off[ends] and place >= self.at.place and self.at.kind == REDUCING:
+            for _ in range(2 if place == self.at.place else 1):
+                self._add("gradients", whole, count)

@@ -1,0 +1,154 @@
+"""A plan's formulas as sympy expressions, and the plan at another batch, sequence, depth or mesh, without a model.
+
+What a collective costs is looked up again where an axis has another size, as that may take it over other links.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import PlanError
+from autopar.formulas.expressions import EXACT, Numbers, evaluate
+from autopar.formulas.symbols import axis_symbols
+from autopar.hardware.collectives import pieces
+from autopar.hardware.profile import Hardware, load
+from autopar.plans.repriced import Repriced
+from autopar.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+WHOLE, FIXED = "whole", "fixed: "
+"""The formula of what must be whole; before a symbol, the reason why it cannot vary."""
+MEMORY = "memory"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OVER = "_over_"
+RATE = re.compile(rf"(?:bucketed(\d+)_)?(\w+?){OVER}(\w+)")
+
+
+def rate_name(collective: str, axis: str, bucketed: int) -> str:
+    """The function that gives the seconds of a collective by its bytes, in a message of so many parameters."""
+    return f"{f'bucketed{bucketed}_' if bucketed else ''}{collective}{OVER}{axis}"
+
+
+def rate(collective: str, axis: str, bucketed: int, mesh: Mesh, hardware: Hardware) -> str:
+    """The seconds of a collective in `bytes`: the least of its pieces."""
+    found = pieces(collective, mesh, axis, hardware, bucketed)
+    texts = [f"{latency!r} + {seconds_per_byte!r}*bytes" for latency, seconds_per_byte in found]
+    return texts[0] if len(texts) == 1 else f"Min({', '.join(texts)})"
+
+
+def formula(plan: Plan, name: str) -> Any:
+    """What is formulated under this name, as a sympy expression in positive integer symbols.
+
+    Times of collectives are those on the plan's links, also where the expression has an axis's size as a symbol.
+
+    Raises PlanError with the names there are.
+    """
+    _check_formulas(plan)
+    if name not in _public(plan.formulas):
+        raise PlanError(f"the plan has no formula {name!r}; it has {_list(_public(plan.formulas))}.")
+    import sympy  # only who asks for an expression waits for it
+
+    symbols = {each: sympy.Symbol(each, positive=True, integer=True) for each in plan.symbols}
+    functions = {"Max": sympy.Max, "Min": sympy.Min, "ceiling": sympy.ceiling, "floor": sympy.floor}
+    numbers = Numbers(sympy.sympify, functions)
+    return evaluate(plan.formulas[name], symbols, numbers.with_functions(_rates(plan.formulas, numbers)))
+
+
+def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
+    """The plan with other values of its symbols.
+
+    Raises PlanError for a symbol that the plan has not or that cannot vary, and for values at which it does not fit.
+    """
+    _check_formulas(plan)
+    _check(plan, values)
+    at = {**plan.symbols, **values}
+    exact = {name: Fraction(value) for name, value in at.items()}
+    _check_whole(plan, exact)
+    formulas = {**plan.formulas, **_new_rates(plan, at)}
+    numbers = EXACT.with_functions(_rates(formulas, EXACT))
+    found = {name: evaluate(formulas[name], exact, numbers) for name in _public(formulas)}
+    moved = [name.split("/") for name in found if name.split("/")[0] in COLLECTIVES and "/" in name]
+    return Repriced(
+        symbols=at,
+        seconds=float(found["seconds"]),
+        flops=float(found["flops"]),
+        traffic={(collective, axis): int(found[f"{collective}/{axis}"]) for collective, axis in moved},
+        memory={
+            name: int(value) for name, value in found.items() if name.endswith("_bytes") or name.startswith(MEMORY)
+        },
+    )
+
+
+def _public(formulas: Mapping[str, str]) -> list[str]:
+    return [name for name in formulas if name != WHOLE and not name.startswith(FIXED) and OVER not in name]
+
+
+def _rates(formulas: Mapping[str, str], numbers: Numbers) -> dict[str, Callable[..., Any]]:
+    """The times of collectives as functions of their bytes."""
+
+    def function(text: str) -> Callable[[Any], Any]:
+        return lambda num_bytes: evaluate(text, {"bytes": num_bytes}, numbers)
+
+    return {name: function(text) for name, text in formulas.items() if OVER in name}
+
+
+def _check_formulas(plan: Plan) -> None:
+    if not plan.formulas:
+        raise PlanError("the plan was saved without formulas; make it again from its model.")
+
+
+def _check(plan: Plan, values: Mapping[str, int]) -> None:
+    axes = axis_symbols(plan.mesh)
+    for name, value in values.items():
+        if f"{FIXED}{name}" in plan.formulas:
+            reason = plan.formulas[f"{FIXED}{name}"]
+            raise PlanError(f"the model cannot take another {name}: {reason}. Change the model and plan again.")
+        if name not in plan.symbols:
+            raise PlanError(f"the plan has no symbol {name!r}; it has {_list(plan.symbols)}. Plan again for others.")
+        least = 2 if name in axes else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name}={value!r}; give a whole number of at least {least}.")
+
+
+def _check_whole(plan: Plan, at: Mapping[str, Fraction]) -> None:
+    parts = plan.formulas[WHOLE].strip("[]").split(", ") if plan.formulas[WHOLE] != "[]" else []
+    sizes = {part: evaluate(part, at) for part in parts}
+    wrong = [f"{part} = {size}" for part, size in sizes.items() if size.denominator != 1 or size < 1]
+    if wrong:
+        given = ", ".join(f"{name}={value}" for name, value in at.items())
+        raise PlanError(
+            f"the plan does not fit {given}: {_list(wrong[:4], quote=False)} must be whole; "
+            "give sizes that divide, or plan again."
+        )
+
+
+def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
+    """The times of collectives on a mesh with these axis sizes."""
+    symbols = axis_symbols(plan.mesh)
+    mesh = Mesh({axis: at.get(symbol, 1) for symbol, axis in symbols.items()}, plan.mesh.hardware)
+    if mesh.sizes == plan.mesh.sizes:
+        return {}
+    names = [name for name in plan.formulas if OVER in name]
+    hardware = plan.context.space.hardware if plan.context is not None else load(plan.mesh.hardware)
+    if any(_rate_of(name, plan.mesh, hardware) != plan.formulas[name] for name in names):
+        raise PlanError(
+            f"the plan was priced on other hardware than the profile {plan.mesh.hardware!r}, which is not in its file; "
+            "plan again for other axis sizes, or give sizes of dims and layers alone."
+        )
+    return {name: _rate_of(name, mesh, hardware) for name in names}
+
+
+def _rate_of(name: str, mesh: Mesh, hardware: Hardware) -> str:
+    found = RATE.fullmatch(name)
+    assert found is not None, f"{name} is the name of no rate"
+    bucketed, collective, axis = found.groups()
+    return rate(collective, axis, int(bucketed or 0), mesh, hardware)
+
+
+def _list(names: Mapping[str, object] | Sequence[str], quote: bool = True) -> str:
+    return ", ".join(repr(name) if quote else name for name in names)

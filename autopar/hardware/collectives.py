@@ -1,0 +1,201 @@
+"""Seconds of a collective over one mesh axis, or several joined ones, from the links that its groups run over.
+
+    seconds = min over algorithms and protocols of  latency + bytes · seconds_per_byte      (a piece each)
+
+after the model by which NCCL chooses among its own (src/graph/tuning.cc): a protocol that starts fast moves few bytes
+per second (LL), another the reverse (Simple), so how efficient a message is follows from its size. NCCL's corrections
+for trees of middling sizes, its in-switch reductions and its overhead of posting to a network card are left out.
+
+Where a group lies. The mesh's last axis is on neighbouring devices: an axis of n devices has a stride, the product of
+the later axes, and a span of stride · n devices. A link that joins D devices holds g = gcd(D, span) / stride of a
+group's members in each of its blocks (1 where that is no whole number: the members are then taken to lie apart). Of
+joined axes, those that follow each other are as one axis, and those that do not have the product of their g. From
+innermost to outermost, g₀ = 1 | g₁ | … | n; level ℓ joins the blocks of g_ℓ members to blocks of g_ℓ₊₁, and counts
+where g_ℓ < g_ℓ₊₁.
+
+Bandwidth. All members of a block reach beyond it together, each over its own port, in g_ℓ rings of which each carries
+1/g_ℓ of the bytes. So level ℓ gives a ring g_ℓ · efficiency_ℓ · bytes_per_s_ℓ, and the slowest level bounds it: 8 GPUs
+of a node, each with a card of 50 GB/s, send 400 GB/s to the next node, or what NVLink carries if that is less.
+
+    algorithm   for                          steps over level ℓ                     bytes over a port, per byte
+    ring        all_gather, reduce_scatter   n/g_ℓ - n/g_ℓ₊₁                        (n-1)/n / g_ℓ
+    ring        all_reduce                   twice that                             2 (n-1)/n / g_ℓ
+    tree        all_reduce                   2 (r - 1) in a node, 2 ⌈log₂ r⌉ else   2 / g_ℓ,  r = g_ℓ₊₁ / g_ℓ
+    messages    all_to_all                   g_ℓ₊₁ - g_ℓ                            (n - g_ℓ)/n
+
+where efficiency_ℓ is the protocol's, times what the link's `efficiencies` say of the collective (NCCL: no difference);
+its latency is the protocol's, times what the link's `latencies` say of it.
+The steps of a ring pass add up to n - 1. In an all_to_all each device sends to its peers alone: the (n - g_ℓ)/n that
+leave its block take its own port, one message to each peer, by the protocols of the ring.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.hardware.profile import Hardware, Link
+from autopar.sharding.mesh import Mesh
+
+Bytes = TypeVar("Bytes", int, float, np.ndarray)
+PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""Passes around the ring; the other collective is "all_to_all"."""
+HIDDEN_AS = {"all_reduce": "gradient_reduction", "reduce_scatter": "gradient_reduction"}
+"""Collective of a bucketed parameter → field of `hardware.Overlap`; it is weight_gathering for the other ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective over one mesh axis, or joined ones ("dp_tp").
+
+    `num_bytes` follows NCCL's convention (see `operation.Collective`).
+    """
+
+    collective: str
+    axis: str
+    num_bytes: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A link that joins blocks of `inner` members of a group to blocks of `outer` members."""
+
+    link: Link
+    inner: int
+    outer: int
+    in_node: bool
+
+
+def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: int = 0) -> float:
+    """Seconds of one transfer that no computation hides (see `pieces` for `bucketed`)."""
+    return float(collective_seconds(transfer.collective, transfer.num_bytes, mesh, transfer.axis, hardware, bucketed))
+
+
+def collective_seconds(
+    collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
+) -> Bytes | float:
+    """Seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
+    times = [
+        latency + seconds_per_byte * num_bytes
+        for latency, seconds_per_byte in pieces(collective, mesh, axis, hardware, bucketed)
+    ]
+    return functools.reduce(np.minimum, times) if isinstance(num_bytes, np.ndarray) else min(times)
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(
+    collective: str, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
+) -> tuple[tuple[float, float], ...]:
+    """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency.
+
+    A collective in a bucket joins as many parameters as `bucketed` says in one message, large enough that the protocols
+    for small messages do not matter, and they share its latency. The hardware's `overlap` states which share of the
+    latency, and which of the rest, is hidden.
+    """
+    levels = levels_of(hardware.links, mesh, axis)
+    if not levels:
+        return ((0.0, 0.0),)
+    found = [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
+    if bucketed:
+        exposed = 1 - getattr(hardware.overlap, HIDDEN_AS.get(collective, "weight_gathering"))
+        seconds_per_byte, latency = min((per_byte, latency) for latency, per_byte in found)
+        return ((hardware.overlap.bucket_latency * latency / bucketed, exposed * seconds_per_byte),)
+    best: list[tuple[float, float]] = []
+    for piece in sorted(found):
+        if not best or piece[1] < best[-1][1]:
+            best.append(piece)
+    return tuple(best)
+
+
+def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Seconds of a message of each device to its neighbour on `axis`, over the outermost link that joins neighbours.
+
+    A message is one step of the ring; what the link's factors say of all_to_all, which is messages too, holds for it.
+    """
+    levels = levels_of(hardware.links, mesh, axis)
+    if not levels:
+        return 0.0
+    link = levels[-1].link
+    slower, efficiency = link.latencies.all_to_all, link.efficiencies.all_to_all
+    return min(
+        (p.base_latency_s + p.step_latency_s) * slower + num_bytes / (p.efficiency * efficiency * link.bytes_per_s)
+        for p in link.protocols
+        if p.algorithm == "ring"
+    )
+
+
+def levels_of(links: Sequence[Link], mesh: Mesh, axis: str) -> tuple[Level, ...]:
+    """The links that the groups of `axis` run over, innermost first; none for an axis of one device."""
+    lines = _lines(mesh, mesh.positions(axis))
+    size = math.prod(span // stride for stride, span in lines)
+    found, inner = [], 1
+    for number, link in enumerate(links):
+        if link.devices is None or mesh.num_devices <= link.devices:
+            outer = size
+        else:
+            outer = math.prod(_members(link.devices, stride, span) for stride, span in lines)
+        if outer > inner:
+            found.append(Level(link, inner, outer, in_node=number == 0 and link.devices is not None))
+            inner = outer
+    return tuple(found)
+
+
+def _lines(mesh: Mesh, positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(stride, span) of some axes; of those that follow each other, together."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        stride, span = math.prod(mesh.sizes[position + 1 :]), math.prod(mesh.sizes[position:])
+        outer = found.pop()[1] if found and found[-1][0] == span else span
+        found.append((stride, outer))
+    return found
+
+
+def _members(devices: int, stride: int, span: int) -> int:
+    """How many of a line of devices that are `stride` apart lie in one block of `devices`."""
+    together = math.gcd(devices, span)
+    return together // stride if together % stride == 0 else 1
+
+
+def steps_and_share(collective: str, algorithm: str, level: Level, size: int) -> tuple[int, float]:
+    """Steps over a level, and bytes that each member's port carries there per byte of the collective."""
+    if collective == "all_to_all":
+        return level.outer - level.inner, (size - level.inner) / size
+    passes = PASSES[collective]
+    if algorithm == "ring":
+        return passes * (size // level.inner - size // level.outer), passes * (size - 1) / size / level.inner
+    blocks = level.outer // level.inner
+    # Inside a node NCCL's tree is a chain; only between nodes it branches.
+    depth = blocks - 1 if level.in_node else (blocks - 1).bit_length()
+    return 2 * depth, 2 / level.inner
+
+
+def _algorithms(collective: str) -> tuple[str, ...]:
+    assert collective in PASSES or collective == "all_to_all", f"no cost for a collective {collective!r}"
+    return ("ring", "tree") if collective == "all_reduce" else ("ring",)
+
+
+def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tuple[float, float]]:
+    """One piece for each protocol of the algorithm that all levels know."""
+    size = levels[-1].outer
+    found = []
+    for name in [p.name for p in levels[0].link.protocols if p.algorithm == algorithm]:
+        protocols = [level.link.protocol(algorithm, name) for level in levels]
+        known = [protocol for protocol in protocols if protocol is not None]
+        if len(known) < len(levels):
+            continue
+        factors = [getattr(level.link.latencies, collective) for level in levels]
+        latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
+        seconds_per_byte = 0.0
+        for level, protocol, factor in zip(levels, known, factors, strict=True):
+            steps, share = steps_and_share(collective, algorithm, level, size)
+            latency += steps * protocol.step_latency_s * factor
+            efficiency = protocol.efficiency * getattr(level.link.efficiencies, collective)
+            seconds_per_byte = max(seconds_per_byte, share / (efficiency * level.link.bytes_per_s))
+        found.append((latency, seconds_per_byte))
+    return found

@@ -1,0 +1,81 @@
+"""Where the seconds and bytes of a plan go, summed over its rows, and where those of two plans part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.plans.plan import Plan, PlanRow
+from autopar.program.folding import folded
+
+COMPUTE, RECOMPUTATION, OPTIMIZER, LOCAL = "compute", "recomputation", "optimizer", "local moves"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a step: seconds, and bytes per device that it moves (NCCL's convention)."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+def breakdown(plan: Plan) -> dict[str, Share]:
+    """What the step is made of: compute, recomputation, optimizer, each collective by axis ("all_reduce tp").
+
+    The parts add up to the seconds of the rows: whatever a row costs beside the others is its "local moves", the
+    copies of reshards that nothing is sent for.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    num_bytes: dict[str, int] = defaultdict(int)
+    for row in plan.rows:
+        seconds[COMPUTE] += row.forward_seconds + row.backward_seconds
+        seconds[RECOMPUTATION] += row.recompute_seconds
+        moving = sum(moved.seconds for moved in row.transfers)
+        rest = row.seconds - row.forward_seconds - row.backward_seconds - row.recompute_seconds - moving
+        seconds[OPTIMIZER if row.kind == "parameter" else LOCAL] += rest
+        for moved in row.transfers:
+            seconds[f"{moved.collective} {moved.axis}"] += moved.seconds
+            num_bytes[f"{moved.collective} {moved.axis}"] += moved.num_bytes
+    return {name: Share(value, num_bytes[name]) for name, value in seconds.items() if value or num_bytes[name]}
+
+
+def parting(before: Plan, after: Plan) -> dict[str, Share]:
+    """What `after` takes more (or, below zero, less) of each part than `before`, the largest difference first."""
+    one, other, nothing = breakdown(before), breakdown(after), Share()
+    names = dict.fromkeys((*one, *other))
+    deltas = {
+        name: Share(
+            other.get(name, nothing).seconds - one.get(name, nothing).seconds,
+            other.get(name, nothing).num_bytes - one.get(name, nothing).num_bytes,
+        )
+        for name in names
+    }
+    order = sorted(deltas, key=lambda name: (-abs(deltas[name].seconds), -abs(deltas[name].num_bytes)))
+    return {name: deltas[name] for name in order if deltas[name] != nothing}
+
+
+def places(before: Plan, after: Plan, part: str) -> tuple[tuple[str, Share], ...]:
+    """Where a collective on an axis ("all_reduce tp") takes more or less, equal modules folded, largest first."""
+    others = {row.name: row for row in after.rows}
+    found = []
+    for row in before.rows:
+        one, other = _of(row, part), _of(others[row.name], part) if row.name in others else Share()
+        delta = Share(other.seconds - one.seconds, other.num_bytes - one.num_bytes)
+        if delta != Share():
+            kind = "output of" if row.kind == "hub" else "the model's output" if row.kind == "output" else "into"
+            found.append((row.module, (kind, delta.num_bytes), delta))
+    shares = []
+    for fold in folded(found):
+        kind, path = str(fold.kind[0]), ".".join(fold.path)  # type: ignore[index]  # the kinds made above
+        shares.append((kind if kind == "the model's output" else f"{kind} {path or 'the model'}", _sum(fold.items)))
+    return tuple(sorted(shares, key=lambda each: (-abs(each[1].seconds), -abs(each[1].num_bytes))))
+
+
+def _of(row: PlanRow, part: str) -> Share:
+    moved = [each for each in row.transfers if f"{each.collective} {each.axis}" == part]
+    return Share(sum(each.seconds for each in moved), sum(each.num_bytes for each in moved))
+
+
+def _sum(shares: Sequence[Share]) -> Share:
+    return Share(sum(share.seconds for share in shares), sum(share.num_bytes for share in shares))

@@ -1,0 +1,249 @@
+"""Why a plan chose a strategy: its cost in parts, and the best plans without it, each solved exactly.
+
+The runner-up forbids the chosen strategy of one decision and plans everything again: p* = min over plans with another
+strategy there. What it takes more than the plan is the least that giving up the strategy costs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.annotations.matching import Catalog, module_of, operation_of
+from autopar.errors import InfeasibleError
+from autopar.hardware.collectives import transfer_seconds
+from autopar.inspection.breakdown import parting, places
+from autopar.inspection.names import decision_named
+from autopar.planning.formulation import Pins, Statement
+from autopar.planning.planner import PlanContext, answer_of, replan
+from autopar.plans.difference import Amount, choice_words, difference, layout_words
+from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
+from autopar.plans.plan import Moved, Plan
+from autopar.progress import progress
+from autopar.space.space import Decision, Space, Wire
+
+
+def explain(plan: Plan, context: PlanContext, name: str, alternatives: bool = True) -> Explanation:
+    """Explain the decision that a name means (see `naming`).
+
+    `alternatives` plans once more for every other role on every axis. Raises InputError for a name that means none.
+    """
+    space = context.space
+    number = decision_named(space, name)
+    decision, row = space.decisions[number], plan.rows[number]
+    strategy = decision.menu.strategies[context.choices[number]]
+    runner_up, reason = _runner_up(plan, context, number)
+    allowed = _allowed(context, number)
+    is_parameter = decision.kind == "parameter"
+    return Explanation(
+        name=label(space, number),
+        decision=decision.name,
+        operation=row.operation,
+        strategy=choice_words(plan, row),
+        inputs=tuple(
+            (_tensor(space, space.inbound[number, position]), layout_words(str(layout), space.mesh.names))
+            for position, layout in enumerate(strategy.inputs)
+            if (number, position) in space.inbound
+        ),
+        outputs=tuple(layout_words(str(layout), space.mesh.names) for layout in strategy.outputs),
+        num_strategies=len(allowed),
+        num_allowed=int(allowed.sum()),
+        pinned_by=_annotations_about(context, number),
+        forward_seconds=row.forward_seconds,
+        backward_seconds=row.backward_seconds,
+        recompute_seconds=row.recompute_seconds,
+        optimizer_seconds=float(decision.menu.seconds[context.choices[number]]) if is_parameter else 0.0,
+        own=tuple(
+            Moved(t.collective, t.axis, t.num_bytes, transfer_seconds(t, space.mesh, space.hardware), t.backward)
+            for t in strategy.transfers
+        ),
+        reshards=(*_inbound(context, number), *_outbound(context, number)),
+        saved_bytes=row.saved_bytes,
+        stored_bytes=row.stored_bytes,
+        seconds=plan.seconds,
+        runner_up=runner_up,
+        reason=reason,
+        without_limit=_without_limit(context, number),
+        alternatives=tuple(_alternatives(context, number)) if alternatives else (),
+    )
+
+
+def label(space: Space, number: int) -> str:
+    """A decision as people know it: the path of its parameter or module, or its name in the graph."""
+    decision = space.decisions[number]
+    parameters = space.program.parameter_names
+    if decision.kind == "parameter":
+        return parameters[decision.node.name]
+    return module_of(decision) or decision.name if decision.kind == "call" else decision.name
+
+
+# What it costs.
+
+
+def _tensor(space: Space, wire: Wire) -> str:
+    """The tensor on a wire, by what made it."""
+    while space.decisions[wire.source].kind == "hub":
+        wire = space.inbound[wire.source, 0]
+    source = space.decisions[wire.source]
+    if source.kind != "call":
+        return label(space, wire.source)
+    return f"{operation_of(source)} of {module_of(source) or 'the model'}"
+
+
+def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:
+    """The reshards on the way from what made its inputs; those before a hub serve all of its consumers."""
+    space = context.space
+    for position in range(len(space.decisions[number].menu.strategies[context.choices[number]].inputs)):
+        wire = space.inbound.get((number, position))
+        consumers = 1
+        while wire is not None:
+            yield from _reshard(context, wire, True, consumers)
+            if space.decisions[wire.source].kind != "hub":
+                break
+            consumers = len(_consumers(space, wire.source))
+            wire = space.inbound[wire.source, 0]
+
+
+def _outbound(context: PlanContext, number: int) -> Iterator[Reshard]:
+    """The reshards on the way to whatever takes its outputs."""
+    space = context.space
+    for wire in space.wires:
+        if wire.source == number:
+            target = space.decisions[wire.target]
+            yield from _reshard(
+                context, wire, False, len(_consumers(space, wire.target)) if target.kind == "hub" else 1
+            )
+            if target.kind == "hub":
+                yield from _outbound(context, wire.target)
+
+
+def _consumers(space: Space, hub: int) -> set[int]:
+    """The calls behind a hub, other hubs looked through."""
+    found: set[int] = set()
+    for wire in space.wires:
+        if wire.source == hub:
+            inner = space.decisions[wire.target].kind == "hub"
+            found |= _consumers(space, wire.target) if inner else {wire.target}
+    return found
+
+
+def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int) -> Iterator[Reshard]:
+    space = context.space
+    path = space.path(wire, context.choices)
+    if path.moves:
+        moved = tuple(
+            Moved(
+                t.collective,
+                t.axis,
+                t.num_bytes,
+                transfer_seconds(t, space.mesh, space.hardware, bucketed),
+                t.backward,
+            )
+            for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
+        )
+        before = layout_words(str(path.moves[0].before), space.mesh.names)
+        after = layout_words(str(path.moves[-1].after), space.mesh.names)
+        yield Reshard(_tensor(space, wire), before, after, path.seconds, moved, inbound, num_consumers)
+
+
+# What else there is.
+
+
+def _allowed(context: PlanContext, number: int) -> np.ndarray:
+    """The strategies of a decision that the pins leave."""
+    every = np.ones(len(context.space.decisions[number].menu.strategies), dtype=bool)
+    return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].menu.seconds)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings that a plan is not proven best: an explanation says so where it matters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
+    """The pins of a plan in which the decision keeps to a mask too."""
+    return {**context.pins, number: _allowed(context, number) & mask}
+
+
+def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp | None, str]:
+    decision = context.space.decisions[number]
+    others = np.arange(len(decision.menu.strategies)) != context.choices[number]
+    if not others.any():
+        return None, "there is no other strategy" + (f" ({decision.menu.reason})" if decision.menu.reason else "")
+    if not (_allowed(context, number) & others).any():
+        pinned = " and ".join(_annotations_about(context, number)) or "the mode or the layout in which it is stored"
+        return None, f"pinned by {pinned}, which leaves this strategy alone"
+    try:
+        with _quietly():
+            second = replan(context, _restricted(context, number, others))
+    except InfeasibleError as error:
+        return None, f"without this strategy there is no plan: {error}"
+    parts = parting(plan, second)
+    found = RunnerUp(
+        strategy=choice_words(second, second.rows[number]),
+        plan=second,
+        step=Amount(plan.seconds, second.seconds),
+        memory=Amount(plan.peak_bytes, second.peak_bytes),
+        parts=parts,
+        places={part: where for part in parts if (where := places(plan, second, part))},
+        difference=difference(plan, second),
+    )
+    return found, ""
+
+
+def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | None:
+    """The strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
+    if context.settings.memory is None:
+        return None
+    with _quietly():
+        free = replan(context, context.pins, replace(context.settings, memory=None))
+    if free.context.choices[number] == context.choices[number]:
+        return None
+    return choice_words(free, free.rows[number]), free.seconds
+
+
+def _annotations_about(context: PlanContext, number: int) -> tuple[str, ...]:
+    catalog = Catalog(context.space)
+    found = ((annotation, catalog.find(annotation)) for annotation in context.annotations)
+    return tuple(
+        str(annotation)
+        for annotation, each in found
+        if each and number in (*each.calls, *each.outputs, *each.parameters)
+    )
+
+
+def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
+    """For each other role on each axis, the best plan in which the decision has it."""
+    decision, mesh = context.space.decisions[number], context.space.mesh
+    asked = [
+        (axis, role)
+        for axis in range(mesh.ndim)
+        for role in _roles(decision, axis)
+        if role != decision.role(context.choices[number], axis)
+    ]
+    statement = Statement(context.space, context.memory_model)
+    for axis, role in progress(asked, "alternatives"):
+        count = len(decision.menu.strategies)
+        mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
+        if not (_allowed(context, number) & mask).any():
+            yield Alternative(mesh.names[axis], role, None, reason="ruled out by annotations")
+            continue
+        try:
+            with _quietly():
+                found = answer_of(statement, _restricted(context, number, mask), context.settings)
+        except InfeasibleError as error:
+            yield Alternative(mesh.names[axis], role, None, reason=str(error).partition(";")[0].partition(". ")[0])
+        else:
+            yield Alternative(mesh.names[axis], role, found.seconds, found.peak_bytes)
+
+
+def _roles(decision: Decision, axis: int) -> tuple[str, ...]:
+    """The distinct roles that a decision offers on an axis, in the order of its menu."""
+    return tuple(dict.fromkeys(decision.role(number, axis) for number in range(len(decision.menu.strategies))))

@@ -1,0 +1,59 @@
+"""What would a plan be with something more said about the model: planned again in the same space, without capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autopar.annotations.annotate import annotate, annotations_of
+from autopar.annotations.pins import pins_of
+from autopar.errors import AnnotationError, PipelineError
+from autopar.planning.formulation import Pins
+from autopar.planning.planner import PlanContext, replan
+from autopar.plans.plan import Plan
+from autopar.sharding.annotation import Annotation
+
+
+def what_if(context: PlanContext, said: Sequence[Annotation]) -> Plan:
+    """The best plan that keeps to the annotations beside those it was made with.
+
+    Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
+    names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
+    """
+    for each in said:
+        if each.stage is not None:
+            raise PipelineError(
+                f"{each}: found stage {each.stage}, and what_if plans one piece of a model again without cutting it. "
+                f'Say it of the model, autopar.annotate(model, "{each.pattern}", stage={each.stage}), and plan the '
+                "pipeline again."
+            )
+    pins_of(said, context.space, "semi_auto", {})  # each of them must match something, whatever the plan's mode
+    together = (*context.annotations, *said)
+    pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
+    # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
+    preset = any(each.strategy for each in context.annotations)
+    asked = pins if context.mode == "manual" else _intersection(context.pins, pins, preset)
+    return replan(replace(context, annotations=together), asked)
+
+
+def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
+    """What both allow; where that is nothing, `one` may give way, as a preset does."""
+    both = {number: one[number] & other[number] for number in one.keys() & other.keys()}
+    if gives_way:
+        both = {number: mask if mask.any() else other[number] for number, mask in both.items()}
+    return {**one, **other, **both}
+
+
+def annotations_from(said: Sequence[str | Annotation], options: Mapping[str, Any]) -> tuple[Annotation, ...]:
+    """Annotations as they are given, or one made of a pattern and the options that `annotate` takes."""
+    if said and all(isinstance(each, Annotation) for each in said) and not options:
+        return tuple(each for each in said if isinstance(each, Annotation))
+    if len(said) == 1 and isinstance(said[0], str):
+        return annotations_of(annotate(nn.Module(), said[0], **options))
+    raise AnnotationError(
+        f"what_if({', '.join(map(repr, said))}): give a pattern and what is said about it, as in "
+        'what_if("layers.*.mlp.down_proj", tp="row"), or one or several annotations and nothing beside them.'
+    )

@@ -1,0 +1,4 @@
+"""Bytes per device: what is held, when, and the peak.
+
+Decides how much memory choices take at every moment of a step. Knows nothing of limits or solvers.
+"""

@@ -1,0 +1,182 @@
+"""What a stage that runs many micro-batches a step holds beside what one micro-batch does, and what it does once.
+
+    weights      moved (gathered, cast) once a step, and held so all the time, unless they are gathered again in the
+                 backward: those are moved for each micro-batch
+    gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
+                 end of the step, when they are there as they are stored, too; of weights that are gathered again for
+                 the backward, in the layout from which they are gathered, and besides those that one backward has
+                 reduced, until it ends
+    in flight    all that a micro-batch keeps for its backward, for each that waits
+    buffers      for what every micro-batch receives: tensors from the stage before and gradients of those sent
+    sent         tensors are held by the sender until their backward
+
+Approximations: a hub holds its weight once, and adds its gradient up once; each consumer for which it moves that again
+does so, too. A cast is held in the layout in which it is used; what it was made of is there for a moment only, and not
+counted, nor are buckets of messages and outputs for the user.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from autopar.space.space import Wire
+
+if TYPE_CHECKING:
+    from autopar.memory.model import MemoryModel
+    from autopar.memory.tensor_bytes import Bytes, Modes
+
+ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
+
+
+class Accumulation:
+    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `MemoryModel`, and shared."""
+
+    def __init__(self, memory: MemoryModel) -> None:
+        self.memory = memory
+        self.space = memory.space
+        self.microbatches = memory.microbatches
+        self._received = frozenset(memory.space.program.received)
+        self._sent = frozenset(f"output:{number}" for number in range(memory.space.program.num_sent))
+        self._with_wire = {w.source for w in memory.space.wires if self.is_weight(w)}
+
+    # Once a step, or for each micro-batch.
+
+    def is_weight(self, wire: Wire) -> bool:
+        """Whether a wire brings a weight, as it is stored or cast, to a call or a hub."""
+        return wire.tensor.bucketed and self.space.decisions[wire.target].kind != "output"
+
+    def is_cast(self, number: int) -> bool:
+        """Whether a decision casts a weight for use."""
+        return self.space.decisions[number].name in self.space.weight_casts
+
+    def once(self, number: int) -> bool:
+        """Whether a decision costs its seconds once a step: an optimizer's step, or a weight's cast."""
+        return self.space.decisions[number].kind == "parameter" or self.is_cast(number)
+
+    def each_time(self, wire: Wire) -> np.ndarray:
+        """For strategies at the ends of a weight's wire: whether each micro-batch gathers it and reduces its gradient.
+
+        That is where it is gathered again for the backward.
+        """
+        return self.memory.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
+
+    def _each_time(self, wire: Wire) -> np.ndarray:
+        shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
+        if not wire.tensor.regather:
+            return np.zeros(shape, dtype=bool)
+        freed = np.array([not s.kept for s in self.space.decisions[wire.source].menu.strategies])
+        return freed[:, None] & self.memory.only_gathers(wire) & self.memory.communicated(wire)
+
+    def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+        """Seconds of a wire for one micro-batch, its share of what is done once a step."""
+        if not self.microbatches.several or not self.is_weight(wire):
+            return seconds
+        return np.where(self.each_time(wire), seconds, seconds / self.microbatches.count)
+
+    # Weights and their gradients.
+
+    def holds(self, wire: Wire) -> bool:
+        """Whether a weight is held as it is moved along the wire, so that no micro-batch keeps it for itself."""
+        return self.microbatches.several and self.is_weight(wire)
+
+    def held(self, wire: Wire) -> Bytes | None:
+        """Bytes of a weight as it was moved, all the time."""
+        if not self.holds(wire) or self.is_cast(wire.target):
+            return None
+        return self.memory.cached(("held", self._kind(wire)), lambda: self._held(wire))
+
+    def _held(self, wire: Wire) -> Bytes:
+        before, after = self.memory.wire_ends(wire)
+        unmoved = before if self.is_cast(wire.source) else np.zeros_like(before)
+        found = np.where(self.memory.stays(wire), unmoved[:, None], after[None, :])
+        return np.where(self.each_time(wire), 0, found)
+
+    def accumulated(self, wire: Wire) -> Bytes | None:
+        """Bytes of a gradient to which every micro-batch adds its own."""
+        if not self._has_gradient(wire):
+            return None
+        return self.memory.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
+
+    def _accumulated(self, wire: Wire) -> Bytes:
+        size = wire.tensor.dtype.itemsize
+        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.memory.wire_ends(wire))
+        if self.space.decisions[wire.source].kind == "hub":  # where it stays as it is, it was added up on its way there
+            return np.where(self.memory.changes(wire) | self.memory.reduced(wire), after[None, :], 0)
+        return np.where(self.each_time(wire), before[:, None], after[None, :])
+
+    def reduced(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's gradient at the end, as it is stored, where that is not what was added up."""
+        learned = self.holds(wire) and wire.tensor.requires_grad
+        if not learned or self.space.decisions[wire.source].kind != "parameter":
+            return None
+        return self.memory.cached(("reduced", self._kind(wire), self.is_cast(wire.target)), lambda: self._reduced(wire))
+
+    def _reduced(self, wire: Wire) -> Bytes:
+        before, _ = self.memory.wire_ends(wire)
+        cast = self.is_cast(wire.target) or wire.tensor.dtype.itemsize < ACCUMULATED_BYTES
+        moved = self.memory.changes(wire) | self.memory.reduced(wire)
+        return np.where(cast | (moved & ~self.each_time(wire)), before[:, None], 0)
+
+    def fresh(self, wire: Wire) -> Bytes | None:
+        """Bytes of the gradient that a call's backward has made, and that is yet to be added."""
+        if not self._has_gradient(wire) or self.space.decisions[wire.target].kind != "call":
+            return None
+        return self.memory.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
+
+    def _fresh(self, wire: Wire) -> Bytes:
+        _, after = self.memory.wire_ends(wire)
+        return np.where(self.each_time(wire), 0, after[None, :])
+
+    def arrived(self, wire: Wire) -> Bytes | None:
+        """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
+        if not self._has_gradient(wire) or not wire.tensor.regather:
+            return None
+        return self.memory.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
+
+    def _arrived(self, wire: Wire) -> Bytes:
+        before, _ = self.memory.wire_ends(wire)
+        return np.where(self.each_time(wire), before[:, None], 0)
+
+    def _has_gradient(self, wire: Wire) -> bool:
+        return self.holds(wire) and wire.tensor.requires_grad and not self.is_cast(wire.target)
+
+    def _kind(self, wire: Wire) -> tuple[object, ...]:
+        return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)
+
+    def gradients(self, number: int) -> Bytes | None:
+        """Bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no call uses."""
+        added_up = self.microbatches.several and number in self._with_wire
+        return None if added_up else self.memory.gradients(number)
+
+    # What passes between stages.
+
+    def arrives(self, number: int) -> int:
+        """How many times a buffer, input or received tensor is there: what differs by micro-batch is there for all."""
+        decision = self.space.decisions[number]
+        differs = decision.kind == "input" or decision.name in self._received
+        return self.microbatches.count if differs else 1
+
+    def is_received(self, number: int) -> bool:
+        """Whether a decision is a tensor from the stage before."""
+        return self.space.decisions[number].name in self._received
+
+    def is_sent(self, number: int) -> bool:
+        """Whether a decision is an output that goes to the next stage."""
+        return self.space.decisions[number].name in self._sent
+
+    def sent(self, wire: Wire) -> Modes | None:
+        """Bytes of what one micro-batch has sent, until its backward, by mode; None where something else keeps it."""
+        if not self.is_sent(wire.target):
+            return None
+        return self.memory.modes([self._sent_bytes(wire, mode) for mode in range(self.memory.num_modes(wire.source))])
+
+    def _sent_bytes(self, wire: Wire, mode: int) -> Bytes:
+        there = self.memory.keeps_output(wire.source, wire.source_output, mode)
+        return self.memory.kept(wire, there)
+
+    def waiting(self, kept: Modes, others: int) -> Modes:
+        """Bytes that `others` micro-batches keep, of which each keeps `kept`."""
+        return tuple(self.memory.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)

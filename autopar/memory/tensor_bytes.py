@@ -1,0 +1,132 @@
+"""What layouts make of a tensor: bytes on a device, and how it lies in memory once it has moved.
+
+    same            nothing changes in memory
+    sliced          a part of what is there anyway
+    copied          a tensor of its own, made without communication
+    communicated    a tensor of its own, made of what others have sent
+
+Arrays have an entry per strategy of a decision, or a matrix over the strategies at both ends of a wire. Equal questions
+get the same array, which must not be changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.program.program import TensorInfo
+from autopar.sharding.layout import Layout
+from autopar.space.space import Decision, Space, Wire
+
+SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
+Bytes = np.ndarray
+Modes = tuple[Bytes, ...]
+"""An array per mode of recomputation; one array where the mode does not matter."""
+_INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
+
+
+class TensorBytes:
+    """Bytes of tensors in the layouts that the strategies of a space give them."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._cache: dict[object, Bytes] = {}
+
+    # How tensors lie in memory.
+
+    def reduced(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts on whose way the gradient is summed over devices, though the tensor stays as it is."""
+        before, after = self._codes(wire)
+        return ((before[:, None] == _INVARIANT) & (after[None, :] == _REPLICATED)).any(axis=2)
+
+    def communicated(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor goes over links."""
+        return self.kinds(wire) == COMMUNICATED
+
+    def changes(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a tensor becomes another one, if only a slice."""
+        return self.kinds(wire) != SAME
+
+    def stays(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which no memory is taken: what arrives is, or lies in, what was there."""
+        return self.kinds(wire) <= SLICED
+
+    def _codes(self, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            self.cached(
+                ("codes", tuple(self.space.source_layouts(wire))), lambda: _encode(self.space.source_layouts(wire))
+            ),
+            self.cached(
+                ("codes", tuple(self.space.target_layouts(wire))), lambda: _encode(self.space.target_layouts(wire))
+            ),
+        )
+
+    def kinds(self, wire: Wire) -> np.ndarray:
+        """How the tensor lies in memory after the wire, for every pair of layouts."""
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
+        kinds = np.where(before == _PARTIAL, COMMUNICATED, np.where(after == _PARTIAL, COPIED, COMMUNICATED))
+        kinds = np.where(whole_before & (after > _PARTIAL), np.where(after == _FIRST_DIM, SLICED, COPIED), kinds)
+        kinds = np.where((before == after) | (whole_before & whole_after), SAME, kinds)
+        return kinds.max(axis=2)
+
+    def only_gathers(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which nothing happens but gathers, slices and the reduction of gradients."""
+        before, after = self._codes(wire)
+        before, after = before[:, None, :], after[None, :, :]
+        exchanged = (before > _PARTIAL) & (after > _PARTIAL) & (before != after)
+        # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
+        invariant = (before > _PARTIAL) & (after == _INVARIANT) & wire.tensor.requires_grad
+        return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
+
+    # Bytes.
+
+    def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:
+        """Bytes on one device of a wire's tensor, per strategy of its source and of its target."""
+        shape, size = wire.tensor.shape, wire.tensor.dtype.itemsize
+        return (
+            self.local(shape, self.space.source_layouts(wire), size),
+            self.local(shape, self.space.target_layouts(wire), size),
+        )
+
+    def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
+        """Bytes on one device of a tensor with elements of `size` bytes, per layout."""
+        key = ("local", tuple(shape), tuple(layouts), size)
+        sizes = self.space.mesh.sizes
+        return self.cached(
+            key,
+            lambda: np.array([math.prod(each.local_shape(shape, sizes)) * size for each in layouts], dtype=np.int64),
+        )
+
+    def cached(self, key: object, make: Callable[[], Bytes]) -> Bytes:
+        """What `make` gives, made once per key."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def times(self, elements: Bytes, size: float) -> Bytes:
+        """Bytes of so many elements of `size` bytes, which may be a fraction."""
+        return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+
+    def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
+        """Elements on one device of a decision's tensor, per strategy."""
+        layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
+        return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
+
+    def nothing(self, shape: tuple[int, ...]) -> Bytes:
+        """No bytes, whatever is chosen."""
+        return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
+
+    @staticmethod
+    def modes(arrays: Sequence[Bytes]) -> Modes:
+        """An array per mode; one where all modes agree."""
+        return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
+
+
+def _encode(layouts: Sequence[Layout]) -> np.ndarray:
+    """Layouts as numbers, one row each."""
+    codes = {"I": _INVARIANT, "R": _REPLICATED, "P": _PARTIAL}
+    return np.array([[codes[p.kind] if p.kind in codes else _FIRST_DIM + p.dim for p in each] for each in layouts])

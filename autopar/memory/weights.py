@@ -1,0 +1,93 @@
+"""What weights and their gradients take on the way between how they are stored and how calls use them.
+
+gathered          a weight while its layer runs forward, unless it is kept
+gathered again    while its layer runs backward; twice while it is gathered, as parts arrive apart from each other
+unreduced         a gradient after its call's backward, until the first call of its layer has run backward
+sent off          then, a copy of it in the message that is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopar.memory.tensor_bytes import Bytes
+from autopar.space.space import Wire
+
+if TYPE_CHECKING:
+    from autopar.memory.model import MemoryModel
+
+
+class MovedWeights:
+    """Bytes of wires that bring a weight; arrays as those of `MemoryModel`, and shared."""
+
+    def __init__(self, memory: MemoryModel) -> None:
+        self.memory = memory
+        self.space = memory.space
+
+    @cached_property
+    def last_gather(self) -> dict[str, int]:
+        """Layer → the place of its last call that takes a weight which may be gathered again for the backward."""
+        return self._by_layer(max, lambda wire: wire.tensor.regather)
+
+    @cached_property
+    def first_reduction(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight with a gradient: then all of them are made."""
+        return self._by_layer(min, lambda wire: wire.tensor.requires_grad)
+
+    def _by_layer(self, chosen: Callable[..., int], counts: Callable[[Wire], bool]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for wire in self.space.wires:
+            place = self.memory.position[wire.target]
+            if self.space.is_weight(wire.source) and counts(wire) and place < len(self.memory.calls):
+                found[self.memory.layer[wire.target]] = chosen(found.get(self.memory.layer[wire.target], place), place)
+        return found
+
+    def gathered(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer runs: the gathered weight, where it is not kept."""
+        return self._of_weight("gathered", wire, self._gathered)
+
+    def gathered_again(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire as it is gathered again for the backward; None where it never is."""
+        return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
+
+    def unreduced(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
+        return self._of_weight("unreduced", wire, self._unreduced) if wire.tensor.requires_grad else None
+
+    def sent_off(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer's gradients are reduced: the gradient as it is sent to others."""
+        return self._of_weight("sent off", wire, self._sent_off) if wire.tensor.requires_grad else None
+
+    def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
+        if not self.space.is_weight(wire.source):
+            return None
+        found = self.memory.cached((name, self.space.kind(wire)), lambda: make(wire))
+        if not self.memory.accumulation.holds(wire):
+            return found
+        each_time = self.memory.accumulation.each_time(wire)
+        return self.memory.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
+
+    def _gathered(self, wire: Wire) -> Bytes:
+        _, after = self.memory.wire_ends(wire)
+        found = np.where(self.memory.communicated(wire), after[None, :], 0)
+        strategies = self.space.decisions[wire.source].menu.strategies
+        found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
+        return found
+
+    def _gathered_again(self, wire: Wire) -> Bytes:
+        _, after = self.memory.wire_ends(wire)
+        return np.where(self.memory.accumulation.each_time(wire), after[None, :], 0)
+
+    def _unreduced(self, wire: Wire) -> Bytes:
+        _, after = self.memory.wire_ends(wire)
+        return np.where(self.memory.communicated(wire) | self.memory.reduced(wire), after[None, :], 0)
+
+    def _sent_off(self, wire: Wire) -> Bytes:
+        _, after = self.memory.wire_ends(wire)
+        return np.where(
+            self.memory.communicated(wire), after[None, :], 0
+        )  # what is only summed lies where it is sent from

@@ -1,0 +1,201 @@
+"""The plan of a pipeline: where the model is cut, what each stage is planned to do, and when it does it.
+
+The step is that of the simulated schedule (`schedule_simulation`), from the seconds of the stages' own plans. Like a
+plan it is plain JSON; the timeline is not saved but simulated again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
+from autopar.plans.plan import PIPELINE_FORMAT, Plan
+from autopar.sharding.mesh import Mesh
+
+FORMAT = 1
+TRANSIENT = ("working set", "gathered weights")
+"""Parts of a stage's memory that are there only while it runs: the stages of a rank take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: the blocks of the model that it has, and how it runs one micro-batch and a step."""
+
+    number: int
+    blocks: tuple[str, ...]
+    """Names of its blocks, in the order of the model."""
+    plan: Plan
+    """Its memory is that of a whole step; its seconds are those of a step of one micro-batch."""
+    seconds: StageSeconds
+
+    @property
+    def range(self) -> str:
+        """The blocks as text.
+
+        >>> stage.range  # doctest: +SKIP
+        'model.layers.0 … model.layers.7'
+        """
+        return self.blocks[0] if len(self.blocks) == 1 else f"{self.blocks[0]} … {self.blocks[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The stages of a pipeline over one axis of a mesh. `print(plan)` is a table; `save` and `load` keep it as JSON.
+
+    `mesh` is the whole mesh, with the pipeline's `axis`; the stages' plans are on the mesh without it. `timeline` is
+    that of the schedule with the stages' seconds.
+    """
+
+    mesh: Mesh
+    axis: str
+    schedule: Schedule
+    stages: tuple[StagePlan, ...]
+    starts: tuple[int, ...]
+    """The number of the first block of each stage, as `splitting.split` takes them."""
+    timeline: Timeline = field(repr=False)
+    memory_limit: int | None = None
+    """Bytes per device that the stages of a rank were planned to keep to."""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"
+        assert [stage.number for stage in self.stages] == list(range(self.schedule.num_stages)), "a plan per stage"
+
+    def __str__(self) -> str:
+        from autopar.report.pipeline_table import pipeline_table
+
+        return pipeline_table(self)
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches a step has."""
+        return self.schedule.num_microbatches
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step of all micro-batches."""
+        return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        return self.timeline.bubble
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted bytes on each device of the fullest rank."""
+        return max(map(self.rank_bytes, range(self.schedule.num_ranks)))
+
+    def rank_bytes(self, rank: int) -> int:
+        """Predicted bytes on each device of a rank of the pipeline: no less than its stages take together.
+
+        What stages hold only while they run counts once, for that of them which takes the most; all else as if each
+        of them were at its fullest at once.
+        """
+        stages = [self.stages[number].plan for number in self.schedule.stages_of(rank)]
+        transient = [sum(plan.memory.parts.get(name, 0) for name in TRANSIENT) if plan.memory else 0 for plan in stages]
+        return sum(plan.peak_bytes for plan in stages) - sum(transient) + max(transient)
+
+    def idle(self, rank: int) -> float:
+        """The share of the step in which a rank waits."""
+        busy = sum(each.end - each.start for each in self.timeline.slices if each.rank == rank)
+        return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        stages = [
+            {
+                "number": stage.number,
+                "blocks": stage.blocks,
+                "plan": json.loads(stage.plan.to_json()),
+                "seconds": asdict(stage.seconds),
+            }
+            for stage in self.stages
+        ]
+        values = {
+            PIPELINE_FORMAT: FORMAT,
+            "mesh": {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware},
+            "axis": self.axis,
+            "schedule": asdict(self.schedule),
+            "memory_limit": self.memory_limit,
+            "notes": self.notes,
+            "starts": self.starts,
+            "stages": stages,
+        }
+        return json.dumps(values, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelinePlan:
+        """Read a plan from JSON text; PlanError where the text is no plan of a pipeline."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan: the text is no JSON ({error}); give what PipelinePlan.save wrote.") from error
+        if isinstance(values, dict) and "format" in values:
+            raise PlanError("this is the plan of a model in one piece, not of a pipeline; read it with Plan.load.")
+        if not isinstance(values, dict) or values.get(PIPELINE_FORMAT) != FORMAT:
+            raise PlanError(
+                f"not a pipeline plan of format {FORMAT}; give what PipelinePlan.save of this version wrote."
+            )
+        try:
+            mesh = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
+            schedule = Schedule(**values["schedule"])
+            stages = tuple(map(_stage, values["stages"]))
+            _check(mesh.size(values["axis"]), schedule, stages)
+            return cls(
+                mesh=mesh,
+                axis=values["axis"],
+                schedule=schedule,
+                stages=stages,
+                starts=tuple(values["starts"]),
+                timeline=simulate(schedule, [stage.seconds for stage in stages]),
+                memory_limit=values["memory_limit"],
+                notes=tuple(values["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"not a pipeline plan: {error!r}; a field is missing, unknown or malformed: give what "
+                "PipelinePlan.save wrote."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, with the formulas of its stages, to a JSON file."""
+        from autopar.formulas.formulas import with_formulas
+
+        stages = tuple(replace(stage, plan=with_formulas(stage.plan)) for stage in self.stages)
+        Path(path).write_text(replace(self, stages=stages).to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PipelinePlan:
+        """Read a plan from a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one page, with a Gantt chart of the step, that a browser opens without a network."""
+        from autopar.report.pipeline_html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        from autopar.report.pipeline_html import trace
+
+        Path(path).write_text(trace(self), encoding="utf-8")
+
+
+def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> None:
+    """Whether there is a stage for every number of the schedule; ValueError where not."""
+    if num_ranks != schedule.num_ranks:
+        raise ValueError(f"the axis has {num_ranks} ranks, the schedule {schedule.num_ranks}")
+    if [stage.number for stage in stages] != list(range(schedule.num_stages)):
+        raise ValueError(f"stages {[stage.number for stage in stages]} of {schedule.num_stages}")
+
+
+def _stage(values: dict[str, Any]) -> StagePlan:
+    plan = Plan.from_json(json.dumps(values["plan"]))
+    return StagePlan(values["number"], tuple(values["blocks"]), plan, StageSeconds(**values["seconds"]))

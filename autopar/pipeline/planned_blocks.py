@@ -1,0 +1,74 @@
+"""The blocks of a model that is to be cut: what they take by the best plan of the whole, and where they may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.annotations.pins import pins_of
+from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
+from autopar.pipeline.block_costs import PlannedWhole, block_costs, boundary_layout, cut_seconds
+from autopar.pipeline.request import PipelineRequest
+from autopar.pipeline.stages.blocks import Block, blocks_of
+from autopar.pipeline.stages.cuts import BlockCost
+from autopar.pipeline.stages.pins import allowed
+from autopar.planning.formulation import Pins
+from autopar.planning.planner import make_plan
+from autopar.sharding.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedBlocks:
+    """Blocks, the plan of the whole model on the devices of one stage, without a memory limit, and its pins."""
+
+    request: PipelineRequest
+    blocks: tuple[Block, ...]
+    whole: PlannedWhole
+    pins: Pins
+    """Of the whole model's space."""
+    costs: tuple[BlockCost, ...]
+    cut_seconds: tuple[float, ...]
+    nodes: Mapping[str, fx.Node]
+    """The nodes of the whole model by name, which they keep in stages."""
+
+    def boundary(self, name: str) -> Layout:
+        """The layout in which a value goes from stage to stage."""
+        return boundary_layout(self.whole, self.nodes[name])
+
+    def places(self) -> dict[int, int]:
+        """Block → its stage, where the user says it or its parameters have been dealt out before."""
+        asked = self.request
+        ranges = allowed(self.blocks, asked.annotations, asked.stages, asked.schedule.num_stages)
+        said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
+        return said | _held_already(asked, self.blocks)
+
+
+def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
+    """Plan the whole model, and count for each of at least so many blocks what it takes."""
+    blocks = blocks_of(request.program, at_least)
+    space = request.space(request.program, {})
+    pins = pins_of(request.annotations, space, request.mode, request.storage)
+    settings, runs = request.settings, Microbatches(request.num_microbatches)
+    recompute = "none" if settings.recompute == "auto" else settings.recompute
+    plan, choices = make_plan(space, pins, None, settings.solver, settings.time_limit, recompute, microbatches=runs)
+    whole = PlannedWhole(MemoryModel(space, runs), choices, plan.recompute)
+    sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
+    nodes = {node.name: node for node in request.program.graph.nodes}
+    return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)
+
+
+def _held_already(request: PipelineRequest, blocks: tuple[Block, ...]) -> dict[int, int]:
+    program, owners = request.program, request.owners
+    names = {placeholder: name for name, placeholder in (*program.parameters.items(), *program.buffers.items())}
+    found: dict[int, int] = {}
+    for number, block in enumerate(blocks):
+        taken = {node.name for call in block.nodes for node in call.all_input_nodes}
+        used = {names[each] for each in taken if each in names}
+        held = [set(owners[name]) for name in used if name in owners]
+        common = set.intersection(*held) if held else set()
+        if len(common) == 1:
+            found[number] = common.pop()
+    return found

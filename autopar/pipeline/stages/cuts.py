@@ -1,0 +1,267 @@
+"""Where to cut a model into pipeline stages: least time of a step, as a formula of the schedule's kind.
+
+With t(s) the seconds of stage s for one micro-batch, m micro-batches, p ranks and v stages per rank (chunks), a step
+takes
+
+    sum(t) + (m - 1) * max(t)                                            v = 1
+    p * sum(t^2) / T + (m - 1/v) * sum over passes of (max of t)         v > 1 and m >= p
+    sum(t) + (m - 1) / v * sum over passes of (max of t)                 v > 1 and m < p
+
+where a pass is p stages one after the other, one on every rank, and T the sum of t with no transfers. The first line
+is equation 2 of Alpa (Zheng et al., OSDI 2022) and the time of GPipe and PipeDream-Flush: all stages fill, then the
+slowest sets the pace. The others extend it: for equal stages they give (m v + p - 1) t, the time of interleaved 1F1B
+(Narayanan et al., SC 2021), and the chain of the first micro-batch where few follow it. Each pass has the pace of its
+slowest stage, which is never less than the work of the busiest rank, and the pipeline fills with p stages of mean
+length, the mean weighted by length: long passes between short ones stall. (The busiest rank alone would allow any
+split of a rank's work between its passes; simulated, such cuts are slower.) What zero-bubble schedules hide in the
+bubble is left to the simulation of the schedule.
+
+t(s) holds forward, backward, what a stage does once per step divided by m, and half of the transfer at each of its
+cuts: a rank waits for a transfer in the steady state of 1F1B for about half of the way there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.errors import PipelineError
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
+
+_EQUAL = 1e-12
+"""Relative: what float sums in another order differ by."""
+StageCost = Callable[[int, int, int], float]
+"""(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Seconds of one block: of one micro-batch, and `once` per step; `name` is for messages."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    once: float = 0.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        assert min(self.forward, self.backward_input, self.backward_weight, self.once) >= 0, f"negative: {self}"
+
+
+@dataclass(frozen=True, slots=True)
+class CutProblem:
+    """Blocks to be cut into the stages of `schedule`.
+
+    `cut_seconds[i]` is the transfer of one micro-batch there and back if block i begins a stage (that of block 0 is not
+    read). `pins` says of blocks which stage they are in; `starts`, if given, are the first blocks of all stages.
+
+    Raises:
+        PipelineError: More stages than blocks, or pins that no cut follows.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    cut_seconds: tuple[float, ...]
+    schedule: Schedule
+    pins: Mapping[int, int] = field(default_factory=dict)
+    starts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.cut_seconds) == len(self.blocks), "one transfer for every block"
+        if self.schedule.num_stages > len(self.blocks):
+            raise PipelineError(
+                f"{self.schedule.num_stages} stages ({self.schedule.num_ranks} ranks x {self.schedule.chunks} chunks) "
+                f"were asked of a model of {len(self.blocks)} blocks; a stage needs one block at least. "
+                "Use a shorter pipeline axis or fewer chunks."
+            )
+        self._check_starts()
+        self._check_pins()
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Blocks and the stages they must be in: both ends of the model, the given starts, and the user's pins."""
+        starts = self.starts or ()
+        ends = [(start - 1, stage - 1) for stage, start in enumerate(starts) if stage > 0]
+        both = [(0, 0), (len(self.blocks) - 1, self.schedule.num_stages - 1)]
+        begins = [(start, stage) for stage, start in enumerate(starts)]
+        return tuple(sorted({*both, *ends, *begins, *self.pins.items()}))
+
+    @property
+    def own_seconds(self) -> list[float]:
+        """Seconds of each block for one micro-batch, with its share of what is done once."""
+        return [
+            each.forward + each.backward_input + each.backward_weight + each.once / self.schedule.num_microbatches
+            for each in self.blocks
+        ]
+
+    @property
+    def pace(self) -> float:
+        """How often a step waits for the slowest stage of each pass."""
+        num_microbatches, chunks = self.schedule.num_microbatches, self.schedule.chunks
+        filled = num_microbatches >= self.schedule.num_ranks
+        return num_microbatches - 1 / chunks if filled else (num_microbatches - 1) / chunks
+
+    def fill(self, seconds: Floats) -> Floats:
+        """What a step pays once for stages of so many seconds."""
+        if self.schedule.chunks == 1 or self.schedule.num_microbatches < self.schedule.num_ranks:
+            return seconds
+        total = sum(self.own_seconds)
+        return self.schedule.num_ranks / total * seconds**2 if total > 0 else seconds
+
+    def seconds_of(self, stage_seconds: Sequence[float]) -> float:
+        """Seconds of a step whose stages take `stage_seconds` for one micro-batch."""
+        if np.isinf(stage_seconds).any():
+            return np.inf
+        seconds = np.array(stage_seconds)
+        paces = seconds.reshape(-1, self.schedule.num_ranks).max(axis=1)
+        return float(self.fill(seconds).sum() + self.pace * paces.sum())
+
+    def name_of(self, block: int) -> str:
+        """A block as messages call it."""
+        name = self.blocks[block].name
+        return f"block {block} ({name})" if name else f"block {block}"
+
+    def _check_starts(self) -> None:
+        if self.starts is None:
+            return
+        num_stages, num_blocks = self.schedule.num_stages, len(self.blocks)
+        rises = all(before < after for before, after in pairwise(self.starts))
+        if len(self.starts) != num_stages or self.starts[0] != 0 or not rises or self.starts[-1] >= num_blocks:
+            raise PipelineError(
+                f"stages={list(self.starts)} was found; needed are {num_stages} first blocks that begin with 0, "
+                f"rise, and stay below {num_blocks}. Give one for every stage, or none."
+            )
+
+    def _check_pins(self) -> None:
+        for block, stage in self.pins.items():
+            assert 0 <= block < len(self.blocks), f"no block {block}"
+            if not 0 <= stage < self.schedule.num_stages:
+                raise PipelineError(
+                    f"{self.name_of(block)} is pinned to stage {stage}; there are {self.schedule.num_stages} stages. "
+                    f"Use a stage from 0 to {self.schedule.num_stages - 1}."
+                )
+        for (block, stage), (after, later) in pairwise(self.places):
+            if not 0 <= later - stage <= after - block:
+                room = (
+                    f"{later - stage} cuts do not fit between them"
+                    if later > stage
+                    else "stages follow the model's order"
+                )
+                raise PipelineError(
+                    f"{self.name_of(block)} was to be in stage {stage} and {self.name_of(after)} in stage {later}, but "
+                    f"{room}. The first block is in stage 0 and the last in stage {self.schedule.num_stages - 1}; "
+                    "pin blocks so that every stage has one."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The first block of each stage, what the stages and the step take, and seconds that no cut can be below."""
+
+    starts: tuple[int, ...]
+    stage_seconds: tuple[float, ...]
+    seconds: float
+    bound: float
+
+
+def best_cuts(problem: CutProblem, stage_cost: StageCost | None = None, tolerance: float = 0.0) -> Cuts:
+    """The cut of least seconds, by the sums of its blocks or by `stage_cost`.
+
+    With `stage_cost`, the sums of blocks are lower bounds (asserted). The best cut by what is known is found, its
+    stages are asked for, and so on until all stages of the best cut have been asked for: no other cut can be better
+    then, as the rest of the table is below the truth. A stage that does not fit (infinite) is taken not to fit with
+    more blocks either. It ends sooner once a cut is within `tolerance` of the bound (relative).
+
+    Raises:
+        PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
+    """
+    transfers = _transfers(problem)
+    table = _own_seconds(problem) + transfers
+    asked: dict[tuple[int, int, int], float] = {}
+    best: Cuts | None = None
+    while True:
+        starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
+        if starts is None:
+            raise PipelineError(_why_none_fits(problem, table, asked))
+        found = _cuts(problem, table, starts)
+        stages = _stages(starts, len(problem.blocks))
+        missing = [stage for stage in stages if stage not in asked] if stage_cost else []
+        if best is not None and best.seconds <= found.seconds * (1 + max(tolerance, _EQUAL)):
+            return replace(best, bound=min(best.seconds, found.seconds))
+        if not missing:
+            return found
+        for stage, first, end in missing:
+            assert stage_cost is not None
+            least = table[stage, first, end]
+            asked[stage, first, end] = seconds = stage_cost(first, end, stage)
+            table[stage, first, end] = seconds + transfers[stage, first, end]
+            assert table[stage, first, end] >= least * (1 - 1e-9), (
+                f"stage {stage}, blocks {first}-{end}: below its blocks"
+            )
+            if np.isinf(seconds):
+                table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
+                break
+        exact = _cuts(problem, table, starts)
+        if np.isfinite(exact.seconds) and (best is None or exact.seconds < best.seconds):
+            best = exact
+
+
+def _cuts(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts:
+    """A cut with the costs of a table."""
+    own = tuple(float(table[stage]) for stage in _stages(starts, len(problem.blocks)))
+    seconds = problem.seconds_of(own)
+    return Cuts(starts, own, seconds, seconds)
+
+
+def _stages(starts: Sequence[int], num_blocks: int) -> list[tuple[int, int, int]]:
+    """Stage, first block and end block of each stage of a cut."""
+    return [(stage, first, end) for stage, (first, end) in enumerate(pairwise((*starts, num_blocks)))]
+
+
+def _own_seconds(problem: CutProblem) -> Floats:
+    """[stage, first block, end block]: seconds of the blocks for one micro-batch, infinite where a place forbids it."""
+    num_blocks = len(problem.blocks)
+    until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
+    positions = np.arange(num_blocks + 1)
+    firsts, ends = positions[:, None], positions[None, :]
+    sums = np.where(firsts < ends, until[None, :] - until[:, None], np.inf)
+    table = np.repeat(sums[None], problem.schedule.num_stages, axis=0)
+    for block, stage in problem.places:
+        has_block = (firsts <= block) & (block < ends)
+        table[:, has_block] = np.where(np.arange(len(table))[:, None] == stage, table[:, has_block], np.inf)
+        table[stage, ~has_block] = np.inf
+    return table
+
+
+def _transfers(problem: CutProblem) -> Floats:
+    """[stage, first block, end block]: half of the transfers at both ends, none to a stage of the same rank."""
+    num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
+    ranks = [problem.schedule.rank_of(stage) for stage in range(num_stages)]
+    half = np.array([0.0, *problem.cut_seconds[1:], 0.0]) / 2
+    table = np.zeros((num_stages, num_blocks + 1, num_blocks + 1))
+    for stage, (before, after) in enumerate(pairwise(ranks)):
+        if before != after:
+            table[stage] += half[None, :]
+            table[stage + 1] += half[:, None]
+    return table
+
+
+def _why_none_fits(problem: CutProblem, table: Floats, asked: Mapping[tuple[int, int, int], float]) -> str:
+    """Which stage stops the cuts: the last one that was asked and did not fit before no block can be reached."""
+    reached, reachable = np.arange(len(problem.blocks) + 1) == 0, []
+    for stage in table:
+        reached = (reached[:, None] & np.isfinite(stage)).any(axis=0)
+        reachable.append(reached.any())
+    stopped = reachable.index(False)
+    too_large = [(stage, first, end) for (stage, first, end), seconds in asked.items() if np.isinf(seconds)]
+    named = max(stage for stage, _, _ in too_large if stage <= stopped)
+    _, first, end = min((end - first, first, end) for stage, first, end in too_large if stage == named)
+    which = problem.name_of(first) if end == first + 1 else f"{problem.name_of(first)} to {problem.name_of(end - 1)}"
+    return (
+        f"no cut into {len(table)} stages fits into memory: stage {named} does not fit even with {which}. "
+        "Use a longer pipeline axis, smaller micro-batches, a schedule with fewer of them in flight, or another axis "
+        "to split storage."
+    )

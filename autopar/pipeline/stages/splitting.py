@@ -1,0 +1,187 @@
+"""From a program and cut points to one program per pipeline stage, which hand tensors on to each other.
+
+A stage computes its own blocks and, of what depends on no parameter, whatever it needs. Its graph
+
+    takes      parameters, buffers, constants, received tensors, user inputs
+    returns    sent tensors, user outputs, mutations
+
+What a stage after the next one needs is received and sent again. The users' outputs leave from the last stage. A
+parameter, or a value computed from parameters alone (a cast of a tied weight), is never sent: each stage that uses it
+has the parameter. A changed buffer belongs to the one stage whose calls read it and change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import PipelineError
+from autopar.pipeline.stages.blocks import Block, changed_buffers, is_random, writes
+from autopar.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where the parts of a program stand."""
+
+    program: Program
+    stage: dict[fx.Node, int]
+    """The one stage of every call of a block; calls that are absent stand wherever they are needed."""
+    mutations: tuple[int, ...]
+    """The stage of each mutation."""
+    last: int
+
+
+def split(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Program, ...]:
+    """One program per stage; stage i begins with block `starts[i]`.
+
+    Raises PipelineError where a buffer that the forward changes is read on one stage and changed on another.
+    """
+    placed = _placed(program, blocks, starts)
+    stages: list[Program] = []
+    outputs: tuple[object, ...] = program.output[: program.num_outputs]
+    sent: tuple[fx.Node, ...] = ()
+    for stage in reversed(range(len(starts))):
+        made, sent = _stage(placed, stage, sent, outputs if stage == placed.last else ())
+        stages.append(made)
+    assert not sent, f"the first stage receives {sent}"
+    return tuple(reversed(stages))
+
+
+def _placed(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> _Placed:
+    assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < len(blocks), f"no cuts: {starts}"
+    ends = (*starts[1:], len(blocks))
+    stage = {
+        node: number
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for block in blocks[start:end]
+        for node in block.nodes
+    }
+    weights = of_weights_alone(program)
+    readers = _readers(program, stage)
+    mutations: list[int] = []
+    for name, value in zip(program.mutations, _new_values(program), strict=True):
+        found = set(readers.get(program.buffers.get(name, ""), ()))
+        if isinstance(value, fx.Node) and value in stage:
+            found.add(stage[value])
+        if len(found) > 1:
+            raise PipelineError(
+                f"the forward changes the buffer {name}, which stages {', '.join(map(str, sorted(found)))} read or "
+                "write; only one stage can hold it. Put the modules that use it on one stage."
+            )
+        mutations.append(next(iter(found), 0))
+    free = {node: number for node, number in stage.items() if node not in weights}
+    return _Placed(program, free, tuple(mutations), len(starts) - 1)
+
+
+def _readers(program: Program, stage: dict[fx.Node, int]) -> dict[str, set[int]]:
+    """The stages that read each changed buffer, by its placeholder."""
+    placeholders = program.placeholders()
+    return {
+        name: {stage[user] for user in placeholders[name].users if user in stage} for name in changed_buffers(program)
+    }
+
+
+def _new_values(program: Program) -> tuple[object, ...]:
+    return program.output[program.num_outputs :]
+
+
+def of_weights_alone(program: Program) -> frozenset[fx.Node]:
+    """Calls whose inputs are parameters, or computed from parameters alone, without random numbers."""
+    names = set(program.parameters.values())
+    weights = {node for node in program.graph.nodes if node.name in names}
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and weights.issuperset(inputs) and not is_random(node):
+            weights.add(node)
+            found.add(node)
+    return frozenset(found)
+
+
+def _stage(
+    placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]
+) -> tuple[Program, tuple[fx.Node, ...]]:
+    """The program of a stage that must give `sent` and `outputs`, and what it receives for that."""
+    program = placed.program
+    numbers = [number for number, each in enumerate(placed.mutations) if each == stage]
+    mutations = [_new_values(program)[number] for number in numbers]
+    changed = [program.buffers[name] for name in (program.mutations[n] for n in numbers) if name in program.buffers]
+    roots = [value for value in (*sent, *outputs, *mutations) if isinstance(value, fx.Node)]
+    roots += [placeholder for placeholder in program.graph.find_nodes(op="placeholder") if placeholder.name in changed]
+    roots += [node for node, number in placed.stage.items() if number == stage and writes(node)]
+    needed = _needed(placed, stage, roots)
+    received = tuple(node for node in program.graph.nodes if node in needed and _arrives(placed, stage, node))
+    computed = [node for node in program.graph.nodes if node in needed and node not in received]
+    graph = _graph(computed, received, set(program.inputs), (*sent, *outputs, *mutations))
+    taken = {node.name for node in computed if node.op == "placeholder"}
+    made = Program(
+        graph=graph,
+        parameters=_kept(program.parameters, taken),
+        tied={name: first for name, first in program.tied.items() if _placeholder(program, first) in taken},
+        buffers=_kept(program.buffers, taken),
+        constants={name: value for name, value in program.constants.items() if name in taken},
+        inputs=tuple(name if name in taken else None for name in program.inputs),
+        input_values=program.input_values,
+        in_spec=program.in_spec,
+        out_spec=program.out_spec,
+        num_outputs=len(outputs),
+        mutations=tuple(program.mutations[number] for number in numbers),
+        training=program.training,
+        input_names=program.input_names,
+        received=tuple(node.name for node in received),
+        num_sent=len(sent),
+    )
+    return made, received
+
+
+def _graph(
+    nodes: Sequence[fx.Node], received: Sequence[fx.Node], inputs: set[str | None], flat: Sequence[object]
+) -> fx.Graph:
+    """A graph of copies of `nodes`, with placeholders for what is received before those of the user's inputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    calls = [node for node in nodes if node.op == "call_function"]
+    of_user = [node for node in placeholders if node.name in inputs]
+    of_model = [node for node in placeholders if node.name not in inputs]
+    for node in (*of_model, *received, *of_user, *calls):
+        if node in received:
+            copies[node] = graph.create_node("placeholder", node.name, name=node.name)
+            copies[node].meta = {"tensor": node.meta["tensor"], "module": ""}
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+        assert copies[node].name == node.name, f"{node.name} became {copies[node].name}"
+    graph.output(tuple(copies[value] if isinstance(value, fx.Node) else value for value in flat))  # type: ignore[arg-type]
+    graph.lint()
+    return graph
+
+
+def _needed(placed: _Placed, stage: int, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """The roots and everything that the stage computes them from, down to placeholders and received tensors."""
+    needed: set[fx.Node] = set()
+    left = list(roots)
+    while left:
+        node = left.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        assert placed.stage.get(node, 0) <= stage, f"{node} is needed on stage {stage}, before it is computed"
+        if not _arrives(placed, stage, node):
+            left.extend(node.all_input_nodes)
+    return needed
+
+
+def _arrives(placed: _Placed, stage: int, node: fx.Node) -> bool:
+    return placed.stage.get(node, stage) < stage
+
+
+def _kept(names: dict[str, str], placeholders: set[str]) -> dict[str, str]:
+    return {name: placeholder for name, placeholder in names.items() if placeholder in placeholders}
+
+
+def _placeholder(program: Program, name: str) -> str | None:
+    return program.parameters.get(name, program.buffers.get(name))

@@ -1,0 +1,217 @@
+"""The best plan whose memory is within a limit at every moment of a step.
+
+The bytes at one moment are one row of the problem, and the limit on one moment, or on a weighted sum of moments, is a
+condition that every plan within the limit meets: the best choice under it is a lower bound (a surrogate relaxation,
+Glover 1965), and if it is within the limit at every other moment too, it is the best plan. So:
+
+1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
+   solving dear, and may not matter: solve it without. Look where the plan is fullest.
+2. Solve with the limit at that moment. Where the answer is fuller at another moment, that moment joins the row.
+3. When no sum of moments closes in, take the best answer to two harder questions: with the limit on the largest bytes
+   of each choice, and with a tighter limit on the sum. It is within the limit; how far it may be from the best is said.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasibleError
+from autopar.memory.peak import Row, memory_use
+from autopar.planning.formulation import Pins, Statement
+from autopar.plans.plan import MemoryUse
+from autopar.program.recompute_segments import MODES
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.infeasibility import MemoryLimitError
+from autopar.solver.problem import Problem, Solution
+from autopar.solver.solve import solve, solve_narrow
+from autopar.units import format_bytes
+
+MAX_SUMS = 6  # sums of moments that are tried before the largest of them
+MAX_MOMENTS = 24  # moments that the largest is taken over
+SMALL_PROBLEM = 200_000  # pairs of strategies for which the ILP takes a row per moment
+MAX_LIMITS = 8  # limits below the true one that are tried
+
+Modes = Mapping[str, str]
+"""Segment → its mode, "" where it is free to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Choices per decision and segment, what they take, and the proof of how good they are."""
+
+    choices: tuple[int, ...]
+    modes: Mapping[str, str]
+    seconds: float
+    bound: float
+    peak_bytes: int
+    memory: MemoryUse
+    fullest: int
+    """Place of the call whose backward is the fullest moment."""
+    solver: str
+    multiplier: float
+    problem: Problem
+    """The problem on which the bound is proven with the multiplier."""
+
+
+def best_within(
+    statement: Statement, pins: Pins, limit: int | None, modes: Modes | None, solver: str, time_limit: float, gap: float
+) -> Answer:
+    """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
+
+    Where the best could not be proven, the answer's bound is below its seconds, and a RuntimeWarning says so.
+    Raises InfeasibleError where no choice is within the limit at one moment, or none was found at all of them.
+    """
+    search = _Search(statement, pins, solver, time.monotonic() + time_limit, gap)
+    forced = None if modes is None or not all(modes.values()) else modes
+    found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
+    if limit is None or found.peak_bytes <= limit:
+        return found
+    proof, moments = found, Counter({found.fullest: 1})
+    row = Row(tuple(moments.items()))
+    for _ in range(MAX_SUMS):
+        row = Row(tuple(sorted(moments.items())))
+        found = search.solve(row, limit, modes)
+        proof = max(proof, found, key=lambda answer: answer.bound)
+        if found.peak_bytes <= limit:
+            return found
+        moments[found.fullest] += 1
+    exact = search.by_all_rows(set(moments), limit, modes)
+    if exact is not None:
+        return exact
+    candidates = [*search.by_worst_moments(set(moments), limit, modes), *search.by_tighter_limits(row, limit, modes)]
+    if not candidates:
+        raise InfeasibleError(_at_no_moment(limit, len(moments)))
+    best = min(candidates, key=lambda answer: answer.seconds)
+    share = max(best.seconds - proof.bound, 0.0) / best.seconds
+    warnings.warn(
+        f"the plan is within the limit at every moment, but not proven best: at most {share:.2%} of its step could be "
+        "saved.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return replace(
+        best,
+        bound=min(proof.bound, best.seconds),
+        solver=f"{best.solver}, several moments",
+        multiplier=proof.multiplier,
+        problem=proof.problem,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    statement: Statement
+    pins: Pins
+    solver: str
+    deadline: float
+    gap: float
+
+    def solve(self, row: Row | None, limit: int | None, modes: Modes | None) -> Answer:
+        """The best under one row and a limit per moment."""
+        problem = self._problem(row, limit, modes)
+        try:
+            solution = solve(problem, solver=self.solver, time_limit=self._seconds_left, gap=self.gap)  # type: ignore[arg-type]
+        except MemoryLimitError as error:
+            if row is None or limit is None or len(row.weights) == 1:
+                raise
+            # Its bytes are sums over moments, which would say nothing to a reader.
+            raise InfeasibleError(_at_no_moment(limit, len(row.weights))) from error
+        return self._answer(problem, solution, modes)
+
+    def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
+        """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
+        last = len(self.statement.memory.calls) - 1
+        if limit is None or last < 0 or self.solver != "auto":
+            return None
+        problem = self._problem(Row(((last, 1),)), limit, modes)
+        try:
+            solution = solve_narrow(problem, self._seconds_left, self.gap)
+        except MemoryLimitError:
+            return None  # how much is needed, the fullest moment of a plan without a limit says better
+        return None if solution is None else self._answer(problem, solution, modes)
+
+    def _problem(self, row: Row | None, limit: int | None, modes: Modes | None) -> Problem:
+        budget = None if row is None or limit is None else row.total * limit
+        return self.statement.problem(self.pins, row, budget, modes)
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(self.deadline - time.monotonic(), 1.0)
+
+    def _answer(self, problem: Problem, solution: Solution, modes: Modes | None) -> Answer:
+        count = len(self.statement.space.decisions)
+        chosen = {name: MODES[choice] for name, choice in zip(modes or (), solution.choices[count:], strict=True)}
+        choices = solution.choices[:count]
+        peak, use, place = memory_use(self.statement.memory, choices, chosen)
+        certificate = solution.solver, solution.multiplier, problem
+        return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
+
+    def by_all_rows(self, places: set[int], limit: int, modes: Modes | None) -> Answer | None:
+        """The best with a row for every moment, by the ILP; None where the problem is too large for it."""
+        for _ in range(MAX_MOMENTS):
+            problems = [self.statement.problem(self.pins, Row(((p, 1),)), limit, modes) for p in sorted(places)]
+            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
+                return None
+            result = solve_ilp(problems[0], self._seconds_left, rows=problems[1:])
+            if result.status == "infeasible":
+                raise InfeasibleError(_at_no_moment(limit, len(places)))
+            if result.choices is None:
+                return None
+            count = len(self.statement.space.decisions)
+            chosen = {name: MODES[c] for name, c in zip(modes or (), result.choices[count:], strict=True)}
+            choices, seconds = result.choices[:count], problems[0].seconds_of(result.choices)
+            peak, use, place = memory_use(self.statement.memory, choices, chosen)
+            if peak <= limit:
+                bound = min(result.bound, seconds)
+                return Answer(
+                    choices, chosen, seconds, bound, peak, use, place, "ilp, several moments", 0.0, problems[0]
+                )
+            if place in places:
+                return None  # the fullest moment is in the forward, which no row holds
+            places = places | {place}
+        return None
+
+    def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
+        """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""
+        while len(places) <= MAX_MOMENTS:
+            row = Row(tuple((place, 1) for place in sorted(places)), worst=True)
+            try:
+                found = self.solve(row, limit, modes)
+            except InfeasibleError:
+                return []
+            if found.peak_bytes <= limit:
+                return [found]
+            if found.fullest in places:
+                return []  # the fullest moment is in the forward, which no row holds
+            places = places | {found.fullest}
+        return []
+
+    def by_tighter_limits(self, row: Row, limit: int, modes: Modes | None) -> list[Answer]:
+        """Answers under a sum of moments with less than the limit, halving what is taken off it."""
+        found: list[Answer] = []
+        low, high = 0, limit  # the most that was found to be too tight, and the least that was too loose
+        for _ in range(MAX_LIMITS):
+            tighter = (low + high) // 2
+            try:
+                answer = self.solve(row, tighter, modes)
+            except InfeasibleError:
+                low = tighter
+                continue
+            if answer.peak_bytes <= limit:
+                found.append(answer)
+                low = tighter
+            else:
+                high = tighter
+        return found
+
+
+def _at_no_moment(limit: int, num_moments: int) -> str:
+    return (
+        f"no plan was found within {format_bytes(limit)} per device: at each of {num_moments} moments of a step alone, "
+        "and on average over them, some plan is within the limit, but none was found that is at all of them. "
+        "Raise the limit a little, or use more devices."
+    )

@@ -1,0 +1,265 @@
+"""The Plan: every choice, what it is predicted to cost, and for which graph and mesh it was made.
+
+A plan is plain JSON: it is saved, compared and loaded again without solving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autopar.errors import PlanError
+from autopar.plans.repriced import Repriced
+from autopar.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autopar.inspection.verify import Verification
+    from autopar.plans.difference import Difference
+    from autopar.plans.explanation import Explanation
+    from autopar.sharding.annotation import Annotation
+
+FORMAT = 2
+PIPELINE_FORMAT = "pipeline format"
+"""The field that plans of pipelines have in place of "format"."""
+
+
+class Moved(NamedTuple):
+    """One collective of a step: `num_bytes` in NCCL's convention, `seconds` as far as they are not hidden."""
+
+    collective: str
+    axis: str
+    num_bytes: int
+    seconds: float = 0.0
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One decision as the table shows it."""
+
+    name: str
+    kind: str
+    module: str
+    operation: str
+    roles: tuple[str, ...]
+    """Per mesh axis: "data", "column", … , "replicated", "partial", or the factor where it has no role."""
+    layout: str
+    """Layout of the (first) output."""
+    seconds: float
+    """Everything this decision costs in a step: compute, its own collectives, inbound reshards, recomputation."""
+    transfers: tuple[Moved, ...]
+    """Everything that this decision and its inbound reshards move in a step."""
+    forward_seconds: float = 0.0
+    """Compute of the forward alone."""
+    backward_seconds: float = 0.0
+    """Compute of the backward alone, without recomputation."""
+    recompute_seconds: float = 0.0
+    """Compute of the forward that is run again in the backward."""
+    saved_bytes: int = 0
+    """Bytes per device kept from the forward to the backward on account of this decision."""
+    stored_bytes: int = 0
+    """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
+    segment: str = ""
+    """The segment (layer) that the call is recomputed with, whatever its mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Bytes per device that are alive while a row's forward or backward runs."""
+
+    name: str
+    backward: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What fills a device at the peak, and how the live bytes go up and down over a step."""
+
+    parts: Mapping[str, int]
+    """"parameters", "gradients", "optimizer", "activations", "gathered weights", … → bytes at the peak."""
+    timeline: tuple[Instant, ...] = ()
+    """The calls in the order they run, forward and then backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A choice per decision with predictions. `print(plan)` is a table; `save` and `load` keep it as JSON.
+
+    `seconds` is the predicted step, `bound` a proven lower bound of it under the same cost model, `peak_bytes` the
+    predicted memory per device, `traffic` bytes per (collective, axis) and step in NCCL's convention.
+    """
+
+    mesh: Mesh
+    fingerprint: str
+    choices: Mapping[str, str]
+    """Decision → the name of its strategy."""
+    descriptions: Mapping[str, str]
+    """Decision → what it decides on, for the difference between two graphs."""
+    rows: tuple[PlanRow, ...]
+    seconds: float
+    bound: float
+    peak_bytes: int
+    traffic: Mapping[tuple[str, str], int]
+    solver: str
+    memory_limit: int | None = None
+    unruled: Mapping[str, str] | None = None
+    notes: tuple[str, ...] = ()
+    memory: MemoryUse | None = None
+    recompute: Mapping[str, str] = field(default_factory=dict)
+    """Segment → "none", "selective" or "full"; empty where the search had no need of recomputation."""
+    multiplier: float = 0.0
+    """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
+    symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Symbol of the formulas ("batch", "sequence", …) → its value in this plan."""
+    formulas: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What is formulated ("seconds", "all_reduce", …) → sympy expression in the symbols, as text.
+
+    Both follow from the choices; they are made when they are asked for, and when the plan is saved.
+    """
+    context: Any = field(default=None, compare=False, repr=False)
+    """What the plan was made from, as long as it lives in the process that made it; not saved."""
+
+    def __str__(self) -> str:
+        from autopar.report.table import plan_table
+
+        return plan_table(self)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between the plan and the proven bound; 0 means proven optimal."""
+        return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+    def formula(self, name: str) -> Any:
+        """What is formulated under `name` ("seconds", "all_reduce", "all_reduce/tp", …) as a sympy expression.
+
+        Its symbols are positive integers. Raises PlanError with the names there are.
+        """
+        from autopar.formulas.formulas import with_formulas
+        from autopar.formulas.reprice import formula
+
+        return formula(with_formulas(self), name)
+
+    def reprice(self, **values: int) -> Repriced:
+        """The predictions with other values of the plan's symbols (batch=…, sequence=…, dp=…), without a model.
+
+        The choices stay, so that another plan may be better there. Raises PlanError for a symbol that the plan has
+        not, or values that do not divide as it splits them.
+        """
+        from autopar.formulas.formulas import with_formulas
+        from autopar.formulas.reprice import reprice
+
+        return reprice(with_formulas(self), values)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
+        values["rows"] = [asdict(row) for row in self.rows]
+        values["memory"] = None if self.memory is None else asdict(self.memory)
+        values["mesh"] = {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware}
+        values["traffic"] = [[collective, axis, count] for (collective, axis), count in sorted(self.traffic.items())]
+        return json.dumps({"format": FORMAT, **values}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan from JSON text; PlanError where the text is no plan."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan: the text is no JSON ({error}); give what Plan.save wrote.") from error
+        if isinstance(values, dict) and PIPELINE_FORMAT in values:
+            raise PlanError("this is the plan of a pipeline, with a plan per stage; read it with PipelinePlan.load.")
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise PlanError(f"not a plan of format {FORMAT}; give what Plan.save of this version wrote.")
+        try:
+            values["mesh"] = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
+            values["traffic"] = {(collective, axis): count for collective, axis, count in values["traffic"]}
+            values["rows"] = tuple(map(_row, values["rows"]))
+            if values["memory"] is not None:
+                timeline = tuple(Instant(**each) for each in values["memory"]["timeline"])
+                values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
+            values["notes"] = tuple(values["notes"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"not a plan: {error!r}; a field is missing, unknown or malformed: give what Plan.save wrote."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, with its formulas, to a JSON file."""
+        from autopar.formulas.formulas import with_formulas
+
+        Path(path).write_text(with_formulas(self).to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a JSON file."""
+        return cls.from_json(Path(path).read_text())
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one page that a browser opens without a network."""
+        from autopar.report.html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        from autopar.report.trace import trace
+
+        Path(path).write_text(trace(self), encoding="utf-8")
+
+    def explain(self, name: str, alternatives: bool = True) -> Explanation:
+        """Why the decision that a name means is as it is: its cost, the runner-up and what that would cost.
+
+        The name is that of a module, a parameter or an operation, with `*` where it means one alone. `alternatives`
+        plans once more for every other role on every axis. Raises InputError for a name that means none or several.
+        """
+        from autopar.inspection.explain import explain
+
+        return explain(self, self._context("explain"), name, alternatives)
+
+    def diff(self, other: Plan) -> Difference:
+        """What differs from this plan to another one; `print` shows it as tables."""
+        from autopar.plans.difference import difference
+
+        return difference(self, other)
+
+    def what_if(self, *said: str | Annotation, **options: Any) -> Plan:
+        """The plan with something more said about the model, as by `annotate(model, pattern, **options)`.
+
+        >>> plan.what_if("layers.*.mlp.down_proj", tp="row")  # doctest: +SKIP
+        """
+        from autopar.inspection.what_if import annotations_from, what_if
+
+        return what_if(self._context("what_if"), annotations_from(said, options))
+
+    def verify(self) -> Verification:
+        """Check all that the plan claims, without solving; PlanError where a claim does not hold."""
+        from autopar.inspection.verify import verify
+
+        return verify(self, self._context("verify"))
+
+    def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
+        """A loaded plan with its model, so that it can be asked; options as `autopar.plan` had them (see `attach`)."""
+        from autopar.compiler.attach import attach
+
+        return attach(self, model, example_inputs, **options)
+
+    def _context(self, asked: str) -> Any:
+        if self.context is None:
+            raise PlanError(
+                f"plan.{asked} needs the model that the plan is for, and a plan that was loaded does not bring it "
+                "along; call plan.attach(model, example_inputs), with the options it was made with, and ask what that "
+                "returns."
+            )
+        return self.context
+
+
+def _row(values: Mapping[str, Any]) -> PlanRow:
+    transfers = tuple(Moved(*each) for each in values["transfers"])
+    return PlanRow(**{**values, "roles": tuple(values["roles"]), "transfers": transfers})

@@ -1,0 +1,112 @@
+"""Segments, the units of recomputation, and what each mode of recomputation computes again and keeps.
+
+A segment is a contiguous run of calls whose module path begins alike, up to its first number ("model.layers.3").
+
+none        nothing is computed again; what autograd keeps is kept
+selective   contractions (linear, matmul, convolution) are kept; norms, attention and elementwise calls computed again
+full        everything is computed again from the segment's inputs
+
+Results of collectives are kept in every mode: nothing communicates twice. Chen et al. 2016 (full), Korthikanti et al.
+2022 (selective).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.program.program import Program, tensor_inputs
+from autopar.program.saved_tensors import saved_in
+
+MODES = ("none", "selective", "full")
+_PRODUCTS = ("linear", "mm", "matmul", "bmm", "addmm", "baddbmm", "einsum")
+_CONVOLUTIONS = ("convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
+CONTRACTIONS = frozenset((*_PRODUCTS, *_CONVOLUTIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of calls (with their getitems) in the order of the graph; names are unique in a program."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The calls of a segment that run again in the backward, and those whose outputs are kept instead."""
+
+    rerun: frozenset[fx.Node]
+    kept: frozenset[fx.Node]
+
+
+def segments_of(program: Program) -> tuple[Segment, ...]:
+    """Every run of calls with a number in its module path and a gradient somewhere, in the order of the graph."""
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        prefix = prefix_of(str(node.meta.get("module", "")))
+        if runs and runs[-1][0] == prefix:
+            runs[-1][1].append(node)
+        else:
+            runs.append((prefix, [node]))
+    found: list[Segment] = []
+    seen: dict[str, int] = {}
+    for prefix, nodes in runs:
+        if prefix and any(map(_learns, nodes)):
+            seen[prefix] = seen.get(prefix, 0) + 1
+            name = prefix if seen[prefix] == 1 else f"{prefix}#{seen[prefix]}"
+            found.append(Segment(name, tuple(nodes)))
+    return tuple(found)
+
+
+def prefix_of(module: str) -> str:
+    """A module path up to its first number, "" where it has none.
+
+    >>> prefix_of("model.layers.3.mlp.up_proj")
+    'model.layers.3'
+    """
+    parts = module.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def recomputation(program: Program, segment: Segment, mode: str) -> Recomputation:
+    """What a mode runs again and keeps: only what the backward, or something that runs again, asks for."""
+    if mode == "none":
+        return Recomputation(frozenset(), frozenset())
+    saved_by = saved_in(program)
+    needed: set[fx.Node] = set()
+    rerun: set[fx.Node] = set()
+    kept: set[fx.Node] = set()
+    for node in reversed(segment.nodes):
+        if node.target is operator.getitem:
+            if node in needed:
+                rerun.add(node)
+                needed.update(node.all_input_nodes)
+            continue
+        saved, inputs = saved_by[node], tensor_inputs(node)
+        needed.update(inputs[i] for i in saved.inputs)
+        if node not in needed and not saved.outputs and not saved.other_bytes:
+            continue
+        if mode == "selective" and is_contraction(node):
+            kept.add(node)
+        else:
+            rerun.add(node)
+            needed.update(inputs)
+    return Recomputation(frozenset(rerun), frozenset(kept))
+
+
+def is_contraction(node: fx.Node) -> bool:
+    """Whether a call is a matmul or a convolution; attention is not."""
+    name = str(getattr(node.target, "_schema", node.target))
+    return name.split("(")[0].split("::")[-1].split(".")[0] in CONTRACTIONS
+
+
+def _learns(node: fx.Node) -> bool:
+    info = node.meta.get("tensor")
+    infos = info if isinstance(info, tuple) else (info,)
+    return any(each is not None and each.requires_grad for each in infos)

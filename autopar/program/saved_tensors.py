@@ -1,0 +1,179 @@
+"""Which tensors a call keeps for its backward: asked of autograd itself, on tensors without memory.
+
+These are on the meta device. Where the answer depends on the device (which kernel an attention takes), and where the
+call would make tensors of its own, they are fake ones on the CPU, which take five times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from autopar.program.program import Program, TensorInfo, tensor_inputs
+
+Strides = tuple[int, ...]
+
+DEVICE_DECIDES = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+"""Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Positions of the tensor inputs (in the order of `tensor_inputs`) and outputs that the backward needs."""
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    other_bytes: int = 0
+    """Bytes of the whole call's tensors that are neither: the probabilities of a loss, the statistics of a norm."""
+    aliases: frozenset[int] = frozenset()
+    """Outputs that are views of an input."""
+    strides: tuple[Strides, ...] = ()
+    """Of each output."""
+
+
+def saved_with(node: fx.Node, infos: tuple[TensorInfo, ...]) -> Saved:
+    """What the call would keep of other inputs, contiguous ones; RuntimeError where it does not take them."""
+    return _saved(_question(node, infos, (None,) * len(infos)))
+
+
+def saved_in(program: Program) -> Mapping[fx.Node, Saved]:
+    """What each call of a program keeps, its inputs lying in memory as the calls before have left them.
+
+    A view of an input counts as the input.
+    """
+    if "saved" not in program.facts:
+        program.facts["saved"] = _saved_in(program)
+    return program.facts["saved"]
+
+
+def _saved_in(program: Program) -> dict[fx.Node, Saved]:
+    found: dict[fx.Node, Saved] = {}
+    strides: dict[fx.Node, Strides | None] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            parent, position = node.args
+            assert isinstance(parent, fx.Node) and isinstance(position, int)
+            output = sum(info is not None for info in parent.meta["tensor"][:position])
+            strides[node] = found[parent].strides[output]
+            continue
+        inputs = tensor_inputs(node)
+        infos = tuple(each.meta["tensor"] for each in inputs)
+        found[node] = _saved(_question(node, infos, tuple(_unless_contiguous(strides.get(n), n) for n in inputs)))
+        if len(found[node].strides) == 1:
+            strides[node] = found[node].strides[0]
+    return found
+
+
+def _unless_contiguous(strides: Strides | None, node: fx.Node) -> Strides | None:
+    """None where that is what the strides say: most questions are then asked once."""
+    sizes = node.meta["tensor"].shape[:0:-1]
+    return None if strides == tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] else strides
+
+
+def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strides | None, ...]) -> _Question:
+    placeholders = iter(range(len(infos)))
+
+    def position(argument: fx.Node) -> Any:
+        return _Position(next(placeholders)) if argument.meta.get("tensor") is not None else None
+
+    arguments = map_arg((node.args, dict(node.kwargs)), position)
+    return _Question(node.target, infos, strides, arguments, repr(arguments))  # type: ignore[arg-type]
+
+
+def backward_needs(value: fx.Node, saved: Mapping[fx.Node, Saved]) -> bool:
+    """Whether some call keeps a node's value, or a view of it, for its backward."""
+    for user in value.users:
+        if user.op != "call_function" or user.target is operator.getitem:
+            continue
+        if any(argument is value and i in saved[user].inputs for i, argument in enumerate(tensor_inputs(user))):
+            return True
+        if saved[user].aliases and backward_needs(user, saved):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where tensor input `number` stands among the arguments."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A call without its node: hashed by its target, its tensors and the text of its arguments."""
+
+    target: Callable[..., Any]
+    infos: tuple[TensorInfo, ...]
+    strides: tuple[Strides | None, ...]
+    """Of each tensor; None where it is contiguous."""
+    arguments: Any
+    text: str
+
+    @property
+    def _value(self) -> tuple[object, ...]:
+        return (self.target, self.infos, self.strides, self.text)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and self._value == other._value
+
+
+@functools.lru_cache(maxsize=8192)
+def _saved(question: _Question) -> Saved:
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage  # held, so that no other gets its address
+        return tensor
+
+    on_meta = bool(question.infos) and question.target not in DEVICE_DECIDES
+    device = torch.device("meta" if on_meta else "cpu")
+    # enable_grad: planning may run under no_grad, the question is about training.
+    with contextlib.nullcontext() if on_meta else FakeTensorMode(), torch.enable_grad():
+        tensors = [
+            _empty(info, strides, device).requires_grad_(info.requires_grad)
+            for info, strides in zip(question.infos, question.strides, strict=True)
+        ]
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, _Position):
+                return tensors[leaf.number]
+            return device if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(argument, question.arguments)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            results = question.target(*args, **kwargs)
+        outputs = [results] if isinstance(results, torch.Tensor) else [x for x in results if x is not None]
+        entered = {tensor.untyped_storage()._cdata for tensor in tensors}
+        aliases = frozenset(i for i, x in enumerate(outputs) if x.untyped_storage()._cdata in entered)
+        known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)}
+        other = sum(storage.nbytes() for address, storage in kept.items() if address not in known)
+        strides = tuple(tuple(map(int, x.stride())) for x in outputs)
+        return Saved(_among(tensors, kept), _among(outputs, kept), other, aliases, strides)
+
+
+def _empty(info: TensorInfo, strides: Strides | None, device: torch.device) -> torch.Tensor:
+    if strides is None:
+        return torch.empty(info.shape, dtype=info.dtype, device=device)
+    return torch.empty_strided(info.shape, strides, dtype=info.dtype, device=device)
+
+
+def _among(tensors: list[torch.Tensor], kept: Mapping[int, object]) -> frozenset[int]:
+    return frozenset(i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata in kept)

@@ -1,0 +1,191 @@
+"""When each stage of a pipeline runs: the predicted step as a trace and as a page with a Gantt chart.
+
+A track (a lane) per rank; a slice per computation, named by its kind and micro-batch ("F3"):
+
+    F       forward                   I    gradient of the input
+    B       whole backward            W    gradient of the weights
+    once    what a stage does once a step
+
+Colours tell kinds apart, lighter ones the later stages of a rank. Where nothing is drawn the rank waits: the bubble.
+Trace: Trace Event Format, as in `trace`; times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.schedules.simulation import Slice
+from autopar.report.html import TEMPLATE as PLAN_TEMPLATE
+from autopar.report.html import html_table, memory_section, time_section
+from autopar.report.pipeline_table import HEADERS, facts, stage_rows
+from autopar.units import format_bytes, format_seconds
+
+TEMPLATE = Path(__file__).with_name("pipeline.html")
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradient of the input",
+    "W": "backward, gradient of the weights",
+    "once": "once a step",
+}
+TRACE_COLOURS = {"F": "rail_response", "B": "rail_animation", "I": "good", "W": "yellow", "once": "grey"}
+"""Names of colours that chrome://tracing has."""
+PROCESS = 1
+MICROSECONDS = 1e6
+WIDTH, LANE, GAP, LEFT, BOTTOM = 1000, 26, 6, 60, 22  # of the chart, in its own units
+NUM_TICKS = 6
+LETTER_WIDTH = 6.0  # of a slice's label
+LIGHTEST = 0.5  # opacity of the last stage of a rank
+
+Event = dict[str, Any]
+
+
+def trace(plan: PipelinePlan) -> str:
+    """The predicted step as JSON text that Perfetto and chrome://tracing open."""
+    events: list[Event] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
+    for rank in range(plan.schedule.num_ranks):
+        stages = ", ".join(str(stage) for stage in plan.schedule.stages_of(rank))
+        name = {"name": f"rank {rank} (stage {stages})"}
+        events.append({"ph": "M", "pid": PROCESS, "tid": rank, "name": "thread_name", "args": name})
+        events.append(
+            {"ph": "M", "pid": PROCESS, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        )
+    events += [_event(plan, each) for each in plan.timeline.slices if each.end > each.start]
+    about = {
+        "mesh": str(plan.mesh),
+        "hardware": plan.mesh.hardware,
+        "schedule": plan.schedule.name,
+        "predicted seconds": plan.seconds,
+        "bubble": plan.bubble,
+    }
+    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":"))
+
+
+def _event(plan: PipelinePlan, each: Slice) -> Event:
+    args = {"stage": each.stage, "microbatch": each.microbatch, "blocks": plan.stages[each.stage].range}
+    return {
+        "ph": "X",
+        "pid": PROCESS,
+        "tid": each.rank,
+        "name": _label(each),
+        "cat": KINDS[each.kind],
+        "cname": TRACE_COLOURS[each.kind],
+        "ts": each.start * MICROSECONDS,
+        "dur": (each.end - each.start) * MICROSECONDS,
+        "args": args,
+    }
+
+
+def _label(each: Slice) -> str:
+    return each.kind if each.microbatch is None else f"{each.kind}{each.microbatch}"
+
+
+def page(plan: PipelinePlan) -> str:
+    """The whole page as HTML text."""
+    style = re.search(r"<style>.*?</style>", PLAN_TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)
+    assert style is not None, f"no style in {PLAN_TEMPLATE.name}"
+    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    parts = {
+        "title": f"Pipeline plan for {escape(str(plan.mesh))}",
+        "style": style.group(),
+        "header": "".join(f"<div><dt>{fact.name}</dt><dd>{escape(fact.text)}</dd></div>" for fact in facts(plan)),
+        "words": escape(_words(plan)),
+        "legend": _legend(plan),
+        "gantt": gantt(plan),
+        "stages": html_table(HEADERS, _stage_cells(plan), numbers=_numbers()),
+        "details": "".join(map(_details, plan.stages)),
+        "notes": f'<section id="notes"><h2>Notes</h2><ul>{notes}</ul></section>' if notes else "",
+    }
+    # One pass, so that nothing of the plan is taken for a placeholder.
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], template)
+
+
+def gantt(plan: PipelinePlan) -> str:
+    """The chart as SVG: a lane per rank, a rectangle per slice, times below."""
+    ranks = range(plan.schedule.num_ranks)
+    bottom = len(ranks) * (LANE + GAP)
+    scale = (WIDTH - LEFT) / plan.seconds if plan.seconds else 0.0
+    shapes = [_tick(plan, number, bottom) for number in range(NUM_TICKS)]
+    for rank in ranks:
+        y = rank * (LANE + GAP)
+        title = f"<title>rank {rank} waits for {plan.idle(rank):.1%} of the step</title>"
+        shapes.append(f'<text x="4" y="{y + LANE / 2 + 4:.1f}">rank {rank}</text>')
+        shapes.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDTH - LEFT}" height="{LANE}">{title}</rect>')
+    shapes += [_slice(plan, each, scale) for each in plan.timeline.slices if each.end > each.start]
+    box = f'viewBox="0 0 {WIDTH} {bottom + BOTTOM}"'
+    return f'<svg class="gantt" {box} role="img" aria-label="{escape(_words(plan))}">{"".join(shapes)}</svg>'
+
+
+def _tick(plan: PipelinePlan, number: int, bottom: int) -> str:
+    share = number / (NUM_TICKS - 1)
+    x, last = LEFT + share * (WIDTH - LEFT), number == NUM_TICKS - 1
+    anchor = "end" if last else "middle"
+    text = f'<text class="tick" x="{x:.1f}" y="{bottom + 14}" text-anchor="{anchor}">'
+    line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>'
+    return f"{line}{text}{format_seconds(share * plan.seconds)}</text>"
+
+
+def _slice(plan: PipelinePlan, each: Slice, scale: float) -> str:
+    """A rectangle with its label, where that fits, and what it is as a tooltip."""
+    stages = plan.schedule.stages_of(each.rank)
+    place = stages.index(each.stage)
+    opacity = 1 - (1 - LIGHTEST) * place / max(len(stages) - 1, 1)
+    x, width = LEFT + each.start * scale, (each.end - each.start) * scale
+    y, label = each.rank * (LANE + GAP), _label(each)
+    of = "" if each.microbatch is None else f" of micro-batch {each.microbatch}"
+    title = (
+        f"{label}: {KINDS[each.kind]}{of} on stage {each.stage} ({plan.stages[each.stage].range}), rank {each.rank}, "
+        f"{format_seconds(each.start)} to {format_seconds(each.end)}"
+    )
+    text = ""
+    if width >= LETTER_WIDTH * len(label):
+        text = f'<text x="{x + width / 2:.1f}" y="{y + LANE / 2 + 3:.1f}">{label}</text>'
+    light = " light" if place else ""
+    shape = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill-opacity="{opacity:.2f}"/>'
+    return f'<g class="slice {each.kind}{light}"><title>{escape(title)}</title>{shape}{text}</g>'
+
+
+def _words(plan: PipelinePlan) -> str:
+    return (
+        f"{plan.microbatches} micro-batches in {format_seconds(plan.seconds)}, over {plan.schedule.num_ranks} ranks; "
+        f"the ranks wait for {plan.bubble:.1%} of it, the bubble"
+    )
+
+
+def _legend(plan: PipelinePlan) -> str:
+    """A key per kind that occurs."""
+    there = {each.kind for each in plan.timeline.slices}
+    found = []
+    for kind, name in KINDS.items():
+        if kind in there:
+            key = '<svg class="key" viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10"/></svg>'
+            found.append(f'<span class="{kind}">{key}{kind}: {name}</span>')
+    lighter = "<span>lighter: later stages of a rank</span>" if plan.schedule.chunks > 1 else ""
+    return "".join(found) + lighter
+
+
+def _stage_cells(plan: PipelinePlan) -> list[list[str]]:
+    return [[escape(cell) for cell in row] for row in stage_rows(plan)]
+
+
+def _numbers() -> list[int]:
+    """The columns of numbers."""
+    return [column for column, name in enumerate(HEADERS) if name != "blocks"]
+
+
+def _details(stage: StagePlan) -> str:
+    """Memory and time of a stage's own plan, folded."""
+    peak = format_bytes(stage.plan.peak_bytes)
+    title = f"Stage {stage.number}: {escape(stage.range)}, {peak} per device"
+    inside = (
+        f"<h3>Memory of a device</h3>{memory_section(stage.plan)}"
+        f"<h3>Time of one micro-batch, and of what is done once</h3>"
+        f'<div class="columns">{time_section(stage.plan)}</div>'
+    )
+    return f"<section><details><summary>{title}</summary>{inside}</details></section>"

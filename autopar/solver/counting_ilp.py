@@ -1,0 +1,204 @@
+"""How often each choice is made: the ILP over the steps of an elimination, in which equal layers are one.
+
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`eliminate`). Which of them takes which
+choice makes no difference, so it is enough to count. With y_s(b) the number of buckets of step s that take the choices
+b of their bag, and x the part of b that is the bag's neighbours:
+
+    min   Σ seconds_s(b) y_s(b)
+    s.t.  Σ_{b at a root} y_s(b) = number of roots of step s
+          Σ_{b with x} y_c(b) = Σ_{parents s, b that give x} y_s(b)            for each child step c and each x
+          Σ bytes_s(b) y_s(b) ≤ budget
+
+What is below a bucket depends on its neighbours' choices alone, so any numbers that fulfil this can be handed down from
+the roots. Choices whose excess at the price of memory is above what the limit leaves have no variable (`marginals`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
+from autopar.solver.min_marginals import excesses
+from autopar.solver.problem import Problem
+
+MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
+MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
+MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
+
+
+class TooManyChoicesError(Exception):
+    """What is left of a problem is too wide to be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The choices found (None: none), and a bound: no choices cost less than that, or than the limit."""
+
+    choices: tuple[int, ...] | None
+    bound: float
+    is_proven: bool
+
+
+@dataclass(slots=True)
+class _StepVariables:
+    """The choices of a step's bag that may be taken, a row each, with a variable that counts them."""
+
+    entries: np.ndarray
+    seconds: np.ndarray
+    num_bytes: np.ndarray
+    variables: list[cp_model.IntVar]
+
+
+def best_counts(problem: Problem, multiplier: float, limit: float, tolerance: float, time_limit: float) -> Counted:
+    """The choices of least seconds within the budget, if they cost no more than `limit` seconds, up to `tolerance`.
+
+    `multiplier` is a price of memory; the nearer to the best, the fewer variables. Raises TooManyChoicesError.
+    """
+    return _Counting(problem, multiplier, limit).solve(tolerance, time_limit)
+
+
+class _Counting:
+    def __init__(self, problem: Problem, multiplier: float, limit: float) -> None:
+        self.problem = problem
+        tables = Tables(problem)
+        orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
+        self.elimination: Elimination = min(orders, key=lambda each: each.work)
+        if self.elimination.largest > MAX_ENTRIES:
+            raise TooManyChoicesError
+        self.weighted = evaluate(self.elimination, tables.weighted(multiplier))
+        self.pairs = tables.pairs()
+        self.limit = limit
+        roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
+        least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
+        budget = problem.budget or 0
+        scale = abs(least) + multiplier * budget + abs(limit)
+        # Reduced costs carry the rounding of long sums; a choice too many does no harm.
+        self.margin = limit - (least - multiplier * budget) + 1e-12 * scale
+        self.roots = Counter(roots)
+        self.occurrences = Counter(bucket.step for bucket in self.elimination.buckets)
+        self.outside = self._least_outside()
+        self.model = cp_model.CpModel()
+        self.steps: list[_StepVariables] = []
+
+    def _least_outside(self) -> list[np.ndarray]:
+        """For each step and its neighbours' choices, the least that the rest costs above its optimum, in any bucket."""
+        found = excesses(self.problem, self.elimination, self.weighted).of_message
+        least: dict[int, np.ndarray] = {}
+        for bucket, outside in zip(self.elimination.buckets, found, strict=True):
+            least[bucket.step] = np.minimum(least[bucket.step], outside) if bucket.step in least else outside
+        return [least[step] for step in range(len(self.elimination.steps))]
+
+    def solve(self, tolerance: float, time_limit: float) -> Counted:
+        if self.margin < 0 or not self._state():
+            return Counted(None, self.limit, True)
+        constant, unit = self._minimise(tolerance)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.linearization_level = 2
+        solver.parameters.random_seed = 0
+        solver.parameters.max_time_in_seconds = max(time_limit, 0.0)
+        solver.parameters.relative_gap_limit = 0.0
+        solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
+        status = solver.solve(self.model)
+        assert status != cp_model.MODEL_INVALID, self.model.validate()
+        if status == cp_model.INFEASIBLE:
+            return Counted(None, self.limit, True)
+        if status == cp_model.UNKNOWN:
+            return Counted(None, -math.inf, False)
+        bound = min(constant + solver.best_objective_bound * unit, self.limit)
+        return Counted(self._handed_out(solver), bound, status == cp_model.OPTIMAL)
+
+    def _state(self) -> bool:
+        """Make the variables and say how they hang together; False where nothing is left for some bucket."""
+        for step in range(len(self.elimination.steps)):
+            entries = self._allowed(step)
+            if not len(entries):
+                return False
+            most = self.occurrences[step]
+            variables = [self.model.new_int_var(0, most, "") for _ in range(len(entries))]
+            seconds, num_bytes = self._own(step, entries)
+            self.steps.append(_StepVariables(entries, seconds, num_bytes, variables))
+        if sum(len(each.variables) for each in self.steps) > MAX_VARIABLES:
+            raise TooManyChoicesError
+        for step, count in self.roots.items():
+            self.model.add(cp_model.LinearExpr.sum(self.steps[step].variables) == count)
+        for step, asked in self._asked().items():
+            given: dict[tuple[int, ...], list[cp_model.IntVar]] = defaultdict(list)
+            for entry, variable in zip(self.steps[step].entries.tolist(), self.steps[step].variables, strict=True):
+                given[tuple(entry[1:])].append(variable)
+            for around in given.keys() | asked.keys():
+                taken = cp_model.LinearExpr.sum(given.get(around, []))
+                self.model.add(taken == cp_model.LinearExpr.sum(asked.get(around, [])))
+        return True
+
+    def _allowed(self, step: int) -> np.ndarray:
+        """The choices of a bag that some solution below the limit may take, a row each."""
+        message = self.weighted[self.elimination.num_tables + step]
+        base = np.where(np.isfinite(message), message, 0.0)
+        whole = bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
+        return np.argwhere(whole <= self.margin)
+
+    def _own(self, step: int, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and bytes of the problem's own tables in a step."""
+        seconds, num_bytes = np.zeros(len(entries)), np.zeros(len(entries), dtype=np.int64)
+        for table, axes in self.elimination.steps[step].inputs:
+            if table < self.elimination.num_tables:
+                index = tuple(entries[:, axis] for axis in axes)
+                seconds += self.pairs[table][0][index]
+                held = self.pairs[table][1]
+                num_bytes += 0 if held is None else held[index]
+        return seconds, num_bytes
+
+    def _asked(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
+        """Child step → its neighbours' choices → the variables of parents that give them, as often as they do."""
+        asked: dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]] = {}
+        for parent, step in enumerate(self.elimination.steps):
+            for table, axes in step.inputs:
+                if table < self.elimination.num_tables:
+                    continue
+                of_child = asked.setdefault(table - self.elimination.num_tables, defaultdict(list))
+                places = self.steps[parent].entries[:, list(axes)].tolist()
+                for around, variable in zip(places, self.steps[parent].variables, strict=True):
+                    of_child[tuple(around)].append(variable)
+        return asked
+
+    def _minimise(self, tolerance: float) -> tuple[float, float]:
+        """Set the objective and the limits; returns what every solution costs, and the unit of the rest, in seconds."""
+        num_buckets = len(self.elimination.buckets)
+        unit = max(tolerance, MIN_TOLERANCE * abs(self.limit)) / (4 * num_buckets) or 1.0
+        constant, constant_bytes = 0.0, 0
+        costs: list[int] = []
+        held: list[int] = []
+        variables: list[cp_model.IntVar] = []
+        for step, each in enumerate(self.steps):
+            least, least_bytes = float(each.seconds.min()), int(each.num_bytes.min())
+            constant += least * self.occurrences[step]
+            constant_bytes += least_bytes * self.occurrences[step]
+            # Rounded down, so that the bound holds for the true seconds too.
+            costs += np.floor((each.seconds - least) / unit).astype(np.int64).tolist()
+            held += (each.num_bytes - least_bytes).tolist()
+            variables += each.variables
+        self.model.minimize(cp_model.LinearExpr.weighted_sum(variables, costs))
+        if self.problem.budget is not None:
+            common = math.gcd(*held) or 1
+            whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in held])
+            self.model.add(whole <= (self.problem.budget - constant_bytes) // common)
+        return constant, unit
+
+    def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+        """A choice per node: each bucket takes one of those that are counted for its neighbours' choices."""
+        left: list[dict[tuple[int, ...], list[int]]] = []
+        for each in self.steps:
+            of_step: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for entry, variable in zip(each.entries.tolist(), each.variables, strict=True):
+                of_step[tuple(entry[1:])] += [entry[0]] * solver.value(variable)
+            left.append(of_step)
+        chosen: dict[int, int] = {}
+        for bucket in reversed(self.elimination.buckets):
+            chosen[bucket.bag[0]] = left[bucket.step][tuple(chosen[member] for member in bucket.bag[1:])].pop()
+        return tuple(chosen[node] for node in range(len(chosen)))

@@ -1,0 +1,335 @@
+"""Min-plus variable elimination: the exact optimum of a problem without a memory row, in time exponential in treewidth.
+
+Nodes are eliminated one after the other. Eliminating v collects the tables that mention v (its *bucket*), adds them
+up and minimises over v. The result is a table over v's remaining neighbours, the *message*, which falls into a later
+bucket:
+
+    message_v(neighbours) = min_v Σ tables of bucket v            (Dechter, Bucket Elimination, 1999)
+
+Models repeat their layers, so most buckets compute the same message. Which ones is known before any number is: equal
+inputs in equal places. Such a computation is one `Step`, done once per evaluation however many buckets share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Floats, Integers, Problem, only_bytes
+
+MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
+MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
+LARGE = 1 << 62
+CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
+BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
+CROWDED = 10  # neighbours of a node whose fill is not counted
+SMALL = 1 << 14  # entries of a bag that is built whole
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Add tables up over a bag (the eliminated node on axis 0) of these sizes, and minimise over axis 0."""
+
+    sizes: tuple[int, ...]
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]
+    """(number of a table, the bag's axis of each of its dims), smallest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The elimination of the first node of `bag`; its message is over the others."""
+
+    bag: tuple[int, ...]
+    step: int
+    edges: tuple[int, ...]
+    """Edges of the problem (by position) whose table lies in this bucket."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elimination:
+    """An order of elimination, compiled: the distinct steps, and the buckets that use them, first eliminated first."""
+
+    steps: tuple[Step, ...]
+    buckets: tuple[Bucket, ...]
+    num_tables: int
+    """Tables of the problem itself; the message of step i is table num_tables + i."""
+
+    @property
+    def work(self) -> int:
+        """Entries computed by one evaluation."""
+        return sum(math.prod(step.sizes) for step in self.steps)
+
+    @property
+    def unshared_work(self) -> int:
+        """Entries of all buckets, as when every one of them is computed by itself."""
+        return sum(math.prod(self.steps[bucket.step].sizes) for bucket in self.buckets)
+
+    @property
+    def largest(self) -> int:
+        """Entries of the largest bucket."""
+        return max((math.prod(step.sizes) for step in self.steps), default=0)
+
+
+class Tables:
+    """The distinct tables of a problem: equal menus and equal edges are one table, whatever node they belong to."""
+
+    def __init__(self, problem: Problem) -> None:
+        numbers: dict[object, int] = {}
+        by_object: dict[tuple[int, int, bool], int] = {}  # the problem holds the arrays: an id names one of them
+        content = _ContentKeys()
+        self._menus: list[tuple[Floats, Integers]] = []
+        self._matrices: list[tuple[Floats, Integers | None]] = []
+        self.of_node: list[int] = []
+        self.of_edge: list[int] = []
+        for node in problem.nodes:
+            objects = id(node.seconds), id(node.num_bytes), False
+            if objects not in by_object:
+                key = (content.key(node.seconds), content.key(node.num_bytes))
+                if key not in numbers:
+                    numbers[key] = len(self._menus)
+                    self._menus.append((node.seconds, node.num_bytes))
+                by_object[objects] = numbers[key]
+            self.of_node.append(by_object[objects])
+        by_object.clear()
+        for edge in problem.edges:
+            objects = id(edge.seconds), id(edge.num_bytes), edge.is_loop
+            if objects not in by_object:
+                # An edge from a node to itself is chosen on its diagonal.
+                by_bytes = None if edge.num_bytes is None else content.key(edge.num_bytes)
+                edge_key = (content.key(edge.seconds), by_bytes, edge.is_loop)
+                if edge_key not in numbers:
+                    numbers[edge_key] = len(self._menus) + len(self._matrices)
+                    arrays = edge.seconds, edge.num_bytes
+                    self._matrices.append(tuple(map(_diagonal, arrays)) if edge.is_loop else arrays)  # type: ignore[arg-type]
+                by_object[objects] = numbers[edge_key]
+            self.of_edge.append(by_object[objects])
+
+    def __len__(self) -> int:
+        return len(self._menus) + len(self._matrices)
+
+    def pairs(self) -> list[tuple[Floats, Integers | None]]:
+        """Seconds and bytes of every table; None: no bytes."""
+        return [*self._menus, *self._matrices]
+
+    def weighted(self, multiplier: float) -> list[Floats]:
+        """The tables of `seconds + multiplier * bytes`."""
+        return [
+            seconds if num_bytes is None or multiplier == 0 else seconds + multiplier * num_bytes
+            for seconds, num_bytes in self.pairs()
+        ]
+
+    def bytes_only(self) -> list[Floats]:
+        """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
+        return [only_bytes(seconds, num_bytes) for seconds, num_bytes in self.pairs()]
+
+
+def _diagonal(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else np.diagonal(array)
+
+
+def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_growth: bool = False) -> Elimination:
+    """Choose an order and find the steps its buckets share; computes no table.
+
+    `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
+    eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
+    """
+    return _compiled(problem, tables, _order(problem, balanced, by_growth)[0])
+
+
+def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
+    sizes = [node.num_strategies for node in problem.nodes]
+    position = {node: place for place, node in enumerate(order)}
+    factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
+    edges: list[list[int]] = [[] for _ in order]
+    for node, table in enumerate(tables.of_node):
+        factors[position[node]].append((table, (node,)))
+    for number, (edge, table) in enumerate(zip(problem.edges, tables.of_edge, strict=True)):
+        place = min(position[end] for end in edge.ends)
+        edges[place].append(number)
+        factors[place].append((table, edge.ends[:1] if edge.is_loop else edge.ends))
+    steps: dict[Step, int] = {}
+    buckets: list[Bucket] = []
+    for place, node in enumerate(order):
+        # Axes in order of first mention: equal buckets of different layers then get equal steps.
+        bag = tuple(dict.fromkeys((node, *itertools.chain.from_iterable(scope for _, scope in factors[place]))))
+        axis = {member: number for number, member in enumerate(bag)}
+        inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors[place]]
+        inputs.sort(key=lambda entry: math.prod(sizes[bag[a]] for a in entry[1]))
+        step = Step(tuple(sizes[member] for member in bag), tuple(inputs))
+        number = steps.setdefault(step, len(steps))
+        buckets.append(Bucket(bag, number, tuple(edges[place])))
+        if len(bag) > 1:
+            factors[min(position[member] for member in bag[1:])].append((len(tables) + number, bag[1:]))
+    return Elimination(tuple(steps), tuple(buckets), len(tables))
+
+
+def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
+    """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
+    found: list[Elimination] = []
+    for balanced, by_growth in ((True, False), (False, False), (False, True)):
+        order, largest = _order(problem, balanced, by_growth)
+        if largest > MAX_TABLE:
+            continue
+        found.append(_compiled(problem, tables, order))
+        if found[-1].work <= CHEAP_WORK:
+            return found[-1]
+    return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)
+
+
+def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
+    """The given tables followed by the message of every step."""
+    found = list(tables)
+    for step in elimination.steps:
+        found.append(_message(step, found))
+    return found
+
+
+def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
+    """The least sum, from the tables that `evaluate` returned; inf if everything is forbidden."""
+    roots = (bucket for bucket in elimination.buckets if len(bucket.bag) == 1)
+    return sum(float(tables[elimination.num_tables + bucket.step]) for bucket in roots)
+
+
+def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int, ...]:
+    """A choice per node that attains the optimum, from the tables of `evaluate`; the first index among equals."""
+    chosen = [0] * len(elimination.buckets)
+    best: dict[tuple[int, ...], int] = {}  # of a step, where its neighbours are chosen: equal layers choose alike
+    for bucket in reversed(elimination.buckets):
+        node, *neighbours = bucket.bag
+        given = (bucket.step, *[chosen[other] for other in neighbours])
+        if given not in best:
+            row: Floats | float = 0.0
+            for table, axes in elimination.steps[bucket.step].inputs:
+                row = row + tables[table][tuple(given[axis] if axis else slice(None) for axis in axes)]
+            best[given] = int(np.argmin(row))
+        chosen[node] = best[given]
+    return tuple(chosen)
+
+
+def bag_sum(step: Step, tables: Sequence[Floats], out: Floats | None = None) -> Floats:
+    """All tables of a step added up over its bag, in the memory of `out` (one dim) if given."""
+    if out is None:
+        out = np.empty(math.prod(step.sizes))
+    total = out[: math.prod(step.sizes)].reshape(step.sizes)
+    return _add_into(total, _partial_sums(step, tables))
+
+
+def _message(step: Step, tables: Sequence[Floats]) -> Floats:
+    """The minimum over the bag's first axis, without building the whole bag where it is large."""
+    if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
+        return np.asarray(bag_sum(step, tables).min(axis=0))
+    parts = _partial_sums(step, tables)
+    found = np.empty(step.sizes[1:])
+    height = max(1, BLOCK * len(found) // found.size)
+    buffer = np.empty((min(height, len(found)), *found.shape[1:]))
+    for start in range(0, len(found), height):
+        rows = slice(start, start + height)
+        block = found[rows]
+        cut = [part[:, rows] if part.shape[1] > 1 else part for part in parts]
+        _add_into(block, [part[0] for part in cut])
+        for choice in range(1, step.sizes[0]):
+            row = _add_into(buffer[: len(block)], [part[choice if len(part) > 1 else 0] for part in cut])
+            np.minimum(block, row, out=block)
+    return found
+
+
+def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
+    """Add broadcast parts up in place."""
+    if len(parts) == 1:
+        total[...] = parts[0]
+        return total
+    np.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
+    """The tables of a step, broadcast to its bag, added up as far as that leaves them smaller than the bag."""
+    whole = math.prod(step.sizes)
+    parts: list[Floats] = []
+    for number, axes in step.inputs:
+        table = tables[number].transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        table = table.reshape([step.sizes[axis] if axis in axes else 1 for axis in range(len(step.sizes))])
+        for place, part in enumerate(parts):
+            if math.prod(map(max, part.shape, table.shape)) < whole or table.shape == part.shape:
+                parts[place] = part + table
+                break
+        else:
+            parts.append(table)
+    return parts
+
+
+def _order(problem: Problem, balanced: bool, by_growth: bool = False) -> tuple[list[int], int]:
+    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position.
+
+    Also the entries of the largest bucket.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    around: list[set[int]] = [set() for _ in sizes]
+    for edge in problem.edges:
+        for one, other in itertools.permutations(edge.ends, 2):
+            if one != other:
+                around[one].add(other)
+    depth = [0] * len(sizes)
+
+    def priority(node: int) -> tuple[int, ...]:
+        table = sizes[node] * math.prod([sizes[other] for other in around[node]])
+        if by_growth:
+            message = math.prod(sizes[other] for other in around[node])
+            pairs = sum(sizes[node] * sizes[other] for other in around[node])
+            return (message - pairs if len(around[node]) > 1 else -LARGE, table, depth[node], node)
+        fill = 0
+        if len(around[node]) > CROWDED:
+            fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
+        elif len(around[node]) > 2:
+            fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
+        return (fill, depth[node], table, node) if balanced else (fill, table, depth[node], node)
+
+    current = {node: priority(node) for node in range(len(sizes))}
+    heap = list(current.values())
+    heapq.heapify(heap)
+    order: list[int] = []
+    largest = 0
+    while heap:
+        entry = heapq.heappop(heap)
+        node = entry[-1]
+        if current.get(node) != entry:
+            continue
+        del current[node]
+        order.append(node)
+        neighbours = around[node]
+        largest = max(largest, sizes[node] * math.prod([sizes[other] for other in neighbours]))
+        changed = set(neighbours)
+        for one in neighbours:
+            around[one].discard(node)
+            depth[one] = max(depth[one], depth[node] + 1)
+        for one, other in itertools.combinations(sorted(neighbours), 2):
+            if other not in around[one]:
+                around[one].add(other)
+                around[other].add(one)
+                changed |= around[one] & around[other]
+        for other in changed:
+            current[other] = priority(other)
+            heapq.heappush(heap, current[other])
+    return order, largest
+
+
+class _ContentKeys:
+    """Keys of arrays by content, computed once per object."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, tuple[object, tuple[object, ...]]] = {}
+
+    def key(self, array: np.ndarray) -> tuple[object, ...]:
+        if id(array) not in self._by_object:
+            digest = hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).digest()
+            # The array is kept with its key: an id means something only while the object lives.
+            self._by_object[id(array)] = (array, (array.shape, array.dtype.str, digest))
+        return self._by_object[id(array)][1]

@@ -1,0 +1,122 @@
+"""Why nothing fits the memory limit: a minimal set of pinned nodes that is too large, and what each pin costs in bytes.
+
+QuickXplain as in `conflict`, over the pinned nodes (those with a forbidden strategy), with the oracle
+
+    B(P) = min bytes(x)  over choices x that keep to the pins P        P conflicts with the limit if B(P) > limit
+
+The set is minimal: with only its pins in force, freeing any one of them makes room. What is told about a pin is what it
+is worth with all the others in force, B(all pins but this one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver.conflict import ORACLE_SECONDS, conflicting_nodes, freed, minimal_conflict
+from autopar.solver.hub_relaxation import lower_bound
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.problem import Problem
+from autopar.solver.pruning import prune
+from autopar.units import format_bytes
+
+MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal
+MAX_NAMED = 6  # pins whose worth is worked out
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Nodes (by position) whose pins cannot all hold, and what freeing each of them gives."""
+
+    nodes: tuple[int, ...]
+    """Empty: the memory limit is too low even without any pin, or the edges contradict each other."""
+    needs_memory: bool
+    """Whether the pins hold together but for the memory limit."""
+    least_bytes: int | None
+    """Least bytes with all pins in force; None where they contradict each other."""
+    least_without: Mapping[int, int | None]
+    """Node → least bytes with all pins but its own, for the first few; None where the others still contradict."""
+    is_minimal: bool = True
+
+    def frees(self, budget: int | None) -> tuple[int, ...]:
+        """Nodes of which freeing one alone is enough."""
+        fits = ((node, least) for node, least in self.least_without.items() if least is not None)
+        return tuple(node for node, least in fits if budget is None or least <= budget)
+
+
+class MemoryLimitError(InfeasibleError):
+    """No choice fits the memory limit. Why is worked out when first asked: a search that tries limits never asks."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    @cached_property
+    def conflict(self) -> Conflict:
+        return find_conflict(self.problem)
+
+    def __str__(self) -> str:
+        return describe_shortage(self.problem, self.conflict)
+
+
+def find_conflict(problem: Problem) -> Conflict:
+    """The conflict of an infeasible problem, with the memory limit where the pins alone can hold."""
+    pinned = tuple(i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all())
+    least = least_bytes(problem)
+    if least == math.inf:
+        nodes = conflicting_nodes(problem)
+        return Conflict(nodes, False, None, _least_without(problem, pinned, nodes))
+    budget, num_questions = problem.budget, 0
+    assert budget is not None and least > budget, "a feasible problem has no conflict"
+
+    def conflicts(kept: Sequence[int]) -> bool:
+        nonlocal num_questions
+        num_questions += 1
+        # Without an answer the suspects stay, which leaves the set a conflict.
+        return num_questions <= MAX_QUESTIONS and least_bytes(freed(problem, kept)) > budget
+
+    nodes = tuple(sorted(minimal_conflict(conflicts, (), True, pinned)))
+    is_minimal = num_questions <= MAX_QUESTIONS
+    return Conflict(nodes, True, round(least), _least_without(problem, pinned, nodes), is_minimal)
+
+
+def describe_shortage(problem: Problem, found: Conflict) -> str:
+    """A conflict with the memory limit as an error message for the user."""
+    assert problem.budget is not None and found.least_bytes is not None
+    start = (
+        f"the memory limit is {format_bytes(problem.budget)} ({problem.budget} bytes) per device, but every choice "
+        f"needs at least {format_bytes(found.least_bytes)} ({found.least_bytes} bytes)"
+    )
+    if not found.nodes:
+        return f"{start}, whatever is pinned. Raise the limit, or use more devices."
+    worth = [
+        f"without the pin on {problem.nodes[node].name!r} the least is {format_bytes(least)}"
+        for node, least in found.least_without.items()
+        if least is not None
+    ]
+    more = f" ({len(found.nodes) - len(worth)} more pins take part)" if len(found.nodes) > len(worth) else ""
+    return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
+
+
+def least_bytes(problem: Problem) -> float:
+    """A lower bound on the bytes of any choice that avoids what is forbidden; exact where the graph is narrow."""
+    least = lower_bound(problem.in_bytes(), 0.0)
+    if least > -math.inf:
+        return least
+    result = solve_ilp(prune(problem).problem, ORACLE_SECONDS, by_bytes=True)
+    return math.inf if result.status == "infeasible" else result.bound
+
+
+def _least_without(problem: Problem, pinned: Sequence[int], nodes: Sequence[int]) -> Mapping[int, int | None]:
+    """What freeing each of the first nodes gives; questions that ran out of time are left out."""
+    found: dict[int, int | None] = {}
+    for node in nodes[:MAX_NAMED]:
+        least = least_bytes(freed(problem, [each for each in pinned if each != node]))
+        if least > -math.inf:
+            found[node] = round(least) if least < math.inf else None
+    return found

@@ -1,0 +1,159 @@
+"""The memory row as a price: maximise  L(λ) = min_x [seconds(x) + λ bytes(x)] − λ budget  over λ ≥ 0.
+
+L is concave and each evaluation is one elimination. Between a solution that is too large and one that fits, the next
+λ is where both cost the same (a secant step); when nothing is cheaper there, L(λ) is the best bound a price can prove.
+Both solutions are then optimal at λ, and so is every mixture of them that swaps whole connected regions: the mixture
+that fills the budget best is the incumbent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, optimum
+from autopar.solver.problem import Floats, Problem
+
+MAX_STEPS = 64
+WORTHWHILE = 5e-6  # of the bound: what a better price could prove, and no longer looked for
+TOLERANCE = 1e-12  # of the seconds: below this two sums differ by rounding alone
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A choice per node with its seconds and bytes."""
+
+    choices: tuple[int, ...]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The price of memory in seconds per byte, the bound it proves, and the best solution met that fits."""
+
+    multiplier: float
+    bound: float
+    incumbent: Point
+
+
+def point(problem: Problem, choices: tuple[int, ...]) -> Point:
+    return Point(choices, *problem.cost_of(choices))
+
+
+Least = Callable[[float], tuple[float, Point | None]]
+"""Price → a bound on seconds + price · bytes of any choices, and the choices that attain it (None: none found)."""
+
+
+class LeastByElimination:
+    """Exact at every price, by one evaluation each; the last one is kept."""
+
+    def __init__(self, problem: Problem, elimination: Elimination, tables: Tables) -> None:
+        self._problem = problem
+        self._elimination = elimination
+        self._tables = tables
+        self._price = math.nan
+        self._evaluated: list[Floats] = []
+
+    def evaluated(self, price: float) -> list[Floats]:
+        """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them."""
+        if price != self._price:
+            self._evaluated = evaluate(self._elimination, self._tables.weighted(price))
+            self._price = price
+        return self._evaluated
+
+    def __call__(self, price: float) -> tuple[float, Point | None]:
+        found = self.evaluated(price)
+        reached = optimum(self._elimination, found)
+        return reached, point(self._problem, choices_of(self._elimination, found)) if reached < math.inf else None
+
+
+def maximise_bound(
+    problem: Problem, least: Least, free: float, large: Point, small: Point, deadline: float
+) -> Relaxation:
+    """Secant steps from the optimum without the limit (`large`, over budget) and a solution that fits (`small`).
+
+    `free` is the bound without the limit.
+    """
+    budget = problem.budget
+    assert budget is not None and large.num_bytes > budget >= small.num_bytes
+    best = Relaxation(0.0, free, small)
+    for _ in range(MAX_STEPS):
+        price = max(0.0, (small.seconds - large.seconds) / (large.num_bytes - small.num_bytes))
+        reached, met = least(price)
+        # Rounding in the table sums must not let the bound pass what it bounds.
+        slack = TOLERANCE * (abs(reached) + price * budget)
+        bound = reached - price * budget - slack
+        if met is None:
+            best = replace(best, multiplier=price, bound=bound) if bound > best.bound else best
+            break
+        fits = met.num_bytes <= budget
+        incumbent = met if fits and met.seconds < best.incumbent.seconds else best.incumbent
+        best = Relaxation(price, bound, incumbent) if bound > best.bound else replace(best, incumbent=incumbent)
+        # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
+        missing = small.seconds + price * small.num_bytes - reached
+        settled = missing <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small)
+        if settled or time.monotonic() > deadline:
+            break
+        large, small = (large, met) if fits else (met, small)
+    mixed = mixture(problem, large, small)
+    return replace(best, incumbent=min(best.incumbent, mixed, key=lambda each: each.seconds))
+
+
+def mixture(problem: Problem, large: Point, small: Point) -> Point:
+    """Start at `small` and take over connected regions of `large`, those that buy most seconds per byte first.
+
+    No edge joins two regions, so their gains add up.
+    """
+    assert problem.budget is not None
+    region_of = _regions(problem, large, small)
+    saved = [0.0] * (1 + max(region_of.values(), default=-1))
+    added = [0] * len(saved)
+    for node, region in region_of.items():
+        menu, before, after = problem.nodes[node], small.choices[node], large.choices[node]
+        saved[region] += float(menu.seconds[before] - menu.seconds[after])
+        added[region] += int(menu.num_bytes[after] - menu.num_bytes[before])
+    for edge in problem.edges:
+        region = next((region_of[end] for end in edge.ends if end in region_of), -1)
+        if region >= 0:
+            before, after = (tuple(each.choices[end] for end in edge.ends) for each in (small, large))
+            saved[region] += float(edge.seconds[before] - edge.seconds[after])
+            if edge.num_bytes is not None:
+                added[region] += int(edge.num_bytes[after] - edge.num_bytes[before])
+    taken: set[int] = set()
+    num_bytes = small.num_bytes
+    for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / added[r] if added[r] > 0 else -math.inf, r)):
+        if saved[region] > 0 and num_bytes + added[region] <= problem.budget:
+            num_bytes += added[region]
+            taken.add(region)
+    choices = (
+        large.choices[node] if region_of.get(node) in taken else choice for node, choice in enumerate(small.choices)
+    )
+    return point(problem, tuple(choices))
+
+
+def _regions(problem: Problem, large: Point, small: Point) -> dict[int, int]:
+    """The nodes in which the two solutions differ, with the number of the connected region each lies in."""
+    pairs = enumerate(zip(large.choices, small.choices, strict=True))
+    around: dict[int, list[int]] = {node: [] for node, (one, other) in pairs if one != other}
+    for edge in problem.edges:
+        changed = [end for end in edge.ends if end in around]
+        for one, other in itertools.combinations(changed, 2):
+            around[one].append(other)
+            around[other].append(one)
+    region_of: dict[int, int] = {}
+    num_regions = 0
+    for start in around:
+        if start in region_of:
+            continue
+        left = [start]
+        while left:
+            node = left.pop()
+            if node not in region_of:
+                region_of[node] = num_regions
+                left.extend(around[node])
+        num_regions += 1
+    return region_of

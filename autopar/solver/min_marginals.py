@@ -1,0 +1,138 @@
+"""Min-marginals: what the optimum would be if a node had to take a given strategy, for all strategies at once.
+
+The second pass of a calibrated elimination tree (Dechter 1999; Dawid 1992). All numbers are *excesses* over the
+optimum.
+With B_v the bucket of v and m_v its message to the bucket of its parent p:
+
+    excess over v's neighbours    X_v = min_{rest} B_p        (0 at a root)
+    calibrated bucket             B_v = Σ tables of v − m_v + X_v
+    excess of strategy i of v     min of B_v where x_v = i
+
+A strategy whose excess at a multiplier is above `incumbent − bound` is in no better solution; nor is such a pair of
+strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.elimination import Elimination, Step, bag_sum
+from autopar.solver.problem import Floats, Integers, Problem
+from autopar.solver.pruning import cut_table
+
+HAIR = 0.01  # of the grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Excesses:
+    """What strategies of nodes, and pairs of edges, cost above the optimum at least, for those below the margin."""
+
+    alive: tuple[Integers, ...]
+    """For each node, its strategies below the margin."""
+    of_node: tuple[Floats, ...]
+    """Of every strategy."""
+    of_edge: tuple[Floats, ...]
+    """Of every pair of strategies that are alive."""
+    of_message: tuple[Floats, ...]
+    """For each bucket, over what is alive of its neighbours: what the rest of the graph costs above its optimum."""
+
+
+def excesses(
+    problem: Problem, elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, grid: float = 0.0
+) -> Excesses:
+    """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
+
+    Buckets are cut to the neighbours' strategies below the margin, which leaves little work however wide the graph is.
+    What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then share
+    their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
+    """
+    children = children_of(elimination)
+    alive: list[Integers] = [np.empty(0, dtype=np.intp)] * len(problem.nodes)
+    over_neighbours: dict[int, Floats] = {}
+    of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
+    of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
+    of_message: list[Floats] = [np.zeros(())] * len(elimination.buckets)
+    shared: dict[object, _Calibrated] = {}
+    for place in reversed(range(len(elimination.buckets))):
+        bucket = elimination.buckets[place]
+        rows = tuple(alive[each] for each in bucket.bag[1:])
+        outside = of_message[place] = over_neighbours.pop(place, np.zeros(()))
+        key = (bucket.step, outside.tobytes(), *(each.tobytes() for each in rows))
+        axis = {member: number for number, member in enumerate(bucket.bag)}
+        edges = [problem.edges[number] for number in bucket.edges]
+        wanted = {tuple(axis[end] for end in edge.ends) for edge in edges if not edge.is_loop}
+        below = [tuple(axis[each] for each in elimination.buckets[child].bag[1:]) for child in children[place]]
+        if key not in shared or not shared[key].least.keys() >= {*wanted, *below}:
+            step = elimination.steps[bucket.step]
+            message = cut_table(tables[elimination.num_tables + bucket.step], rows)
+            total = _cut_bag_sum(step, tables, rows)
+            total += outside - np.where(np.isfinite(message), message, 0.0)
+            shared[key] = _calibrated(total, {*wanted, *below}, margin, grid)
+        found = shared[key]
+        node = bucket.bag[0]
+        of_node[node], alive[node] = found.of_node, found.alive
+        for number, edge in zip(bucket.edges, edges, strict=True):
+            of_edge[number] = found.loop if edge.is_loop else found.least[tuple(axis[end] for end in edge.ends)]
+        for child, axes in zip(children[place], below, strict=True):
+            over_neighbours[child] = found.least[axes]
+    return Excesses(tuple(alive), tuple(of_node), tuple(of_edge), tuple(of_message))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calibrated:
+    """What a calibrated bucket says about its node, and about some axes of its bag (in that order)."""
+
+    of_node: Floats
+    alive: Integers
+    least: dict[tuple[int, ...], Floats]
+
+    @property
+    def loop(self) -> Floats:
+        """For an edge from the node to itself."""
+        excess = self.of_node[self.alive]
+        return np.where(np.eye(len(excess), dtype=bool), excess[:, None], np.inf)
+
+
+def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float, grid: float) -> _Calibrated:
+    # Rounding leaves the optimum itself a hair off zero; an excess is never negative.
+    of_node = np.maximum(total.min(axis=tuple(range(1, total.ndim)), initial=np.inf), 0.0)
+    alive = np.flatnonzero(of_node <= margin)
+    total = total[alive]
+    return _Calibrated(of_node, alive, {axes: _rounded(_minimum(total, axes), grid) for axes in wanted})
+
+
+def _rounded(excess: Floats, grid: float) -> Floats:
+    """Excesses rounded down to the grid, but for a hair: equal ones that differ in the last place stay equal."""
+    excess = np.maximum(excess, 0.0)
+    return np.floor(excess / grid + HAIR) * grid if grid else excess
+
+
+def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:
+    """All tables of a step added up over its bag, at some strategies of the neighbours."""
+    every = (np.arange(step.sizes[0]), *rows)
+    cut = [cut_table(tables[number], tuple(every[axis] for axis in axes)) for number, axes in step.inputs]
+    sizes = tuple(len(each) for each in every)
+    if not all(sizes):
+        return np.full(sizes, np.inf)
+    inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
+    return bag_sum(Step(sizes, inputs), cut)
+
+
+def children_of(elimination: Elimination) -> list[list[int]]:
+    """Which buckets send their message to each bucket, by place in the order."""
+    position = {bucket.bag[0]: place for place, bucket in enumerate(elimination.buckets)}
+    children: list[list[int]] = [[] for _ in elimination.buckets]
+    for place, bucket in enumerate(elimination.buckets):
+        if len(bucket.bag) > 1:
+            children[min(position[member] for member in bucket.bag[1:])].append(place)
+    return children
+
+
+def _minimum(total: Floats, kept: tuple[int, ...]) -> Floats:
+    """Minimise a table down to some of its axes, in that order."""
+    found = total.min(axis=tuple(axis for axis in range(total.ndim) if axis not in kept), initial=np.inf)
+    remaining = sorted(kept)
+    return found.transpose([remaining.index(axis) for axis in kept])

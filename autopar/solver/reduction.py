@@ -1,0 +1,211 @@
+"""Exact reductions: a smaller problem with the same optimum, and the way back.
+
+A node whose allowed strategies all take the same bytes, on its edges too, can be minimised out without the memory row
+noticing. With one neighbour it leaves costs on that neighbour, with two an edge between them; with a single allowed
+strategy it leaves costs on any number of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Removed:
+    """A node minimised out: its costs, and its edges as (neighbour, seconds[k_node, k_neighbour])."""
+
+    node: int
+    seconds: Floats
+    edges: tuple[tuple[int, Floats], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """The smaller problem, the seconds it leaves out, and what is needed to extend its solutions."""
+
+    problem: Problem
+    constant: float
+    kept: tuple[int, ...]
+    """Position in the original problem of each node of the smaller one."""
+    strategies: tuple[np.ndarray, ...]
+    """Position in the original menu of each strategy of each kept node: forbidden ones are gone."""
+    removed: tuple[_Removed, ...]
+
+    def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """A solution of the original problem, equally good, from one of the smaller problem."""
+        found = {node: int(self.strategies[i][choices[i]]) for i, node in enumerate(self.kept)}
+        for each in reversed(self.removed):
+            row = each.seconds
+            for neighbour, seconds in each.edges:
+                row = row + seconds[:, found[neighbour]]
+            found[each.node] = int(np.argmin(row))
+        return tuple(found[node] for node in range(len(found)))
+
+    def restrict(self, choices: Sequence[int]) -> tuple[int, ...] | None:
+        """The part of a solution of the original problem that the smaller one decides, if it still allows it."""
+        found = []
+        for node, strategies in zip(self.kept, self.strategies, strict=True):
+            place = int(np.searchsorted(strategies, choices[node]))
+            if place == len(strategies) or strategies[place] != choices[node]:
+                return None
+            found.append(place)
+        return tuple(found)
+
+
+def reduce_problem(problem: Problem) -> Reduction:
+    """Minimise out whatever can be without growing the problem."""
+    state = _State(problem)
+    waiting = list(range(len(problem.nodes)))
+    queued = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        queued.discard(node)
+        if node in state.around and state.removable(node):
+            touched = state.remove(node)
+            new = [other for other in touched if other not in queued]
+            waiting.extend(new)
+            queued.update(new)
+    return state.result()
+
+
+class _State:
+    """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.seconds = [node.seconds for node in problem.nodes]
+        self.num_bytes = [node.num_bytes for node in problem.nodes]
+        self.around: dict[int, dict[int, _Tables]] = {node: {} for node in range(len(problem.nodes))}
+        self.wide: dict[int, list[tuple[tuple[int, ...], _Tables]]] = {node: [] for node in range(len(problem.nodes))}
+        self.removed: list[_Removed] = []
+        self.constant = 0.0
+        self.constant_bytes = 0
+        for edge in problem.edges:
+            held = np.zeros((1,) * edge.seconds.ndim, dtype=np.int64) if edge.num_bytes is None else edge.num_bytes
+            if edge.is_loop:
+                self._charge(edge.ends[0], np.diagonal(edge.seconds), held.diagonal() if held.size > 1 else held[0])
+            elif len(edge.ends) == 2:
+                self._connect(*edge.ends, (edge.seconds, held))
+            else:
+                entry = edge.ends, (edge.seconds, held)
+                for end in edge.ends:
+                    self.wide[end].append(entry)
+
+    def removable(self, node: int) -> bool:
+        """Whether the node has one strategy left, or few neighbours and bytes that do not depend on it."""
+        allowed = np.flatnonzero(np.isfinite(self.seconds[node]))
+        if len(allowed) == 1:
+            return True
+        if self.wide[node] or len(self.around[node]) > 2:
+            return False
+        return self.problem.budget is None or (
+            len(allowed) > 0
+            and _constant(self.num_bytes[node][allowed])
+            and all(_constant(_rows(held, allowed)) for _, held in self.around[node].values())
+        )
+
+    def remove(self, node: int) -> tuple[int, ...]:
+        """Minimise a node out and return the neighbours it had."""
+        seconds = self.seconds[node]
+        allowed = np.flatnonzero(np.isfinite(seconds))
+        touched = self._narrow(node, int(allowed[0])) if self.wide[node] else ()
+        edges = tuple(sorted(self.around.pop(node).items(), key=lambda entry: entry[0]))
+        for neighbour, _ in edges:
+            del self.around[neighbour][node]
+        if len(allowed) and self.problem.budget is not None:
+            self.constant_bytes += int(self.num_bytes[node][allowed[0]])
+            for neighbour, (_, held) in edges:
+                self._charge(neighbour, 0.0, _rows(held, allowed)[0])
+        self.removed.append(_Removed(node, seconds, tuple((neighbour, tables[0]) for neighbour, tables in edges)))
+        if len(allowed) == 1:
+            self.constant += float(seconds[allowed[0]])
+            for neighbour, (matrix, _) in edges:
+                self._charge(neighbour, matrix[allowed[0]], 0)
+        elif not edges:
+            self.constant += float(seconds.min())
+        elif len(edges) == 1:
+            ((neighbour, (matrix, _)),) = edges
+            self._charge(neighbour, (seconds[:, None] + matrix).min(axis=0), 0)
+        else:
+            (one, (left, _)), (other, (right, _)) = edges
+            left = left + seconds[:, None]
+            rows = [(left[:, i, None] + right).min(axis=0) for i in range(left.shape[1])]
+            self._connect(one, other, (np.stack(rows), np.zeros((1, 1), dtype=np.int64)))
+        return (*touched, *(neighbour for neighbour, _ in edges))
+
+    def _narrow(self, node: int, choice: int) -> tuple[int, ...]:
+        """Turn the edges of three ends at a decided node into edges between the other two."""
+        touched: list[int] = []
+        for entry in self.wide[node]:
+            ends, tables = entry
+            place = ends.index(node)
+            seconds, held = (np.take(each, choice if each.shape[place] > 1 else 0, axis=place) for each in tables)
+            one, other = (end for end in ends if end != node)
+            for end in (one, other):
+                self.wide[end] = [each for each in self.wide[end] if each is not entry]
+            self._connect(one, other, (seconds, held))
+            touched += [one, other]
+        self.wide[node] = []
+        return tuple(touched)
+
+    def result(self) -> Reduction:
+        kept = tuple(self.around)
+        index = {node: place for place, node in enumerate(kept)}
+        strategies = tuple(np.flatnonzero(np.isfinite(self.seconds[node])) for node in kept)
+        # A node with nothing left keeps one forbidden strategy, so that the smaller problem is infeasible too.
+        strategies = tuple(each if len(each) else np.zeros(1, dtype=np.intp) for each in strategies)
+        nodes = tuple(
+            Node(self.problem.nodes[node].name, self.seconds[node][rows], self.num_bytes[node][rows])
+            for node, rows in zip(kept, strategies, strict=True)
+        )
+
+        def edge(ends: tuple[int, ...], tables: _Tables) -> Edge:
+            places = tuple(index[end] for end in ends)
+            rows = np.ix_(*(strategies[place] for place in places))
+            held = np.broadcast_to(tables[1], tables[0].shape)[rows]
+            return Edge(places, tables[0][rows], held if held.any() else None)
+
+        edges = [
+            edge((one, other), tables) for one in kept for other, tables in self.around[one].items() if one < other
+        ]
+        edges += [edge(ends, tables) for one in kept for ends, tables in self.wide[one] if ends[0] == one]
+        budget = None if self.problem.budget is None else self.problem.budget - self.constant_bytes
+        return Reduction(_limited(nodes, tuple(edges), budget), self.constant, kept, strategies, tuple(self.removed))
+
+    def _charge(self, node: int, seconds: Floats | float, num_bytes: Integers | int) -> None:
+        self.seconds[node] = self.seconds[node] + seconds
+        self.num_bytes[node] = self.num_bytes[node] + num_bytes
+
+    def _connect(self, one: int, other: int, tables: _Tables) -> None:
+        """Add an edge's tables[k_one, k_other] to what lies between the two; seen from both sides."""
+        if other in self.around[one]:
+            before = self.around[one][other]
+            tables = before[0] + tables[0], before[1] + tables[1]
+        self.around[one][other] = tables
+        self.around[other][one] = tables[0].T, tables[1].T
+
+
+_Tables = tuple[Floats, Integers]
+"""Seconds and bytes of an edge, a dim per end; the bytes may have dims of one where they are the same all along."""
+
+
+def _rows(held: Integers, allowed: np.ndarray) -> Integers:
+    return held[allowed] if len(held) > 1 else held
+
+
+def _constant(held: Integers) -> bool:
+    """Whether the bytes are the same whatever the first dim."""
+    return bool((held == held[:1]).all())
+
+
+def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | None) -> Problem:
+    """A problem whose limit the nodes left out may already exceed: then nothing is allowed."""
+    if budget is not None and budget < 0:
+        blocked = Node("limit", np.array([np.inf]), np.zeros(1, dtype=np.int64))
+        return Problem((*nodes, blocked), edges, 0)
+    return Problem(nodes, edges, budget)

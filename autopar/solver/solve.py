@@ -1,0 +1,349 @@
+"""Solve a problem exactly and fast: elimination, a price for memory, and an ILP over the little that is left.
+
+1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
+2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`multiplier`).
+3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and an ILP over
+   counts of equal parts solve the rest (`reduction`, `counts`). A solution below bound + ε is optimal; else ε grows up
+   to the incumbent.
+
+Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
+reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`wide`), and give the ILP a start.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.solver.conflict import describe_conflict
+from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
+from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.fixing import remaining
+from autopar.solver.hub_relaxation import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
+from autopar.solver.ilp import IlpResult, solve_ilp
+from autopar.solver.infeasibility import MemoryLimitError
+from autopar.solver.lagrangian import Least, LeastByElimination, Point, Relaxation, maximise_bound, point
+from autopar.solver.min_marginals import excesses
+from autopar.solver.neighbourhoods import good_solution
+from autopar.solver.problem import Floats, Problem, Solution
+from autopar.solver.pruning import prune
+from autopar.solver.reduction import reduce_problem
+
+TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
+FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
+TIME_PASSED = "the time limit passed before the plan was proven best"
+SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
+ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
+GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
+GROWTH = 4.0  # of ε from round to round
+WIDER = 16.0  # times ε: what is looked at once for several rounds
+FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
+
+
+def solve(
+    problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_limit: float = 120.0, gap: float = 0.0
+) -> Solution:
+    """The best choice per node, with a lower bound on what any choice costs.
+
+    Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
+    be within `gap` (a share of its seconds) of the best; else it is always the best.
+
+    After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
+    eliminations that have begun are finished first.
+    Raises InfeasibleError when the pins contradict each other or no choice fits the memory limit, and PlanError when
+    time runs out before any solution is found.
+    """
+    if solver not in ("auto", "ilp"):
+        raise PlanError(f"solver {solver!r} is not known; use 'auto' or 'ilp'.")
+    deadline = time.monotonic() + time_limit
+    if solver == "ilp":
+        if problem.forbidden_node is not None:
+            raise InfeasibleError(describe_conflict(problem))
+        return _by_ilp(problem, deadline)
+    solution = _by_reduction(problem, deadline, gap, only_narrow=False)
+    assert solution is not None
+    return solution
+
+
+def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) -> Solution | None:
+    """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
+    return _by_reduction(problem, time.monotonic() + time_limit, gap, only_narrow=True)
+
+
+def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
+    """What can be decided beforehand is pruned away, and the rest is solved."""
+    if problem.forbidden_node is not None:
+        raise InfeasibleError(describe_conflict(problem))
+    pruned = prune(problem)
+    if pruned.problem.forbidden_node is not None:
+        raise InfeasibleError(describe_conflict(problem))
+    try:
+        solution = _solve_pruned(pruned.problem, deadline, gap, only_narrow)
+    except MemoryLimitError:
+        raise MemoryLimitError(problem) from None  # with the pins that were pruned away
+    except InfeasibleError:
+        raise InfeasibleError(describe_conflict(problem)) from None
+    if solution is None:
+        return None
+    choices = pruned.extend(solution.choices)
+    seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
+    bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
+    return replace(solution, choices=choices, seconds=seconds, bound=bound)
+
+
+def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
+    tables = Tables(problem)
+    elimination = narrow_elimination(problem, tables)
+    if elimination is None or elimination.work > DEAR_WORK:
+        if only_narrow:
+            return None
+        loose = loosen(problem)
+        solution = _by_hubs(problem, loose, deadline, gap) if loose is not None else None
+        if solution is not None:
+            return solution
+    if elimination is None:
+        return _by_reduced_ilp(problem, deadline, gap)
+    return _by_elimination(problem, tables, elimination, deadline, gap)
+
+
+def _by_hubs(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution | None:
+    """The graph is wide for its hubs: what a bound without them leaves is narrow. None where too much is left."""
+    hubs = Hubs(problem, loose)
+    try:
+        relaxed = _relaxed(problem, hubs.least, lambda: _smallest_by_hubs(problem), deadline)
+        if relaxed is None or time.monotonic() > deadline:
+            return None
+        best, price = relaxed.incumbent, relaxed.multiplier
+        if _is_closed(best.seconds, relaxed.bound, gap):
+            return _solution(best, relaxed.bound, "hubs", price)
+        # Excesses carry the rounding of long sums; a strategy too many does no harm.
+        most = best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0)
+        left = hubs.without(price, most)
+    except TooWideError:
+        return None
+    tables = Tables(left.problem)
+    elimination = narrow_elimination(left.problem, tables)
+    if elimination is None or elimination.work > DEAR_WORK:
+        return None
+    solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
+    exact = point(problem, left.extend(solution.choices))
+    best = min(best, exact, key=lambda each: each.seconds)
+    # What is left out costs more than the best of before, and so than this.
+    return _solution(best, solution.bound, f"hubs, {solution.solver}", solution.multiplier)
+
+
+def _smallest_by_hubs(problem: Problem) -> Point | None:
+    """Choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are none."""
+    in_bytes = problem.in_bytes()
+    loose = loosen(in_bytes)
+    assert loose is not None and problem.budget is not None
+    least, found = Hubs(in_bytes, loose).least(0.0)
+    if found is not None and problem.fits(problem.bytes_of(found.choices)):
+        return point(problem, found.choices)
+    if least > problem.budget * (1 + TOLERANCE):
+        raise MemoryLimitError(problem)
+    return None
+
+
+def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
+    """The least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
+    tables = Tables(problem)
+    elimination = narrow_elimination(problem, tables)
+    if elimination is not None:
+        least = optimum(elimination, evaluate(elimination, tables.bytes_only()))
+        status = "optimal" if math.isfinite(least) else "infeasible"
+    else:
+        result = solve_ilp(problem, time_limit, by_bytes=True)
+        least, status = result.bound, result.status
+    if status == "infeasible":
+        raise InfeasibleError(describe_conflict(problem))
+    if status == "timeout":
+        raise PlanError(f"the least memory was not found in {time_limit:g} s; raise the time limit.")
+    return round(least)
+
+
+def _by_elimination(
+    problem: Problem, tables: Tables, elimination: Elimination, deadline: float, gap: float
+) -> Solution:
+    """The graph is narrow: everything but a small residual is dynamic programming."""
+
+    def smallest() -> Point:
+        least_bytes = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
+        if not problem.fits(least_bytes.num_bytes):
+            raise MemoryLimitError(problem)
+        return least_bytes
+
+    least = LeastByElimination(problem, elimination, tables)
+    relaxed = _relaxed(problem, least, smallest, deadline)
+    assert relaxed is not None
+    if relaxed.multiplier == 0 and _is_closed(relaxed.incumbent.seconds, relaxed.bound):
+        return _solution(relaxed.incumbent, relaxed.bound, "elimination")
+    if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
+        return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    return _close_the_gap(problem, elimination, least.evaluated(relaxed.multiplier), relaxed, deadline, gap)
+
+
+def _relaxed(
+    problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float
+) -> Relaxation | None:
+    """The optimum without the memory row if that fits, else the best bound that a price for memory proves.
+
+    None where `least`, or `smallest` of those that fit, finds no choices.
+    """
+    free, large = least(0.0)
+    if free == np.inf:
+        raise InfeasibleError(describe_conflict(problem))
+    if large is None:
+        return None
+    if problem.fits(large.num_bytes):
+        return Relaxation(0.0, free, large)
+    small = smallest()
+    return None if small is None else maximise_bound(problem, least, free, large, small, deadline)
+
+
+def _close_the_gap(
+    problem: Problem,
+    elimination: Elimination,
+    weighted: list[Floats],
+    relaxed: Relaxation,
+    deadline: float,
+    gap: float,
+) -> Solution:
+    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left.
+
+    `weighted` is what the elimination comes to at that price.
+    """
+    incumbent, bound = relaxed.incumbent, relaxed.bound
+    rounding = TOLERANCE * abs(incumbent.seconds)
+    epsilon = FIRST_EPSILON * abs(bound)
+    found, widest = None, 0.0
+    while not _is_closed(incumbent.seconds, bound, gap):
+        most = incumbent.seconds - relaxed.bound
+        epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
+        limit = min(relaxed.bound + epsilon, incumbent.seconds)
+        # Excesses carry the rounding of long sums; a strategy too many does no harm.
+        margin = limit - relaxed.bound + rounding
+        if found is None or margin > widest:
+            widest = min(WIDER * epsilon, most) + rounding
+            found = excesses(problem, elimination, weighted, widest, rounding * FINE)
+        near = remaining(problem, found, margin)
+        residual = reduce_problem(near.problem)
+        constant = near.constant + residual.constant
+        result = Counted(None, math.inf, True)
+        if constant < np.inf:
+            below = limit - constant
+            left = deadline - time.monotonic()
+            result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, left)
+        if result.choices is not None:
+            incumbent = min(
+                incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
+            )
+        # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
+        bound = max(bound, min(constant + result.bound, limit))
+        if not result.is_proven:
+            _warn(incumbent.seconds, bound)
+            break
+        epsilon *= GROWTH
+    return _solution(incumbent, bound, "multiplier + counts", relaxed.multiplier)
+
+
+def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, time_limit: float) -> Counted:
+    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
+    try:
+        return best_counts(problem, multiplier, limit, tolerance, time_limit)
+    except TooManyChoicesError:
+        result = solve_ilp(problem, time_limit, tolerance=tolerance)
+        return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
+
+
+def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None = None, gap: float = 0.0) -> IlpResult:
+    """The ILP on what exact reductions leave of a problem."""
+    reduction = reduce_problem(problem)
+    if reduction.constant == np.inf:
+        return IlpResult(None, np.inf, "infeasible")
+    hint = reduction.restrict(incumbent.choices) if incumbent else None
+    tolerance = max(TOLERANCE / 2, gap) * abs(incumbent.seconds) if incumbent else 0.0
+    result = solve_ilp(reduction.problem, deadline - time.monotonic(), hint, tolerance=tolerance)
+    choices = reduction.extend(result.choices) if result.choices is not None else None
+    return IlpResult(choices, reduction.constant + result.bound, result.status)
+
+
+def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
+    """The graph is too wide for elimination: a good solution from neighbourhoods, and the ILP from there."""
+    left = deadline - time.monotonic()
+    start = good_solution(problem, _narrow_solution, time.monotonic() + SEARCHING * left)
+    result = _solve_residual(problem, deadline, start, gap)
+    if start is None:
+        return _from_ilp(problem, result, "reduction + ilp")
+    if result.status == "infeasible":  # below the solution that is there, up to the tolerance
+        return _solution(start, start.seconds, "neighbourhoods + ilp")
+    found = start if result.choices is None else min(start, point(problem, result.choices), key=lambda p: p.seconds)
+    bound = max(result.bound, _sum_of_least(problem))
+    if not _is_closed(found.seconds, bound, max(gap, ILP_ROUNDING)):
+        _warn(found.seconds, bound)
+    return _solution(found, bound, "neighbourhoods + ilp")
+
+
+def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
+    """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
+    if problem.forbidden_node is not None:
+        return None  # what is held is forbidden
+    pruned = prune(problem)
+    tables = Tables(pruned.problem)
+    elimination = narrow_elimination(pruned.problem, tables)
+    if elimination is None:
+        return None
+    try:
+        solution = _by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START)
+    except InfeasibleError:
+        return None
+    return point(problem, pruned.extend(solution.choices))
+
+
+def _sum_of_least(problem: Problem) -> float:
+    """A bound that needs no search: every node and edge at its least."""
+    return sum(float(part.seconds.min()) for part in (*problem.nodes, *problem.edges))
+
+
+def _by_ilp(problem: Problem, deadline: float) -> Solution:
+    return _from_ilp(problem, solve_ilp(problem, deadline - time.monotonic()), "ilp")
+
+
+def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
+    if result.status == "infeasible":
+        smallest_bytes(problem)  # raises where the pins alone contradict each other
+        raise MemoryLimitError(problem)
+    if result.choices is None:
+        raise PlanError(
+            "the time limit passed before any choice of strategies was found; raise it, or forbid strategies."
+        )
+    solution = _solution(point(problem, result.choices), result.bound, solver)
+    if result.status == "timeout":
+        _warn(solution.seconds, solution.bound)
+    return solution
+
+
+def _solution(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
+    proven = found.seconds if _is_closed(found.seconds, bound) else bound
+    return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
+
+
+def _is_closed(seconds: float, bound: float, gap: float = 0.0) -> bool:
+    return seconds - bound <= max(TOLERANCE, gap) * abs(seconds)
+
+
+def _warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:
+    share = (seconds - bound) / abs(seconds) if seconds else 0.0
+    warnings.warn(
+        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({share:.3%} less). "
+        "Raise the time limit, or give up a little more with gap=….",
+        RuntimeWarning,
+        stacklevel=4,
+    )

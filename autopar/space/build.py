@@ -1,0 +1,277 @@
+"""One walk over a program that lays out its space of plans.
+
+A tensor moved to one layout for several consumers is moved once, in the cost and in the graph: its consumers hang on a
+hub. Consumers that are the same operation (query, key and value) share a second hub when others stand beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import fx
+
+from autopar.cost.messages import ALONE, sharing
+from autopar.cost.operations import optimizer_seconds
+from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.cost.reshard import Tensor
+from autopar.hardware.profile import Hardware
+from autopar.program.program import Program, TensorInfo, tensor_inputs
+from autopar.program.saved_tensors import backward_needs, saved_in
+from autopar.sharding.layout import Layout, P, replicated
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.rule import ROLE_OF_FACTOR
+from autopar.space.menu import Menu, call_menu, gathered_or_kept, split_layouts, whole_menu
+from autopar.space.space import Decision, Roles, Space, Wire, carries_pin, is_call, is_cast, source_of
+
+AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One consumption of a tensor: which decision consumes it, where, and what kind of operation that is."""
+
+    decision: int
+    position: int
+    kind: object
+
+
+def build_space(
+    program: Program,
+    mesh: Mesh,
+    hardware: Hardware,
+    whole_outputs: bool = False,
+    input_layouts: Mapping[str, Layout] | None = None,
+    optimizer: Optimizer = ADAMW,
+) -> Space:
+    """Lay out every decision and wire.
+
+    `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
+    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing.
+    """
+    space = Space(program, mesh, hardware, optimizer)
+    return _Builder(space, whole_outputs, input_layouts or {}).build()
+
+
+class _Builder:
+    """The state of one pass over the graph: what is known of each tensor so far."""
+
+    def __init__(self, space: Space, whole_outputs: bool, input_layouts: Mapping[str, Layout]) -> None:
+        self.space = space
+        self.program = space.program
+        self.input_layouts = input_layouts
+        self.whole_outputs = whole_outputs
+        self.parameters = frozenset(space.program.parameters.values())
+        self._saved = saved_in(space.program)
+        self._regathered: dict[fx.Node, bool] = {}
+        self.sharing = sharing(space.program)
+        self.padded: dict[tuple[str, int], frozenset[int]] = {}
+        self.infos: dict[tuple[str, int], TensorInfo] = {}
+        self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
+        self.learned: set[str] = {*self.parameters, *self.program.received}
+        """Names of nodes whose value depends on a parameter, on this stage or an earlier one."""
+        self.from_inputs: set[str | None] = {*self.program.inputs, *self.program.received}
+        """Names of nodes whose value depends on a sample."""
+
+    def build(self) -> Space:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif is_call(node):
+                self._call(node)
+        self._outputs()
+        for key, uses in self.uses.items():
+            self._wire(key, uses)
+        return self.space
+
+    def _placeholder(self, node: fx.Node) -> None:
+        info = node.meta["tensor"]
+        if not isinstance(info, TensorInfo):
+            return
+        self.infos[node.name, 0] = info
+        parameter = node.name in self.parameters
+        is_input = node.name in self.program.inputs or node.name in self.program.received
+        mesh, hardware = self.space.mesh, self.space.hardware
+        self.padded[node.name, 0] = frozenset(range(len(info.shape))) if parameter else frozenset()
+        roles = _input_roles(info) if is_input else (None,) * len(info.shape)
+        self.space.dim_roles[node.name, 0] = roles
+        if parameter:
+            menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
+            if self._is_regathered(node):
+                menu = gathered_or_kept(menu)
+        else:
+            layout = self.input_layouts.get(node.name, replicated(mesh.ndim))
+            menu, kind = whole_menu((layout,)), "input" if is_input else "buffer"
+        self.space.add(Decision(node.name, kind, menu, node, _roles_by_placement(roles)))
+
+    def _call(self, node: fx.Node) -> None:
+        sources = [source_of(argument) for argument in tensor_inputs(node)]
+        keys = [(source.name, position) for source, position in sources]
+        for known in (self.learned, self.from_inputs):
+            if any(name in known for name, _ in keys):
+                known.add(node.name)
+        learned, weight_only = node.name in self.learned, node.name not in self.from_inputs
+        padded = [self.padded[key] for key in keys]
+        menu = call_menu(node, padded, self.space.mesh, self.space.hardware, learned and weight_only)
+        if not learned and not carries_pin(node):
+            menu = _auxiliary(menu)
+        if is_cast(node) and keys[0][0] in self.parameters:
+            self.space.weight_casts[node.name] = keys[0][0]
+            if self._is_regathered(node):
+                menu = gathered_or_kept(menu)
+        assert menu.call is not None and menu.bound is not None and menu.op is not None
+        roles = _factor_roles(menu, tuple([self.space.dim_roles[key] for key in keys]))
+        for position, (term, info) in enumerate(zip(menu.bound.rule.outputs, menu.call.outputs, strict=True)):
+            self.infos[node.name, position] = info
+            dims = (dim for dim, names in enumerate(term.dims) if names[0] in menu.paddable)
+            self.padded[node.name, position] = frozenset(dims)
+            self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
+        decision = self.space.add(Decision(node.name, "call", menu, node, roles))
+        for position, key in enumerate(keys):
+            self.uses[key].append(_Use(decision, position, (node.target, position)))
+
+    def _outputs(self) -> None:
+        """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere.
+
+        What goes to the next stage is free to be split even where the user's outputs are whole.
+        """
+        sent = self.program.num_sent
+        mesh = self.space.mesh
+        for number, value in enumerate(self.program.output):
+            if not isinstance(value, fx.Node):
+                continue
+            source, position = source_of(value)
+            info = self.infos[source.name, position]
+            returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
+            layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
+            roles = _roles_by_placement(self.space.dim_roles[source.name, position])
+            decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
+            self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
+
+    def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
+        """Connect a tensor with its consumers, through hubs where there are several."""
+        name, position = key
+        info = self.infos[key]
+        number = self.space.index[name]
+        weight = self.space.is_weight(number)
+        regather = weight and self._is_regathered(self.space.decisions[number].node)
+        assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
+        shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
+        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
+        source = (self.space.index[name], position)
+        only = self.space.decisions[source[0]].menu.strategies
+        free = (
+            not info.requires_grad and len(only) == 1 and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+        )
+        if len(uses) == 1 or free:  # to slice what is equal everywhere costs nothing, however often
+            for use in uses:
+                self._connect(source, use, tensor)
+            return
+        suffix = f":{position}" if position else ""
+        hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
+        groups: dict[object, list[_Use]] = defaultdict(list)
+        for use in uses:
+            groups[use.kind].append(use)
+        for number, group in enumerate(groups.values()):
+            if len(group) > 1 and len(groups) > 1:
+                inner = self._hub(f"{name}{suffix}/hub{number + 1}", (hub, 0), group, tensor)
+                for use in group:
+                    self._connect((inner, 0), use, tensor)
+            else:
+                for use in group:
+                    self._connect((hub, 0), use, tensor)
+
+    def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: Tensor) -> int:
+        """A decision on the layout that a tensor takes before it goes on to several consumers."""
+        decisions = self.space.decisions
+        origin = decisions[source[0]]
+        consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
+        layouts = _hub_layouts(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
+        hub = self.space.add(Decision(name, "hub", whole_menu(layouts), origin.node, {}))
+        self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
+        return hub
+
+    def _is_regathered(self, weight: fx.Node) -> bool:
+        """Whether a weight stored in parts may be gathered again for the backward: its one consumer needs it there."""
+        if weight not in self._regathered:
+            uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
+            returned = any(user.op == "output" for user in weight.users)
+            self._regathered[weight] = uses == 1 and not returned and backward_needs(weight, self._saved)
+        return self._regathered[weight]
+
+    def _connect(self, source: tuple[int, int], use: _Use, tensor: Tensor) -> None:
+        self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
+
+
+@functools.lru_cache(maxsize=4096)
+def _hub_layouts(
+    tensor: Tensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
+) -> tuple[Layout, ...]:
+    """The layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
+
+    A weight goes on only in layouts that a consumer takes, and never as a partial sum, which would save nothing: hubs
+    of packed weights and biases stay small.
+    """
+    wanted = [s.inputs[position] for menu, position in consumers for s in menu.strategies]
+    if tensor.bucketed:
+        wanted = [layout for layout in wanted if P not in layout]
+    else:
+        wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
+    return tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer: Optimizer) -> Menu:
+    layouts = split_layouts(info, mesh, padded=True)
+    seconds = [optimizer_seconds(info, each, mesh.sizes, hardware, optimizer) for each in layouts]
+    return replace(whole_menu(layouts), seconds=np.array(seconds))
+
+
+def _auxiliary(menu: Menu) -> Menu:
+    """The menu of a call that depends on no parameter (a mask, positions, shifted labels): whole, unless it is large.
+
+    Such calls feed every layer; deciding on them would tie all layers together for next to no time.
+    """
+    assert menu.call is not None
+    if sum(info.num_elements for info in menu.call.outputs) > AUXILIARY_ELEMENTS:
+        return menu
+    number = next(i for i, s in enumerate(menu.strategies) if all(choice == "-" for choice in s.choices))
+    return replace(
+        menu,
+        strategies=(menu.strategies[number],),
+        seconds=menu.seconds[number : number + 1],
+        forward_seconds=menu.forward_seconds[number : number + 1],
+    )
+
+
+def _input_roles(info: TensorInfo) -> Roles:
+    """Dim 0 of an input is data; dim 1 of token ids (batch, sequence) and of embedded tokens is sequence."""
+    rank = len(info.shape)
+    tokens = (rank == 2 and not info.dtype.is_floating_point) or rank == 3
+    return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))
+
+
+@functools.lru_cache(maxsize=4096)
+def _factor_roles(menu: Menu, dim_roles: tuple[Roles, ...]) -> Mapping[str, str]:
+    """Roles of a call's factors: by their name (o, k, x), else that of the first input dim they stand on."""
+    assert menu.bound is not None
+    found: dict[str, str] = {}
+    for factor in menu.bound.splittable:
+        if factor in ROLE_OF_FACTOR:
+            found[factor] = ROLE_OF_FACTOR[factor]
+            continue
+        for term, roles in zip(menu.bound.rule.inputs, dim_roles, strict=True):
+            dim = term.dim_of(factor)
+            role = roles[dim] if dim is not None else None
+            if role:
+                found[factor] = role
+                break
+    return found
+
+
+def _roles_by_placement(roles: Roles) -> dict[str, str]:
+    named = {f"S({dim})": role for dim, role in enumerate(roles) if role}
+    return {"I": "replicated", "R": "replicated", "P": "partial", **named}

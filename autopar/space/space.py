@@ -1,0 +1,178 @@
+"""The space of plans of a program: every decision with its menu, and the wires along which layouts must meet.
+
+Decisions are the calls, the parameters (their storage layout), the inputs, the outputs, and a hub for every tensor
+with several consumers. `build` makes the space of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.cost.reshard import Path, ReshardTable, Tensor, reshard_table
+from autopar.hardware.profile import Hardware
+from autopar.program.program import Program
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+from autopar.space.menu import Menu
+
+Roles = tuple[str | None, ...]
+"""The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """Something to be decided: which strategy of its menu a node of the graph takes."""
+
+    name: str
+    kind: str
+    """"call", "parameter", "buffer", "input", "output" or "hub"."""
+    menu: Menu
+    node: fx.Node
+    roles: Mapping[str, str]
+    """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
+
+    def role(self, strategy: int, axis: int) -> str:
+        """What the strategy does on a mesh axis, in the words of annotations and tables."""
+        if self.kind != "call":
+            placement = repr(self.menu.strategies[strategy].outputs[0][axis])
+            return self.roles.get(placement, placement)
+        choice = self.menu.strategies[strategy].choices[axis]
+        if choice in ("-", "R"):
+            return "replicated"
+        if choice.startswith("P"):
+            return "partial"
+        return self.roles.get(choice, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor on its way from output `source_output` of one decision to input `target_input` of another."""
+
+    source: int
+    source_output: int
+    target: int
+    target_input: int
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class Space:
+    """All decisions and wires of a program on a mesh."""
+
+    program: Program
+    mesh: Mesh
+    hardware: Hardware
+    optimizer: Optimizer = ADAMW
+    decisions: list[Decision] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+    inbound: dict[tuple[int, int], Wire] = field(default_factory=dict)
+    """(decision, input position) → the wire that ends there."""
+    weight_casts: dict[str, str] = field(default_factory=dict)
+    """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
+    dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
+    """(node name, output position) → roles of its dims."""
+    _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
+    _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
+
+    def add(self, decision: Decision) -> int:
+        assert decision.name not in self.index, f"two decisions named {decision.name}"
+        self.index[decision.name] = len(self.decisions)
+        self.decisions.append(decision)
+        return len(self.decisions) - 1
+
+    def connect(self, wire: Wire) -> None:
+        self.wires.append(wire)
+        self.inbound[wire.target, wire.target_input] = wire
+
+    def is_weight(self, number: int) -> bool:
+        """Whether a decision gives a parameter, as it is stored or cast for use."""
+        decision = self.decisions[number]
+        return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
+        """The reshard table that holds every layout either end of the wire may have.
+
+        `kept` is the table of a parameter that is not gathered again in the backward.
+        """
+        menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+        dims = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
+        tensor = replace(wire.tensor, regather=False) if kept and wire.tensor.regather else wire.tensor
+        return reshard_table(tensor, dims, self.mesh, self.hardware)
+
+    def reshard_seconds(self, wire: Wire) -> np.ndarray:
+        """Seconds of the reshard for every pair of strategies at the two ends of a wire."""
+        table = self.table(wire)
+        rows = [table.index[layout] for layout in self.source_layouts(wire)]
+        columns = [table.index[layout] for layout in self.target_layouts(wire)]
+        seconds = table.seconds[np.ix_(rows, columns)]
+        kept = [i for i, s in enumerate(self.decisions[wire.source].menu.strategies) if s.kept]
+        if kept:
+            other = self.table(wire, kept=True)
+            seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
+        return seconds
+
+    def source_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]
+
+    def target_layouts(self, wire: Wire) -> list[Layout]:
+        return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
+
+    def path(self, wire: Wire, choices: Sequence[int]) -> Path:
+        """The reshard along a wire under the choices at its two ends."""
+        source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
+        target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]
+        return self.table(wire, source.kept).path(source.outputs[wire.source_output], target)
+
+    def kind(self, wire: Wire) -> int:
+        """A number that wires have in common which move alike: same menus and places at both ends, same tensor."""
+        end = wire.target, wire.target_input
+        if end not in self._kinds:
+            menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
+            alike = id(menus[0]), wire.source_output, id(menus[1]), wire.target_input, wire.tensor
+            self._kinds[end] = self._numbers.setdefault(alike, len(self._numbers))
+        return self._kinds[end]
+
+    def unruled(self) -> dict[str, str]:
+        """Calls that run replicated because no rule fits them, with the reason."""
+        return {d.name: d.menu.reason for d in self.decisions if d.menu.reason}
+
+
+@functools.lru_cache(maxsize=16384)
+def _split_dims(source: Menu, output: int, target: Menu, position: int) -> frozenset[int]:
+    """The dims that some strategy at either end splits; menus are shared by equal calls and hashed by identity."""
+    layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
+    return frozenset(p.dim for layout in layouts for p in layout if p.is_split)
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The call or placeholder that makes a tensor, and which of its outputs (without the absent ones) it is."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        parent, position = node.args
+        assert isinstance(parent, fx.Node) and isinstance(position, int)
+        infos = parent.meta["tensor"]
+        return parent, sum(info is not None for info in infos[:position])
+    return node, 0
+
+
+def carries_pin(node: fx.Node) -> bool:
+    """Whether the node is an `autopar.constrain`, which says a layout and computes nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a call only changes the dtype of a tensor."""
+    return node.target in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node is a decision of its own: a call that is no `getitem`."""
+    return node.op == "call_function" and node.target is not operator.getitem

@@ -1,0 +1,185 @@
+"""Mesh axes at run time, found by name, and the count of what moves over them.
+
+Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.sharding.mesh import joined_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis (or joined ones) at run time: its process group, its size, and where this rank stands on it."""
+
+    name: str
+    group: str
+    size: int
+    rank: Any  # an int; under LocalTensorMode a SymInt with a value per simulated rank
+
+
+_axes: dict[str, Axis] = {}
+_traffic: list[Traffic] = []
+
+
+Groups = Mapping[str, str]
+"""Joined axes → the name of the process group that this rank is in."""
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+"""World → ranks → the name of the group that was made of them, for all meshes and graphs."""
+
+
+def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
+    """The process groups of those names that are joined axes of the mesh; all its ranks call this, in no step.
+
+    A group is made once, and of all ranks it is the world's own.
+    """
+    joined = joined_axes(mesh.mesh_dim_names or ())
+    return {name: _group_of(_ranks_of(mesh, joined[name])) for name in names if name in joined}
+
+
+def _ranks_of(mesh: DeviceMesh, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that stand with this one on some axes, outer axis first."""
+    others = [position for position in range(mesh.ndim) if position not in positions]
+    size = math.prod(map(mesh.size, positions))
+    lines = mesh.mesh.permute(*others, *positions).reshape(-1, size).tolist()
+    near, *_ = dist.get_process_group_ranks(mesh.get_group(positions[0]))
+    return next(tuple(line) for line in lines if near in line)
+
+
+def _group_of(ranks: tuple[int, ...]) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks == tuple(range(world.size())):
+        return world.group_name
+    made = _made.setdefault(world, {})
+    if ranks not in made:
+        # Other ranks of the world may be on other stages of a pipeline, or not on the mesh.
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert isinstance(group, dist.ProcessGroup)
+        made[ranks] = group.group_name
+    return made[ranks]
+
+
+def joined_groups() -> list[dist.ProcessGroup]:
+    """Every group that was made for joined axes."""
+    made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    return [_resolve_process_group(name) for name in made.values()]
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: DeviceMesh, joined: Groups | None = None) -> Iterator[None]:
+    """Resolve axis names on `mesh` inside the block, and those of joined axes, which `join_axes` gives."""
+    names = mesh.mesh_dim_names or ()
+    axes = {}
+    for position, name in enumerate(names):
+        group = mesh.get_group(position).group_name
+        axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
+    for name, group in (joined or {}).items():
+        parts = [axes[names[position]] for position in joined_axes(names)[name]]
+        axes[name] = Axis(name, group, num_parts_of(parts), part_of(parts))
+    with use_axes(axes):
+        yield
+
+
+def current_axes() -> Mapping[str, Axis]:
+    """The axes of the current mesh by name, for `use_axes`."""
+    return dict(_axes)
+
+
+@contextlib.contextmanager
+def use_axes(axes: Mapping[str, Axis]) -> Iterator[None]:
+    """Have these axes inside the block, and no others."""
+    before = dict(_axes)
+    _axes.clear()
+    _axes.update(axes)
+    try:
+        yield
+    finally:
+        _axes.clear()
+        _axes.update(before)
+
+
+def axis_of(name: str) -> Axis:
+    """The axis of that name on the current mesh."""
+    if name not in _axes:
+        axes = ", ".join(_axes) or "none"
+        raise MeshError(
+            f"no axis {name!r} on the current mesh (axes: {axes}); run inside use_mesh(mesh) with such an axis."
+        )
+    return _axes[name]
+
+
+Axes = Mapping[str, tuple[str, ...]]
+"""Factor → the mesh axes that split it, outer first."""
+
+
+def axes_of(names: Iterable[str]) -> tuple[Axis, ...]:
+    """Several axes, without those of size one, which do nothing."""
+    return tuple(axis for axis in map(axis_of, names) if axis.size > 1)
+
+
+def part_of(axes: Sequence[Axis]) -> Any:
+    """Which part this rank holds of a dim that the axes split, outer first; a SymInt where ranks are simulated."""
+    part: Any = 0
+    for axis in axes:
+        part = part * axis.size + axis.rank
+    return part
+
+
+def num_parts_of(axes: Sequence[Axis]) -> int:
+    """Into how many parts the axes split a dim."""
+    parts = 1
+    for axis in axes:
+        parts *= axis.size
+    return parts
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Every collective that ran: (collective, axis) → bytes in NCCL's convention, and how often."""
+
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def by_collective(self) -> dict[tuple[str, str], int]:
+        return dict(self.num_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.num_bytes.values())
+
+
+@contextlib.contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Count every collective that runs inside the block, forward and backward."""
+    traffic = Traffic()
+    _traffic.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _traffic.remove(traffic)
+
+
+def count(collective: str, axis: Axis, num_bytes: int) -> None:
+    """Note a collective in every open record; what runs inside a compiled region is not seen."""
+    if torch.compiler.is_compiling():
+        return
+    for traffic in _traffic:
+        traffic.num_bytes[collective, axis.name] += num_bytes
+        traffic.calls[collective, axis.name] += 1

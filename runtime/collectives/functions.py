@@ -1,0 +1,297 @@
+"""The moves between layouts as functions of a local tensor: what a rewritten graph calls.
+
+    function                    move      forward          backward
+    all_reduce                  P → I     all-reduce       -
+    all_reduce_gradient         I → R     -                all-reduce
+    all_gather                  S → R     all-gather       reduce-scatter
+    all_gather_invariant        S → I     all-gather       slice
+    reduce_scatter              P → S     reduce-scatter   all-gather
+    split                       I → S     slice            all-gather
+    split_replicated            R → S     slice            scatter into zeros
+    scatter                     S → P     zeros around     slice
+    all_to_all                  S → S     all-to-all       all-to-all
+    keep_on_first               I → P     zeros elsewhere  -
+    keep_on_first_both          R → P     zeros elsewhere  zeros elsewhere
+    replicated_to_invariant     R → I     -                zeros elsewhere
+
+An axis is named; `use_mesh` says which process group that is, so that one graph serves every rank. A dim that does not
+divide is padded with zeros to equal parts; functions that gather take the dim's true size and cut the padding off.
+Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its backward uses what its forward resolved.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed._local_tensor import local_tensor_mode
+
+from autopar.runtime.collectives.axes import Axis, axis_of, count
+
+_c10d = torch.ops._c10d_functional
+
+
+def raw_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (or "max") over the axis, without a gradient."""
+    if axis.size == 1:
+        return x
+    count("all_reduce", axis, x.numel() * x.itemsize)
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
+
+
+def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:
+    """The sum of all ranks' tensors over some axes, one after the other."""
+    for axis in axes:
+        x = raw_all_reduce(x, axis)
+    return x
+
+
+def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    """The parts of all ranks in a row along `dim`, cut to `size`."""
+    if axis.size == 1:
+        return x
+    count("all_gather", axis, x.numel() * x.itemsize * axis.size)
+    parts = gathered_rows(x.contiguous(), axis)
+    if dim:
+        parts = torch.cat(parts.chunk(axis.size), dim)
+    return parts.narrow(dim, 0, size) if parts.shape[dim] != size else parts
+
+
+def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
+    """The contiguous parts of all ranks one after the other in one buffer, without a gradient and without counting."""
+    if not x.is_cpu or x.is_complex() or torch.compiler.is_compiling() or local_tensor_mode() is not None:
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, axis.size, axis.group))
+    # Gloo's threads (torch 2.13, `ProcessGroupGloo::runLoop`) write the name of what they have done into one
+    # std::string, without a lock. The names of the other collectives, and of this form of an all-gather, have no more
+    # than 15 characters, which lie inside the string; "ALLGATHER_COALESCED" lies on the heap and may be freed twice.
+    whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(x, axis.size, axis.group, out=whole))
+
+
+def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part of the sum, split along `dim`."""
+    if axis.size == 1:
+        return x
+    x = padded(x, dim, axis.size)
+    count("reduce_scatter", axis, x.numel() * x.itemsize)
+    if dim:
+        x = torch.cat(x.chunk(axis.size, dim))
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group))
+
+
+def raw_all_to_all(x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int) -> Tensor:
+    """From a split along `source_dim` to one along `target_dim`; `size` is the whole of `source_dim`."""
+    if axis.size == 1:
+        return x
+    x = padded(x, target_dim, axis.size)
+    count("all_to_all", axis, x.numel() * x.itemsize)
+    sent = torch.stack(x.chunk(axis.size, target_dim))
+    counts = [1] * axis.size
+    got = _c10d.wait_tensor(_c10d.all_to_all_single(sent.contiguous(), counts, counts, axis.group))
+    parts = torch.cat(got.unbind(), source_dim)
+    return parts.narrow(source_dim, 0, size) if parts.shape[source_dim] != size else parts
+
+
+def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part of a tensor that is equal everywhere, without communication."""
+    if axis.size == 1:
+        return x
+    x = padded(x, dim, axis.size)
+    part = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * part, part).contiguous()
+
+
+def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    """This rank's part in its place among zeros."""
+    if axis.size == 1:
+        return x
+    index = torch.arange(x.shape[dim] * axis.size, device=x.device) // x.shape[dim]
+    mine = (index == axis.rank).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+    repeated = torch.cat([x] * axis.size, dim)
+    return torch.where(mine, repeated, torch.zeros((), dtype=x.dtype, device=x.device)).narrow(dim, 0, size)
+
+
+def on_first(x: Tensor, axis: Axis) -> Tensor:
+    """The tensor on the axis's first rank, zeros on the others."""
+    if axis.size == 1:
+        return x
+    first = torch.zeros((), dtype=torch.int64, device=x.device) + axis.rank == 0
+    return torch.where(first, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def padded(x: Tensor, dim: int, num_parts: int) -> Tensor:
+    """The tensor with zeros at the end of `dim`, so that it divides."""
+    missing = -x.shape[dim] % num_parts
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return raw_all_reduce(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _AllReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return raw_all_reduce(grad, ctx.axis), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, invariant: bool) -> Tensor:
+        ctx.axis, ctx.dim, ctx.invariant = axis, dim, invariant
+        return raw_all_gather(x, axis, dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        back = local_slice if ctx.invariant else raw_reduce_scatter
+        return back(grad, ctx.axis, ctx.dim), None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
+        return raw_reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return raw_all_gather(grad, ctx.axis, ctx.dim, ctx.size), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, replicated: bool) -> Tensor:
+        ctx.axis, ctx.dim, ctx.size, ctx.replicated = axis, dim, x.shape[dim], replicated
+        return local_slice(x, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        back = scatter_into_zeros if ctx.replicated else raw_all_gather
+        return back(grad, ctx.axis, ctx.dim, ctx.size), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return scatter_into_zeros(x, axis, dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return local_slice(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int) -> Tensor:
+        ctx.axis, ctx.dims, ctx.size = axis, (source_dim, target_dim), x.shape[target_dim]
+        return raw_all_to_all(x, axis, source_dim, target_dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        source_dim, target_dim = ctx.dims
+        return raw_all_to_all(grad, ctx.axis, target_dim, source_dim, ctx.size), None, None, None, None
+
+
+class _OnFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: bool, backward: bool) -> Tensor:
+        ctx.axis, ctx.masked = axis, backward
+        return on_first(x, axis) if forward else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return on_first(grad, ctx.axis) if ctx.masked else grad, None, None, None
+
+
+def all_reduce(x: Tensor, axis: str) -> Tensor:
+    """P → I: the sum over `axis`; its gradient passes as it is. Moves the tensor's bytes."""
+    return _AllReduce.apply(x, axis_of(axis))
+
+
+def all_reduce_gradient(x: Tensor, axis: str) -> Tensor:
+    """I → R: the tensor itself; its gradient is summed over `axis` (Megatron's f). Moves its bytes backward."""
+    return _AllReduceGradient.apply(x, axis_of(axis))
+
+
+def all_gather(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+    """S(dim) → R: the whole of `dim`, `size` long; the gradient is reduce-scattered. Moves the whole's bytes twice."""
+    return _AllGather.apply(x, axis_of(axis), dim, size, False)
+
+
+def all_gather_invariant(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+    """S(dim) → I: the whole of `dim`, `size` long; the gradient is sliced. Moves the whole's bytes."""
+    return _AllGather.apply(x, axis_of(axis), dim, size, True)
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+    """P → S(dim): this rank's part of the sum; the gradient is gathered. Moves the whole's bytes twice."""
+    return _ReduceScatter.apply(x, axis_of(axis), dim)
+
+
+def split(x: Tensor, axis: str, dim: int) -> Tensor:
+    """I → S(dim): this rank's part; the gradient is gathered. Moves the whole's bytes backward."""
+    return _Split.apply(x, axis_of(axis), dim, False)
+
+
+def split_replicated(x: Tensor, axis: str, dim: int) -> Tensor:
+    """R → S(dim): this rank's part; the gradient stands in its place among zeros. Moves nothing."""
+    return _Split.apply(x, axis_of(axis), dim, True)
+
+
+def scatter(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+    """S(dim) → P: this rank's part in its place among zeros, `size` long; the gradient is sliced. Moves nothing."""
+    return _Scatter.apply(x, axis_of(axis), dim, size)
+
+
+def all_to_all(x: Tensor, axis: str, source_dim: int, target_dim: int, size: int) -> Tensor:
+    """S(source_dim) → S(target_dim); `size` is the whole of `source_dim`. Moves the part's bytes twice."""
+    return _AllToAll.apply(x, axis_of(axis), source_dim, target_dim, size)
+
+
+def keep_on_first(x: Tensor, axis: str) -> Tensor:
+    """I → P: the value on the first rank, zeros elsewhere; the gradient passes as it is. Moves nothing."""
+    return _OnFirst.apply(x, axis_of(axis), True, False)
+
+
+def keep_on_first_both(x: Tensor, axis: str) -> Tensor:
+    """R → P: value and gradient on the first rank, zeros elsewhere. Moves nothing."""
+    return _OnFirst.apply(x, axis_of(axis), True, True)
+
+
+def replicated_to_invariant(x: Tensor, axis: str) -> Tensor:
+    """R → I: the value as it is; the gradient on the first rank, zeros elsewhere. Moves nothing."""
+    return _OnFirst.apply(x, axis_of(axis), False, True)
+
+
+COMMUNICATING = frozenset((all_reduce, all_gather, all_gather_invariant, reduce_scatter, all_to_all))
+"""The moves that communicate in their forward; none of them runs twice."""

@@ -1,0 +1,38 @@
+"""A table of which each rank holds some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.runtime.collectives.axes import Axes, axes_of, part_of
+
+ROWS = "k"
+"""The factor of the table's rows."""
+
+
+def vocabulary_parallel_embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """As `aten.embedding.default` with the rows of `weight` split: rows of other ranks are zero, the result is partial.
+
+    Every rank sees all `indices`. The last rows may be padding, which no index reaches. Moves nothing.
+    """
+    assert not scale_grad_by_freq and not sparse, "no rule splits the rows of such an embedding"
+    num_rows = weight.shape[0]
+    local = indices - part_of(axes_of(axes.get(ROWS, ()))) * num_rows
+    mine = (local >= 0) & (local < num_rows)
+    found = F.embedding(local.clamp(0, num_rows - 1), weight)
+    found = torch.where(mine.unsqueeze(-1), found, torch.zeros((), dtype=found.dtype, device=found.device))
+    # The row of the padding index has a value but gets no gradient.
+    return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found) if padding_idx >= 0 else found

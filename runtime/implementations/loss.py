@@ -1,0 +1,200 @@
+"""Cross-entropy of logits of which each rank holds some rows, some classes, or both.
+
+Over the axes that split the classes ("v"), the ranks join the maximum and the sums of every row; over the axes that
+split rows, a mean joins the sum and what divides it in one message. Then all ranks have the same loss, but for a sum
+over rows, of which each has its part. The backward is local. Where no axis splits the classes, a rank's part is
+PyTorch's own loss, which is the faster one.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
+
+CLASSES = "v"
+"""The factor of the classes; every other one is of rows."""
+NONE, MEAN, SUM = 0, 1, 2
+"""PyTorch's numbers for the argument `reduction`."""
+WIDE = (torch.float32, torch.float64)
+"""In which a sum over rows is exact enough."""
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """As `aten.cross_entropy_loss.default` for targets that are classes; columns beyond `sizes["v"]` are padding.
+
+    Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, b · rows ·
+    (3 + [weight] + [smoothing] + [both]) by all-reduce (maximum, then sum, target logit, weight of the target,
+    weighted sum of the logits, sum of the weights); per axis that splits rows, 16 for a mean's sum and its divisor.
+    """
+    assert not target.is_floating_point(), "no rule splits a cross-entropy whose targets are probabilities"
+    classes = axes_of(axes.get(CLASSES, ()))
+    rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
+    if not classes and logits.dtype in WIDE:
+        wanted = SUM if reduction == MEAN else reduction
+        loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, wanted, ignore_index, label_smoothing)
+        return loss if reduction != MEAN else _Mean.apply(loss, _divisor(target, weight, ignore_index), rows)
+    call = _Call(classes, rows, sizes[CLASSES], reduction, ignore_index, label_smoothing)
+    return _CrossEntropy.apply(logits, target, weight, call)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean of this rank's rows divides by: the weights of their targets; their number where there are none."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum(dtype=torch.float64)
+    return (weight.detach()[target.masked_fill(~kept, 0)] * kept).sum(dtype=torch.float64)
+
+
+def _mean(total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+    """The mean over all ranks' rows, of their sums and divisors, and the divisor of all; in double precision."""
+    total, divisor = raw_sum(torch.stack([total.double(), divisor.double()]), rows).unbind()
+    return total / divisor, divisor
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, divisor: Tensor, rows: Sequence[Axis]) -> Tensor:
+        mean, divisor = _mean(total, divisor, rows)
+        ctx.save_for_backward(divisor.to(total.dtype))
+        return mean.to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (divisor,) = ctx.saved_tensors
+        return grad / divisor, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    classes: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    num_classes: int
+    reduction: int
+    ignore_index: int
+    smoothing: float
+
+    @property
+    def smoothing_per_class(self) -> float:
+        return self.smoothing / self.num_classes
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """This rank's classes. Legend: N rows (any number of dims), V classes."""
+
+    start: Any
+    padding_V: Tensor | None
+    """Which columns are padding; None where there is none."""
+    weight_V: Tensor
+
+    @classmethod
+    def of(cls, call: _Call, x_NV: Tensor, weight_V: Tensor | None) -> _Columns:
+        num_columns = x_NV.shape[-1]
+        start = part_of(call.classes) * num_columns
+        one_V = torch.ones(num_columns, dtype=x_NV.dtype, device=x_NV.device)
+        weight_V = one_V if weight_V is None else weight_V.to(x_NV.dtype)
+        if num_columns * num_parts_of(call.classes) == call.num_classes:
+            return cls(start, None, weight_V)
+        padding_V = torch.arange(num_columns, device=x_NV.device) + start >= call.num_classes
+        return cls(start, padding_V, weight_V.masked_fill(padding_V, 0))
+
+    def fill(self, x_NV: Tensor, value: float) -> Tensor:
+        """The values with `value` in the columns that are padding."""
+        return x_NV if self.padding_V is None else x_NV.masked_fill(self.padding_V, value)
+
+    def of_target(self, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of every target, and whether it is on this rank."""
+        column_N = target_N - self.start
+        num_columns = self.weight_V.shape[0]
+        return column_N.clamp(0, num_columns - 1), (column_N >= 0) & (column_N < num_columns)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target_N: Tensor, weight: Tensor | None, call: _Call) -> Tensor:
+        x_NV = _wide(logits)
+        columns = _Columns.of(call, x_NV, weight)
+        x_NV = columns.fill(x_NV, -math.inf)
+        top_N = x_NV.amax(-1)
+        for axis in call.classes:
+            top_N = raw_all_reduce(top_N, axis, "max")
+        column_N, mine_N = columns.of_target(target_N)
+        x_NV = x_NV - top_N.unsqueeze(-1)
+        zero = torch.zeros((), dtype=x_NV.dtype, device=x_NV.device)
+        picked_N = torch.where(mine_N, x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1), zero)
+        joined = [x_NV.exp().sum(-1), picked_N]
+        if weight is not None:
+            joined.append(torch.where(mine_N, columns.weight_V[column_N], zero))
+        if call.smoothing:
+            joined.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
+            if weight is not None:
+                joined.append(columns.weight_V.sum().expand_as(picked_N))
+        rest = list(raw_sum(torch.stack(joined), call.classes).unbind())
+        log_N, picked_N = rest.pop(0).log(), rest.pop(0)
+        kept_N = target_N != call.ignore_index
+        weight_N = torch.where(kept_N, rest.pop(0) if weight is not None else zero + 1, zero)
+        loss_N = weight_N * (log_N - picked_N) * (1 - call.smoothing)
+        smooth_N = torch.zeros_like(weight_N)
+        if call.smoothing:
+            of_all_N = rest.pop(0)
+            total = rest.pop(0) if weight is not None else zero + call.num_classes
+            smooth_N = torch.where(kept_N, total, zero) * call.smoothing_per_class
+            loss_N = loss_N + torch.where(kept_N, total * log_N - of_all_N, zero) * call.smoothing_per_class
+        loss, divisor = torch.where(kept_N, loss_N, zero), zero + 1
+        if call.reduction == SUM:
+            loss = loss.sum()
+        if call.reduction == MEAN:
+            loss, divisor = _mean(loss.sum(), weight_N.double().sum(), call.rows)
+        ctx.call = call
+        ctx.save_for_backward(logits, target_N, weight, log_N + top_N, weight_N, smooth_N, divisor.to(x_NV.dtype))
+        return loss.to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        call: _Call = ctx.call
+        logits, target_N, weight, log_N, weight_N, smooth_N, divisor = ctx.saved_tensors
+        x_NV = _wide(logits)
+        columns = _Columns.of(call, x_NV, weight)
+        column_N, mine_N = columns.of_target(target_N)
+        hit_N = weight_N * (1 - call.smoothing)
+        grad_NV = (x_NV - log_N.unsqueeze(-1)).exp() * (hit_N + smooth_N).unsqueeze(-1)
+        grad_NV.scatter_add_(-1, column_N.unsqueeze(-1), torch.where(mine_N, -hit_N, hit_N * 0).unsqueeze(-1))
+        kept_N = target_N != call.ignore_index
+        if call.smoothing:
+            grad_NV = grad_NV - kept_N.unsqueeze(-1) * columns.weight_V * call.smoothing_per_class
+        # Ignored rows get zero even where nothing is left to divide by.
+        grad_N = torch.where(kept_N, grad.to(x_NV.dtype) / divisor, torch.zeros_like(log_N))
+        # Padding may hold anything, even what overflows.
+        grad_NV = columns.fill(grad_NV * grad_N.unsqueeze(-1), 0)
+        back = grad_NV.movedim(-1, 1) if logits.ndim > 1 else grad_NV
+        return back.to(logits.dtype), None, None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """The logits in at least float32, classes last."""
+    moved = logits.movedim(1, -1) if logits.ndim > 1 else logits
+    return moved.to(torch.promote_types(logits.dtype, torch.float32))

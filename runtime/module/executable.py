@@ -1,0 +1,128 @@
+"""What runs one kind of input on a rank: a captured program, its plan, and the per-rank graph with what it takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.plans.plan import Plan
+from autopar.program.program import Program, info_of
+from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
+from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
+from autopar.runtime.implementations.dropout import use_randomness
+from autopar.runtime.module.inputs import Arguments, local_input
+from autopar.runtime.module.parameters import local_parts
+from autopar.runtime.recompute.run import Step, steps_of
+from autopar.runtime.rewrite.rewrite import LocalProgram
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParameter:
+    """A parameter as a graph takes it: its name, its placeholder, and the shape and dtype of a rank's part."""
+
+    name: str
+    path: tuple[str, ...]
+    """The parts of its name."""
+    placeholder: str
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stored_in(self, root: nn.Module, device: str) -> torch.Tensor:
+        """The parameter as `root` stores it; InputError where it is no longer what the graph was made for."""
+        owner: nn.Module = root
+        for part in self.path[:-1]:
+            owner = owner._modules[part]  # pyright: ignore[reportAssignmentType]
+        parameter = owner._parameters[self.path[-1]]
+        assert parameter is not None
+        if parameter.is_meta:
+            raise InputError(
+                f"{self.name} is on the meta device and has no values; call "
+                f'model.to_empty(device="{device}") and load a state dict before the first step.'
+            )
+        if parameter.dtype != self.dtype:
+            raise InputError(
+                f"{self.name} is {parameter.dtype} now and was {self.dtype} when the model was compiled; "
+                "convert the model before autopar.compile."
+            )
+        return parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Executable:
+    """What runs one kind of input: the captured program, its plan, and the per-rank graph with what it takes."""
+
+    program: Program
+    plan: Plan
+    local: LocalProgram
+    mesh: DeviceMesh
+    joined: Groups
+    """Of the joined axes that the graph names."""
+    parameters: tuple[GraphParameter, ...]
+    constants: dict[str, torch.Tensor]
+    """Placeholder → the constant, on the device of the mesh."""
+    regathers: bool
+    """Whether some gathered weights are freed after use and gathered again in the backward."""
+    recomputing: tuple[Step, ...]
+    """The calls of the graph where some are computed again in the backward; else none."""
+
+    @classmethod
+    def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
+        """Put together what runs a rewritten program on a mesh, on all its ranks at once."""
+        nodes = program.placeholders()
+        parameters = []
+        for name, placeholder in program.parameters.items():
+            info = info_of(nodes[placeholder])
+            shape = local.layouts[placeholder].local_shape(info.shape, mesh.shape)
+            parameters.append(GraphParameter(name, tuple(name.split(".")), placeholder, shape, info.dtype))
+        constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
+        regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
+        steps = steps_of(local.module.graph)
+        recomputing = steps if any(step.role is not None for step in steps) else ()
+        moves = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
+        joined = join_axes(mesh, dict.fromkeys(node.args[0] for node in moves))
+        return cls(program, plan, local, mesh, joined, tuple(parameters), constants, regathers, recomputing)
+
+    def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
+        stored = [parameter.stored_in(root, self.mesh.device_type) for parameter in self.parameters]
+        parts = local_parts(stored, [parameter.local_shape for parameter in self.parameters])
+        return dict(zip((parameter.placeholder for parameter in self.parameters), parts, strict=True))
+
+    def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        """Placeholder → buffer of `root`, for one run of the graph."""
+        found: dict[str, torch.Tensor] = {}
+        for name, placeholder in self.program.buffers.items():
+            buffer = root.get_buffer(name)
+            # The graph may keep the old value for its backward.
+            found[placeholder] = buffer.clone() if name in self.program.mutations else buffer
+        return found
+
+    def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:
+        """Placeholder → this rank's part of each input that the graph takes."""
+        leaves = zip(self.program.inputs, pytree.tree_leaves(arguments), strict=True)
+        return {name: local_input(leaf, self.local.layouts[name]) for name, leaf in leaves if name is not None}
+
+    def write_buffers(self, root: nn.Module, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Write what the graph has changed, from its flat output, into the buffers of `root`."""
+        program = self.program
+        with torch.no_grad():
+            for name, value in zip(program.mutations, outputs[program.num_results :], strict=True):
+                root.get_buffer(name).copy_(value)
+
+    @contextlib.contextmanager
+    def surroundings(self, seed: int, step: int, deterministic: bool) -> Iterator[None]:
+        """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(use_mesh(self.mesh, self.joined))
+            stack.enter_context(use_randomness(seed, step, deterministic))
+            stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
+            if self.regathers and torch.is_grad_enabled():
+                stack.enter_context(Regather())
+            yield

@@ -1,0 +1,93 @@
+"""The inputs of a call: by name, told apart by all that a graph depends on, and as this rank holds them.
+
+A plain tensor is the whole of an input, equal on every rank. A DTensor may be split: its local part is taken as it is
+where its parts are equal, and gathered where the planner has no layout for it (partial sums, uneven parts).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.program.program import Program
+from autopar.sharding.layout import I, Layout, S, replicated
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """The same call with every argument by name, in the order of the signature; as it is where that cannot be."""
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
+        return args, dict(kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise InputError(f"the inputs do not fit the model's forward{signature}: {error}.") from error
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    extra = bound.pop(rest, {}) if rest else {}
+    return (), {**bound, **extra}
+
+
+def kind_of(arguments: Arguments, device: str) -> object:
+    """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    autocast = tuple(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in (device, "cpu"))
+    return str(spec), tuple(map(_kind_of_leaf, leaves)), autocast
+
+
+def _kind_of_leaf(leaf: Any) -> object:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), repr(leaf)
+    where = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
+    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, where
+
+
+def without_placements(arguments: Arguments) -> Arguments:
+    """The same inputs with a tensor of the global shape, without memory, in place of each DTensor."""
+
+    def whole(x: DTensor) -> Tensor:
+        with FakeTensorMode():
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    return pytree.tree_map_only(DTensor, whole, arguments)
+
+
+def layout_of(value: DTensor, mesh: DeviceMesh) -> Layout:
+    """The layout over `mesh` in which an input arrives; InputError where it lies on another mesh."""
+    names, theirs = mesh.mesh_dim_names or (), value.device_mesh.mesh_dim_names or ()
+    part = tuple(name for name in names if name in theirs)
+    if value.device_mesh != mesh and (part != theirs or not part or mesh[part] != value.device_mesh):
+        raise InputError(
+            f"an input of shape {tuple(value.shape)} is a DTensor on {value.device_mesh}, the model runs on {mesh}; "
+            "distribute it over that mesh or over some of its axes, or give the whole tensor."
+        )
+    placements = dict(zip(theirs, value.placements, strict=True))
+    found = [placements.get(name, Replicate()) for name in names]
+    known = all(type(placement) in (Shard, Replicate) for placement in found)
+    layout = Layout(S(each.dim % value.ndim) if isinstance(each, Shard) else I for each in found)
+    return layout if known and layout.divides(value.shape, mesh.shape) else replicated(mesh.ndim)
+
+
+def layouts_of(program: Program, arguments: Arguments, mesh: DeviceMesh) -> dict[str, Layout]:
+    """Placeholder → the layout in which it arrives, for inputs that are DTensors."""
+    return {
+        placeholder: layout_of(leaf, mesh)
+        for placeholder, leaf in zip(program.inputs, pytree.tree_leaves(arguments), strict=True)
+        if placeholder is not None and isinstance(leaf, DTensor)
+    }
+
+
+def local_input(value: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of an input that arrives in `layout`; nothing moves unless the planner had no layout for it."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.to_local() if any(placement.is_split for placement in layout) else value.full_tensor()

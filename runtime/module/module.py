@@ -1,0 +1,172 @@
+"""The module that a user trains: the original names outside, one per-rank graph per kind of input inside."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.plans.plan import Plan
+from autopar.runtime.module.batches import loss_position, split_batch
+from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.inputs import Arguments, canonical_arguments
+from autopar.runtime.module.loss_scale import scale_of, with_scaled_gradient
+from autopar.runtime.module.parameters import placements_of
+from autopar.runtime.module.stage import Stage, accumulate
+from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.recompute.run import run
+from autopar.runtime.rewrite.printing import readable_code
+from autopar.sharding.layout import Layout
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Keep torch.compile out of a function and of all that it calls."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
+"""(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
+
+
+class ParallelModule(StoredModule[Executable]):
+    """A model running on a mesh. Made by `autopar.compile`; used like the model it was made from.
+
+    It takes the global batch as plain tensors, equal on every rank, or DTensors, and returns what the model returns:
+    scalars as plain tensors, other tensors as DTensors (or whole, with `outputs="full"`).
+    """
+
+    def __init__(
+        self,
+        forward_signature: inspect.Signature,
+        mesh: DeviceMesh,
+        prepare: Prepare,
+        *,
+        whole_outputs: bool = False,
+        deterministic: bool = False,
+        seed: int = 0,
+        num_microbatches: int = 1,
+    ) -> None:
+        super().__init__(mesh.device_type, prepare)
+        self._forward_signature = forward_signature
+        self._mesh = mesh
+        self._whole_outputs = whole_outputs
+        self._deterministic = deterministic
+        self._seed = seed
+        self._num_microbatches = num_microbatches
+        self._step = 0
+        self._stages: dict[Executable, Stage] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the most recent kind of input."""
+        return self._ready().plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def print_code(self) -> None:
+        """Print the per-rank graph as code: sections per module, layouts as comments, collectives by name."""
+        print(readable_code(self._ready().local.module, self._mesh.mesh_dim_names or ()))
+
+    @uncompiled
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
+        """What runs a micro-batch of these inputs, planned on their first appearance."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        return self._prepared(split_batch(arguments, self._num_microbatches)[0])
+
+    # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
+    # everything else is disabled.
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the global batch."""
+        executable, inputs = self._entered(args, kwargs)
+        with self._surroundings(executable):
+            if executable.recomputing and torch.is_grad_enabled():
+                _check_not_compiled(executable)
+                outputs = run(executable.local.module.graph, executable.recomputing, inputs)
+            else:
+                outputs = executable.local.module(*inputs)
+        return self._left(executable, outputs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.
+
+        The batch is split along dim 0 into as many micro-batches as `compile(..., microbatches=)` says. Weights are
+        gathered and gradients reduced once for all of them, but for weights that the plan gathers again.
+
+        Returns the mean of the micro-batches' losses (the model's only output, or what it calls "loss", or the first).
+
+        Raises InputError where the batch does not divide or the model returns no loss.
+        """
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        batches = split_batch(arguments, self._num_microbatches)
+        executable = self._prepared(batches[0])
+        position = loss_position(executable.program)
+        scale = scale_of(self.scaler, self._mesh.device_type)
+        if len(batches) == 1:
+            loss = pytree.tree_leaves(self(*args, **kwargs))[position]
+            with_scaled_gradient(loss, scale).backward()
+            return loss.detach()
+        if executable not in self._stages:
+            self._stages[executable] = Stage(executable, self, self._seed, self._deterministic)
+        stage = self._stages[executable]
+        self._step += len(batches)
+        return accumulate(stage, batches, position, self._step - len(batches), scale)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of the parameters; on a pipeline, which has it too, over all stages."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @uncompiled
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
+        """What runs these inputs, and what its graph takes."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        executable = self._prepared(arguments)
+        given = {**executable.constants, **executable.weights_of(self), **executable.buffers_of(self)}
+        given.update(executable.inputs_of(arguments))
+        return executable, [given[name] for name in executable.local.placeholders]
+
+    @contextlib.contextmanager
+    def _surroundings(self, executable: Executable) -> Iterator[None]:
+        with executable.surroundings(self._seed, self._step, self._deterministic):
+            yield
+        self._step += 1
+
+    @uncompiled
+    def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
+        """What the user gets; mutated buffers are written."""
+        program, layouts = executable.program, executable.local.output_layouts
+        executable.write_buffers(self, outputs)
+        users = [
+            self._user_output(value, layout)
+            for value, layout in zip(outputs[: program.num_outputs], layouts, strict=False)
+        ]
+        return pytree.tree_unflatten(users, program.out_spec)
+
+    def _user_output(self, value: Any, layout: Layout | None) -> Any:
+        if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0 or self._whole_outputs:
+            return value
+        return DTensor.from_local(value, self._mesh, placements_of(layout), run_check=False)
+
+
+def _check_not_compiled(executable: Executable) -> None:
+    """Raise InputError under torch.compile, which decides by itself what to keep and does not see saved tensors."""
+    if get_eval_frame_callback() not in (None, False):
+        modes = [step.role for step in executable.recomputing if step.role is not None]
+        named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+        raise InputError(
+            f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
+            'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+        )

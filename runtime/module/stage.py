@@ -1,0 +1,108 @@
+"""One stage program as a schedule runs it: once per micro-batch, on weights that are moved once per step.
+
+A step is `begin`, a forward and a backward per micro-batch, and `finish`. The module's parameters are the leaves that
+the graph of a micro-batch takes; between steps it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.inputs import Arguments
+from autopar.runtime.module.loss_scale import with_scaled_gradient
+from autopar.runtime.recompute.run import run, steps_of
+from autopar.runtime.rewrite.hoist import hoist
+
+
+class Stage(nn.Module):
+    """Runs the micro-batches of a step; `root` stores the parameters and buffers."""
+
+    def __init__(self, executable: Executable, root: nn.Module, seed: int = 0, deterministic: bool = False) -> None:
+        super().__init__()
+        self.executable = executable
+        self._root = [root]  # in a list, so that it is no submodule
+        self._seed = seed
+        self._deterministic = deterministic
+        self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
+        self._steps = steps_of(self._hoisted.body.graph) if executable.recomputing else ()
+        self._moved: tuple[Tensor, ...] = ()
+        self._microbatches: Sequence[Arguments] = ()
+        self._first_step = 0
+        self.microbatch = 0
+        """Which micro-batch the next forward runs."""
+
+    def begin(self, microbatches: Sequence[Arguments], first_step: int) -> None:
+        """Move the weights, and make leaves of them; `first_step` counts the micro-batches of the steps before."""
+        self._microbatches, self._first_step = microbatches, first_step
+        given = self.executable.weights_of(self._root[0])
+        with self._surroundings(0):
+            self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
+        for number, moved in enumerate(self._moved):
+            self.register_parameter(f"weight{number}", leaf_of(moved.detach(), moved.requires_grad))
+
+    def forward(self, *received: Tensor) -> tuple[Any, ...]:
+        """What the micro-batch sends, and the user's outputs."""
+        program, root = self.executable.program, self._root[0]
+        given = {**self.executable.constants, **self.executable.buffers_of(root)}
+        given.update(self.executable.inputs_of(self._microbatches[self.microbatch]))
+        given.update(zip(program.received, received, strict=True))
+        inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
+        with self._surroundings(self.microbatch):
+            if self._steps and torch.is_grad_enabled():
+                outputs = run(self._hoisted.body.graph, self._steps, inputs)
+            else:
+                outputs = self._hoisted.body(*inputs)
+        self.executable.write_buffers(root, outputs)
+        return tuple(outputs[: program.num_results])
+
+    def finish(self) -> None:
+        """Take the gradients of the leaves back through the moves, to the parameters that the root stores."""
+        leaves, moved = self._leaves(), self._moved
+        learned = [(value, leaf) for value, leaf in zip(moved, leaves, strict=True) if leaf.grad is not None]
+        gradients = [leaf.grad for _, leaf in learned]
+        self.abandon()
+        if learned:
+            torch.autograd.backward([value for value, _ in learned], gradients)
+
+    def abandon(self) -> None:
+        """Let go of what a step holds."""
+        self._moved, self._microbatches = (), ()
+        self._parameters.clear()
+
+    def _leaves(self) -> list[Tensor]:
+        return [leaf for leaf in self._parameters.values() if leaf is not None]
+
+    def _surroundings(self, microbatch: int) -> Any:
+        return self.executable.surroundings(self._seed, self._first_step + microbatch, self._deterministic)
+
+
+def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:
+    """A weight as micro-batches take it, whose gradient adds up over them."""
+    leaf = nn.Parameter(values, requires_grad=learns)
+    if learns and values.dtype.itemsize < torch.float32.itemsize:
+        leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def accumulate(
+    stage: Stage, microbatches: Sequence[Arguments], position: int, first_step: int, scale: Tensor | None = None
+) -> Tensor:
+    """Train a step on one stage, one micro-batch after the other; the mean of their losses, output `position`.
+
+    Gradients are multiplied by `scale`.
+    """
+    stage.begin(microbatches, first_step)
+    total: Tensor | None = None
+    for number in range(len(microbatches)):
+        stage.microbatch = number
+        loss = with_scaled_gradient(stage()[position], scale) / len(microbatches)
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    stage.finish()
+    assert total is not None
+    return total

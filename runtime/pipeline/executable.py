@@ -1,0 +1,45 @@
+"""What runs one kind of input on a rank of a pipeline: its plan, the programs of all stages, this rank's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.program.program import Program
+from autopar.runtime.module.executable import Executable
+from autopar.runtime.pipeline.pipedream import check_not_shared
+from autopar.runtime.pipeline.shared_parameters import holders_of
+from autopar.sharding.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """What runs one kind of input on a rank of a pipeline."""
+
+    plan: PipelinePlan
+    programs: tuple[Program, ...]
+    """Of all stages."""
+    executables: Mapping[int, Executable]
+    """Of this rank's stages."""
+    result_layouts: tuple[Layout | None, ...]
+    """Of the user's outputs, which the last stage gives; None where an output is no tensor."""
+
+    def __post_init__(self) -> None:
+        check_not_shared(self.schedule.name, tuple(self.holders))
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several ranks hold."""
+        schedule = self.schedule
+        return holders_of(
+            [
+                [name for stage in schedule.stages_of(rank) for name in self.programs[stage].parameters]
+                for rank in range(schedule.num_ranks)
+            ]
+        )

@@ -1,0 +1,183 @@
+"""The module that a user trains on a mesh with a pipeline axis: this rank's stages, run by a schedule of PyTorch.
+
+Every rank is called with the whole batch and takes from it what its stages need; between stages go only tensors that
+the model computes. A rank stores the parameters of its own stages.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import PipelineError
+from autopar.pipeline.plan import PipelinePlan
+from autopar.runtime.module.batches import loss_position, split_batch
+from autopar.runtime.module.inputs import Arguments, canonical_arguments
+from autopar.runtime.module.loss_scale import scale_of
+from autopar.runtime.module.parameters import placements_of
+from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.pipeline.evaluation import evaluated
+from autopar.runtime.pipeline.executable import Pipeline
+from autopar.runtime.pipeline.frozen import FrozenNames
+from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
+from autopar.runtime.pipeline.shared_parameters import summed_over_holders
+from autopar.runtime.pipeline.step import ScheduledStep
+from autopar.runtime.ranks.failure import watched
+from autopar.runtime.rewrite.printing import readable_code
+from autopar.sharding.layout import Layout
+
+PreparePipeline = Callable[[Arguments, bool, frozenset[str] | None], Pipeline]
+"""(arguments of a micro-batch, training, names of frozen parameters if known) → what runs them."""
+
+
+class PipelineModule(StoredModule[Pipeline]):
+    """A model running on a mesh with a pipeline axis. Made by `autopar.compile`.
+
+    `train_step` trains; a call evaluates. Each rank has the parameters of its stages, under their original names.
+    """
+
+    FIRST_CALL = "call train_step once"
+
+    def __init__(
+        self,
+        forward_signature: inspect.Signature,
+        mesh: DeviceMesh,
+        axis: str,
+        prepare: PreparePipeline,
+        *,
+        num_microbatches: Callable[[Arguments, bool], int],
+        whole_outputs: bool = False,
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(mesh.device_type, prepare)
+        self._forward_signature = forward_signature
+        self._mesh = mesh
+        self._group = mesh.get_group(axis)
+        self._num_microbatches = num_microbatches
+        self._whole_outputs = whole_outputs
+        self._deterministic = deterministic
+        self._seed = seed
+        self._step = 0
+        self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
+        self._watch = watched(self, mesh)
+        self._frozen_names = FrozenNames(self._group, mesh.device_type)
+        self.optimizer: torch.optim.Optimizer | None = None
+        """Of this rank's parameters; only schedule="pipedream" needs it, which updates inside `train_step`."""
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan of the most recent kind of input."""
+        return self._ready().plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def print_code(self) -> None:
+        """Print the graphs of this rank's stages as code."""
+        for number, executable in self._ready().executables.items():
+            print(f"# stage {number}")
+            print(readable_code(executable.local.module, executable.mesh.mesh_dim_names or ()))
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
+        """What trains a batch of these inputs, planned on its first appearance."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        return self._prepared(split_batch(arguments, self._num_microbatches(arguments, self.training))[0])
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.
+
+        The batch is split along dim 0 into micro-batches. Returns the mean of their losses, on every rank. With
+        schedule="pipedream" every micro-batch is a step of `model.optimizer`, and no gradients are left.
+
+        Raises InputError where the batch does not divide or the model returns no loss, and PipelineRankError where
+        another rank fails.
+        """
+        with self._watch.step():
+            return self._trained(args, kwargs)
+
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        batches = split_batch(arguments, self._num_microbatches(arguments, self.training))
+        pipeline = self._prepared(batches[0])
+        if pipeline not in self._runners:
+            runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
+            self._runners[pipeline] = runner(pipeline, self, self._group, self._seed, self._deterministic)
+        first_step, self._step = self._step, self._step + len(batches)
+        with summed_over_holders(self, pipeline.holders, self._group):
+            return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the model on a batch, stage after stage; every rank gets the outputs.
+
+        Raises PipelineError in training with gradients, which only `train_step` gives, and PipelineRankError where
+        another rank fails.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise PipelineError(
+                "a pipeline gives gradients in train_step alone: loss = model.train_step(inputs…). To evaluate, call "
+                "model.eval() or use torch.no_grad()."
+            )
+        with self._watch.step():
+            return self._evaluated(args, kwargs)
+
+    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        with torch.no_grad():
+            self._num_microbatches(arguments, self.training)  # the schedule says which stages there are
+            pipeline = self._prepared(arguments)
+            results = evaluated(pipeline, self, arguments, self._group, (self._seed, self._step, self._deterministic))
+        self._step += 1
+        users = [
+            self._user_output(value, layout, pipeline)
+            for value, layout in zip(results, pipeline.result_layouts, strict=True)
+        ]
+        return pytree.tree_unflatten(users, pipeline.programs[-1].out_spec)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all stages is at most `max_norm`; the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_` on one process; a parameter that several ranks hold counts once.
+        """
+        here, holders = dist.get_rank(self._group), self._ready().holders
+        named = [(name, p) for name, p in self.named_parameters() if p.grad is not None]
+        counted = [p.grad for name, p in named if holders.get(name, (here,))[0] == here]
+        norm = torch.nn.utils.get_total_norm(counted, norm_type)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.to(self._mesh.device_type)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, self._group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, group=self._group)
+            norm = norm ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+        return norm
+
+    def _frozen(self) -> frozenset[str]:
+        """Those of all ranks: a stage's graph depends on what is frozen before it."""
+        return self._frozen_names.of_all_ranks(super()._frozen())
+
+    def _user_output(self, value: Any, layout: Layout | None, pipeline: Pipeline) -> Any:
+        if layout is None or value.ndim == 0 or self._whole_outputs:
+            return value
+        mesh = next(iter(pipeline.executables.values())).mesh
+        return DTensor.from_local(value, mesh, placements_of(layout), run_check=False)
+
+
+def _pipedream(
+    pipeline: Pipeline, root: PipelineModule, group: dist.ProcessGroup, seed: int, deterministic: bool
+) -> PipeDream:
+    """This rank's stage on the schedule that PyTorch does not have."""
+    ((number, executable),) = pipeline.executables.items()
+    stage = StashingStage(executable, root, seed, deterministic)
+    return PipeDream(stage, number, pipeline.schedule, loss_position(pipeline.programs[-1]), root, group)

@@ -1,0 +1,65 @@
+"""A training step on a schedule of torch.distributed.pipelining: this rank's stages, and the loss for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from autopar.runtime.module.batches import loss_position
+from autopar.runtime.module.inputs import Arguments
+from autopar.runtime.module.loss_scale import with_scaled_gradient
+from autopar.runtime.module.stage import Stage
+from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.pipeline.executable import Pipeline
+from autopar.runtime.pipeline.stage import ScheduledStage
+
+
+class ScheduledStep:
+    """This rank's stages on a schedule."""
+
+    def __init__(
+        self, pipeline: Pipeline, root: StoredModule, group: dist.ProcessGroup, seed: int, deterministic: bool
+    ) -> None:
+        schedule = pipeline.schedule
+        last = schedule.num_stages - 1
+        position = loss_position(pipeline.programs[last])
+        self._stages = [Stage(each, root, seed, deterministic) for each in pipeline.executables.values()]
+        self.scheduled = [
+            ScheduledStage(stage, number, schedule.num_stages, position if number == last else None, group)
+            for number, stage in zip(pipeline.executables, self._stages, strict=True)
+        ]
+        self._count = schedule.num_microbatches
+        self._scale: Tensor | None = None
+        self._group, self._last_rank = group, schedule.rank_of(last)
+        torch_class: Any = schedule.torch_class
+        self._schedule = torch_class(
+            self.scheduled[0] if issubclass(torch_class, PipelineScheduleSingle) else self.scheduled,
+            self._count,
+            loss_fn=lambda loss, _: with_scaled_gradient(loss, self._scale) / self._count,
+            scale_grads=False,
+        )
+        self._device = torch.device(self.scheduled[0].device)
+
+    def step(self, batches: Sequence[Arguments], first_step: int, scale: Tensor | None = None) -> Tensor:
+        """Forward and backward of all micro-batches; the mean of their losses, on every rank.
+
+        Gradients are multiplied by `scale`.
+        """
+        self._scale = scale
+        for stage in self._stages:
+            stage.begin(batches, first_step)
+        losses: list[Tensor] = []
+        numbers = torch.arange(self._count)
+        self._schedule.step(target=numbers, losses=losses, return_outputs=False)
+        for stage in reversed(self._stages):
+            stage.finish()
+        total = torch.zeros((), device=self._device)
+        if losses:
+            total = torch.stack([loss.detach().float() for loss in losses]).sum()
+        dist.broadcast(total, group=self._group, group_src=self._last_rank)
+        return total

@@ -1,0 +1,292 @@
+"""What autograd holds of a segment that is computed again: claims on values that its second run makes.
+
+While a call of such a segment runs, what autograd saves is replaced by claims: on a value that the segment has made
+(whose memory the claim does not hold), or on something that the call has made for its own backward. When the segment
+has run, the claims say which calls must run again, and these what must be held for them: tensors from outside, and
+results that no call may make twice (`Role.kept`: of collectives, and of contractions in mode "selective"). The first
+claim that the backward makes runs the calls again, one by one, each on detached inputs and in the surroundings of the
+first run. A value is freed when its last claim has been met, and a second backward runs the segment once more.
+
+Gathered weights are held as `Regather` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from autopar.runtime.collectives.axes import current_axes, use_axes
+from autopar.runtime.collectives.buckets import Regather
+from autopar.runtime.implementations import dropout
+from autopar.runtime.recompute.generators import draws, generators_at, states_of
+from autopar.runtime.recompute.marks import CHANGED, Role
+
+Key = tuple[fx.Node, str, int]
+"""(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Claim:
+    """What autograd holds instead of a saved tensor: a view of something that the frame makes again."""
+
+    frame: Frame
+    key: Key
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of(self, value: Tensor) -> Tensor:
+        """The tensor that was saved, given the value that the claim is on."""
+        if self.key[1] == "saved":
+            return value
+        if self.dtype != value.dtype:  # saved as real or complex numbers, made as the other
+            empty = torch.empty(0, dtype=self.dtype, device=value.device)
+            return empty.set_(value.untyped_storage(), self.offset, self.size, self.stride)
+        return value.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """The call that runs now, whose saved tensors are claimed."""
+
+    frame: Frame
+    node: fx.Node
+    role: Role
+    entered: frozenset[int]
+    """The storages of its inputs."""
+    num_saved: int = 0
+    open: list[tuple[_Claim, Tensor]] = field(default_factory=list)
+    """Claims whose tensor is known when the call has returned: one of its outputs, or its own."""
+
+
+class Claims(torch.autograd.graph.saved_tensors_hooks):
+    """Inside the block, what calls of a recomputed segment save is claimed; all else is held as `Regather` says."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, _met)
+        self._saving: _Saving | None = None
+        self._weights: dict[int, Frame] = {}
+        """Storage → the frame of the weight that lies there."""
+
+    def run_alone(self, node: fx.Node, role: Role, values: dict[fx.Node, Any]) -> Any:
+        """Run a call that is computed again on its own, for whoever uses it."""
+        frame = Frame()
+        result = self.run(frame, node, role, values)
+        frame.close(self.hold, whole=True)
+        self._weights[_address(result)] = frame
+        return result
+
+    def hold(self, x: Tensor) -> object:
+        """What to keep of a tensor that no call of the current segment has made."""
+        frame = self._weights.get(_address(x))
+        key = frame.maker_of(x) if frame is not None else None
+        return frame.claim(key, x) if frame is not None and key is not None else Regather.hold(x)
+
+    def run(self, frame: Frame, node: fx.Node, role: Role, values: dict[fx.Node, Any]) -> Any:
+        """Run a call of a segment for the first time."""
+        given = {each: values[each] for each in node.all_input_nodes}
+        entered = (_address(x) for x in pytree.tree_leaves(list(given.values())) if isinstance(x, Tensor))
+        saving = self._saving = _Saving(frame, node, role, frozenset(entered))
+        if not role.kept:
+            frame.enter(node, given)
+        try:
+            result = call(node, values.__getitem__)
+        finally:
+            self._saving = None
+        if not role.kept:
+            frame.leave(saving, result)
+        return result
+
+    def _pack(self, x: Tensor) -> object:
+        saving = self._saving
+        if saving is None:
+            return self.hold(x)
+        number, saving.num_saved = saving.num_saved, saving.num_saved + 1
+        frame = saving.frame
+        key = frame.maker_of(x)
+        if key is not None and _plain(x):
+            return frame.claim(key, x)
+        if _address(x) in saving.entered or saving.role.kept:
+            return self.hold(x)
+        claim = frame.claim((saving.node, "saved", number), x)
+        saving.open.append((claim, x))
+        return claim
+
+
+def _met(held: object) -> Tensor:
+    """The tensor behind what was held."""
+    return held.frame.meet(held) if isinstance(held, _Claim) else Regather.given_back(held)
+
+
+class Frame:
+    """One run of one segment: what it has made, what its second run begins with, and what that has made."""
+
+    def __init__(self) -> None:
+        self._order: dict[fx.Node, None] = {}
+        """Calls that may run again."""
+        self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], Key]] = {}
+        self._given: dict[fx.Node, Any] = {}
+        """Until the segment ends: everything that a second run could begin with."""
+        self._claims: weakref.WeakSet[_Claim] = weakref.WeakSet()
+        self._held: dict[fx.Node, _Held] = {}
+        self._generators: dict[fx.Node, dict[str, Tensor]] = {}
+        self._again: dict[Key, Tensor] = {}
+        self._open: Counter[Key] = Counter()
+        self._axes = current_axes()
+        self._randomness = dropout.randomness()
+
+    def enter(self, node: fx.Node, given: dict[fx.Node, Any]) -> None:
+        """Note what a call takes, before its first run."""
+        self._given.update((each, value) for each, value in given.items() if each not in self._order)
+        if draws(node, self._randomness):
+            self._generators[node] = states_of(given.values())
+        self._order[node] = None
+
+    def leave(self, saving: _Saving, result: Any) -> None:
+        """Note what a call has made."""
+        for position, x in enumerate(pytree.tree_leaves(result)):
+            if isinstance(x, Tensor) and _address(x) not in saving.entered and self.maker_of(x) is None:
+                self._makers[_address(x)] = (weakref.ref(x.untyped_storage()), (saving.node, "output", position))
+        for claim, x in saving.open:
+            key = self.maker_of(x)
+            if key is not None and _plain(x):
+                claim.key = key
+
+    def maker_of(self, x: Tensor) -> Key | None:
+        """Which result of this segment the tensor is a view of."""
+        storage, key = self._makers.get(_address(x), (None, None))
+        return key if storage is not None and storage() is not None else None
+
+    def claim(self, key: Key, x: Tensor) -> _Claim:
+        claim = _Claim(self, key, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), x.dtype)
+        self._claims.add(claim)
+        return claim
+
+    def close(self, hold: Callable[[Tensor], object], whole: bool = False) -> None:
+        """The first run is over: hold what a second one (of all calls, if `whole`) begins with, and nothing else."""
+        again = set(self._order) if whole else {claim.key[0] for claim in self._claims}
+        begins: set[fx.Node] = set()
+        for node in reversed(self._order):
+            if node in again:
+                again.update(each for each in node.all_input_nodes if each in self._order)
+                begins.update(each for each in node.all_input_nodes if each not in self._order)
+        self._order = {node: None for node in self._order if node in again}
+        self._generators = {node: state for node, state in self._generators.items() if node in again}
+        given = ((node, value) for node, value in self._given.items() if node in begins)
+        self._held = {node: _Held.of(value, hold, node.meta.get(CHANGED, False)) for node, value in given}
+        self._given.clear()
+        if not whole:
+            self._makers.clear()
+
+    def meet(self, claim: _Claim) -> Tensor:
+        """The tensor behind a claim; the first one in a backward runs the segment again."""
+        if claim.key not in self._again:
+            self._open = Counter(each.key for each in self._claims)
+            with self._surroundings():
+                self._run_again()
+        value = self._again[claim.key]
+        self._open[claim.key] -= 1
+        if not self._open[claim.key]:
+            del self._again[claim.key]
+        return claim.of(value)
+
+    def _run_again(self) -> None:
+        values: dict[fx.Node, Any] = {node: held.value() for node, held in self._held.items()}
+        last_use = {each: node for node in self._order for each in node.all_input_nodes}
+        for node in self._order:
+            with generators_at(self._generators.get(node)), self._saved_again(node):
+                result = call(node, values.__getitem__)
+            values[node] = pytree.tree_map_only(Tensor, _detached, result)
+            for position, x in enumerate(pytree.tree_leaves(values[node])):
+                if (node, "output", position) in self._open:
+                    self._again[node, "output", position] = x
+            for each in node.all_input_nodes:
+                if last_use[each] is node:
+                    values.pop(each, None)
+
+    @contextlib.contextmanager
+    def _saved_again(self, node: fx.Node) -> Iterator[None]:
+        """Take what the call saves for its own backward, where that is claimed."""
+        numbers = iter(range(1 << 62))
+
+        def pack(x: Tensor) -> None:
+            key = (node, "saved", next(numbers))
+            if key in self._open:
+                self._again[key] = x.detach()
+
+        def unpack(_: object) -> Tensor:
+            raise AssertionError("the second run of a segment has no backward")
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """What the segment first ran in: the mesh, the seed of that step, gradients, no autocast."""
+        random = self._randomness
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(use_axes(self._axes))
+            stack.enter_context(dropout.use_randomness(random.seed, random.step, random.deterministic))
+            stack.enter_context(torch.enable_grad())
+            for kind in {held.device_type for held in self._held.values()} | {"cpu"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor that a second run begins with, without its graph."""
+
+    what: object
+    version: int | None
+    """None where the first run has changed it: running statistics, of which a second run gets a copy."""
+    requires_grad: bool
+    device_type: str
+
+    @classmethod
+    def of(cls, x: Tensor, hold: Callable[[Tensor], object], changed: bool) -> _Held:
+        return cls(hold(x.detach()), None if changed else _version(x), x.requires_grad, x.device.type)
+
+    def value(self) -> Tensor:
+        if self.version is None:
+            return _met(self.what).clone()
+        if isinstance(self.what, Tensor) and _version(self.what) != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.what.shape)} was changed in place after the forward (version "
+                f"{self.what._version}, expected {self.version}), and the backward needs it to compute a segment "
+                "again; call backward() before changing parameters or inputs."
+            )
+        return _met(self.what).detach().requires_grad_(self.requires_grad)
+
+
+def call(node: fx.Node, take: Callable[[fx.Node], Any]) -> Any:
+    """Run a call on what `take` gives for its inputs."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), take)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether a view of the same memory gives the tensor back: it is not read in conjugated or negated form."""
+    return not x.is_conj() and not x.is_neg()

@@ -1,0 +1,146 @@
+"""Which parameters move together: parameters that take the same kind of path, in the order of their first use.
+
+Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
+as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use; a small layer
+shares that of the next one (`sharing.joined_layers`).
+
+The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
+itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.messages import joined_layers, layer_of, messages
+from autopar.cost.reshard import Path, is_gather
+from autopar.sharding.layout import I, Layout, R
+from autopar.sharding.mesh import joined_name
+from autopar.space.space import Decision, Space, Wire
+
+PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
+
+End = tuple[int, int]
+"""(decision, input position) where a wire ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The move number `number` of every path in a bucket."""
+
+    number: int
+    axis: str
+    """The axis, or joined ones."""
+    gathers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are moved together. The first five tuples run in parallel."""
+
+    sources: tuple[int, ...]
+    ends: tuple[End, ...]
+    paths: tuple[Path, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    steps: tuple[Step, ...]
+    regathered: tuple[int, ...]
+    """Positions of those that are freed after use and gathered again in the backward."""
+    in_place: bool
+    """Whether it is one parameter whose gradient may be overwritten."""
+
+    @property
+    def at_entry(self) -> bool:
+        """Whether the bucket only reduces gradients; such buckets open the graph, so that they close its backward."""
+        return not any(step.gathers for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    wire: Wire
+    path: Path
+    steps: tuple[Step, ...]
+    regather: bool
+    layer: str
+
+
+def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
+    """Every bucket of a plan."""
+    groups: dict[object, list[_Member]] = {}
+    layers = _layers(space)
+    for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
+        if not space.is_weight(wire.source):
+            continue
+        path = space.path(wire, choices)
+        steps = _steps(space, wire, path)
+        if steps:
+            gathers = any(step.gathers for step in steps)
+            member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, layers) if gathers else "")
+            key = (steps, wire.tensor.requires_grad, member.layer)
+            groups.setdefault(key, []).append(member)
+    return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
+
+
+def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
+    """The steps of a path that a bucket can take; none where the path has a move of another kind."""
+    steps = []
+    for number, move in enumerate(path.moves):
+        gathers = is_gather(move, wire.tensor)
+        reduces = move.source is I and move.target is R
+        if not (gathers or reduces):
+            return ()
+        if move.num_parts(space.mesh.sizes) > 1:
+            steps.append(Step(number, joined_name(space.mesh.names, move.axes), gathers))
+    return tuple(steps)
+
+
+def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
+    """Cut a group into buckets; gathers stay one bucket per layer."""
+
+    def num_bytes(member: _Member) -> int:
+        return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
+
+    gathers = any(step.gathers for step in members[0].steps)
+    if gathers:
+        return [_bucket(space, members)]
+    together = messages([num_bytes(member) for member in members])
+    return [_bucket(space, [members[number] for number in numbers]) for numbers in together]
+
+
+def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
+    return Bucket(
+        sources=tuple(m.wire.source for m in members),
+        ends=tuple((m.wire.target, m.wire.target_input) for m in members),
+        paths=tuple(m.path for m in members),
+        shapes=tuple(m.wire.tensor.shape for m in members),
+        layouts=tuple(m.path.moves[0].before for m in members),
+        steps=members[0].steps,
+        regathered=tuple(position for position, member in enumerate(members) if member.regather),
+        in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
+    )
+
+
+def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
+    """Whether the gradient that the call gives to the wire is a new tensor: a product of matrices, not what came in."""
+    is_product = target.kind == "call" and getattr(target.node.target, "_opname", "") in PRODUCTS
+    return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
+
+
+def _first_use(space: Space, wire: Wire) -> int:
+    """Position of the first call that consumes the wire's tensor, looking through hubs."""
+    if space.decisions[wire.target].kind != "hub":
+        return wire.target
+    return min(_first_use(space, other) for other in space.wires if other.source == wire.target)
+
+
+def _layers(space: Space) -> dict[str, str]:
+    """For each parameter, by placeholder, the layer in whose message it is gathered."""
+    joined = joined_layers(space.program)
+    return {placeholder: joined[layer_of(name)] for name, placeholder in space.program.parameters.items()}
+
+
+def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:
+    """The layer of the parameter that a wire moves."""
+    source = space.decisions[wire.source].name
+    return layers[space.weight_casts.get(source, source)]

@@ -1,0 +1,130 @@
+"""A per-rank graph in two: what is done to weights once per step, and what every micro-batch runs.
+
+Weights are cast and moved (gathered, made ready for a reduction of their gradients) before the first micro-batch. What
+then enters the graph of a micro-batch are leaves: their gradients add up over the micro-batches as each rank computes
+them, and go backward through the moves once, reduced in buckets, at the end of the step. Weights that are to be
+gathered again in the backward are gathered in every micro-batch: they are stored in parts because the wholes would not
+fit. A bucket that gathers some of its weights again becomes two.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.runtime.collectives import buckets, functions
+from autopar.space.space import is_cast
+
+MODULES = (buckets.__name__, functions.__name__)
+"""Where the functions are that move tensors."""
+NUM_BEFORE = 3  # arguments of `gather_parameters` before the weights: axis, dims, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Hoisted:
+    """The two graphs; `weights` takes the parameters and gives the first inputs of `body`."""
+
+    weights: fx.GraphModule
+    body: fx.GraphModule
+    parameters: tuple[str, ...]
+    """Placeholders of `weights`, as the whole graph calls them."""
+    others: tuple[str, ...]
+    """Placeholders of `body` behind the weights, as the whole graph calls them."""
+
+
+def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
+    """Split a per-rank graph; `parameters` are the placeholders that hold parameters."""
+    graph = _unmixed(graph)
+    known = frozenset(parameters)
+    once = {node for node in graph.nodes if node.op == "placeholder" and node.name in known}
+    for node in graph.nodes:
+        takes = node.all_input_nodes
+        if node.op == "call_function" and takes and once.issuperset(takes) and _moves(node):
+            once.add(node)
+    body_uses = {each for node in graph.nodes if node not in once for each in node.all_input_nodes}
+    entering = [node for node in graph.nodes if node in once and node in body_uses]
+    before = [node for node in graph.nodes if node in once]
+    weights = _graph([node for node in before if node.op == "placeholder"], before, entering)
+    others = [node for node in graph.nodes if node.op == "placeholder" and node not in once]
+    body = _body([*entering, *others], graph, once)
+    return Hoisted(
+        weights,
+        body,
+        tuple(node.name for node in before if node.op == "placeholder"),
+        tuple(node.name for node in others),
+    )
+
+
+def _unmixed(graph: fx.Graph) -> fx.Graph:
+    """The graph in which a bucket gathers all of its weights again in the backward, or none."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    parts: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
+    for node in graph.nodes:
+        again: Any = node.kwargs.get("regather", ())
+        once = [number for number in range(len(node.args) - NUM_BEFORE) if number not in again]
+        if again and once:
+            for numbers in (once, again):
+                part = _gather_of(new, node, numbers, numbers is again, copies)
+                parts.update({(node, number): (part, place) for place, number in enumerate(numbers)})
+        elif node.target is operator.getitem and node.args in parts:
+            copies[node] = new.create_node(node.op, operator.getitem, parts[node.args], name=node.name)
+            copies[node].meta = dict(node.meta)
+        elif node.op != "output":
+            copies[node] = new.node_copy(node, copies.__getitem__)
+    new.output(map_arg(graph.output_node().args[0], copies.__getitem__))
+    new.lint()
+    return new
+
+
+def _gather_of(
+    graph: fx.Graph, node: fx.Node, numbers: Sequence[int], again: bool, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """A gather of some of the weights that `node` gathers."""
+    target: Any = node.target
+    args: Any = node.args
+    axis, dims, sizes, *shards = args
+    chosen = [(dims[number], sizes[number], copies[shards[number]]) for number in numbers]
+    some_dims, some_sizes, some_shards = zip(*chosen, strict=True)
+    kwargs: Any = {"regather": tuple(range(len(chosen)))} if again else {}
+    new = graph.call_function(target, (axis, some_dims, some_sizes, *some_shards), kwargs)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a call only casts weights or moves them once; a bucket's weights are taken out of it one by one."""
+    if node.target is operator.getitem or is_cast(node):
+        return True
+    return getattr(node.target, "__module__", "") in MODULES and not node.kwargs.get("regather")
+
+
+def _graph(placeholders: list[fx.Node], nodes: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: graph.node_copy(node) for node in placeholders}
+    for node in nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph, "Weights")
+
+
+def _body(placeholders: list[fx.Node], whole: fx.Graph, once: set[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in placeholders:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in whole.nodes:
+        if node not in once and node not in copies and node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(map_arg(whole.output_node().args[0], copies.__getitem__))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph, "Body")

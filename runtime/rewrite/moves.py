@@ -1,0 +1,44 @@
+"""Which collective carries out a move of a reshard path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.cost.reshard import Move
+from autopar.runtime.collectives import functions
+from autopar.sharding.mesh import Mesh
+
+
+def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The collective that carries out a move of one axis, with its arguments after the tensor."""
+    (position,) = move.axes
+    axis = mesh.names[position]
+    source, target = move.source, move.target
+    after = move.after.local_shape(shape, mesh.sizes)
+    match source.kind, target.kind:
+        case "I", "R":
+            return functions.all_reduce_gradient, (axis,)
+        case "I", "S":
+            return functions.split, (axis, target.dim)
+        case "I", "P":
+            return functions.keep_on_first, (axis,)
+        case "R", "S":
+            return functions.split_replicated, (axis, target.dim)
+        case "R", "I":
+            return functions.replicated_to_invariant, (axis,)
+        case "R", "P":
+            return functions.keep_on_first_both, (axis,)
+        case "P", "I":
+            return functions.all_reduce, (axis,)
+        case "P", "S":
+            return functions.reduce_scatter, (axis, target.dim)
+        case "S", "R":
+            return functions.all_gather, (axis, source.dim, after[source.dim])
+        case "S", "I":
+            return functions.all_gather_invariant, (axis, source.dim, after[source.dim])
+        case "S", "P":
+            return functions.scatter, (axis, source.dim, after[source.dim])
+        case "S", "S":
+            return functions.all_to_all, (axis, source.dim, target.dim, after[source.dim])
+    raise AssertionError(f"no collective for {move}")

@@ -1,0 +1,116 @@
+"""One product in the place of several with pieces of one weight, in the graph of a rank.
+
+A packed projection (query, key and value in one weight) is planned as one product per piece, so that each can be split
+(autopar/capture/passes/projections.py). Where a plan splits none of them, all pieces are on every rank: one product
+with the whole weight, taken apart, has fewer launches, and its backward makes the weight's gradient at once, where
+every piece would put its own among zeros.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.runtime.recompute.marks import ROLE, role_of
+
+aten = torch.ops.aten
+
+OUTPUT_DIM: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1}
+"""Product → the weight's dim that becomes the last dim of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A product of `x` with part of a weight, and with the same part of a bias where one is added."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    start: int
+    end: int
+    product: fx.Node
+    output: fx.Node
+    """The product, or its sum with the bias."""
+
+
+def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
+    """Make one product of those with all pieces of one weight; `widths` is slice → the size that it takes a part of."""
+    groups: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
+    for node in graph.nodes:
+        piece = _piece(node) if node.target in OUTPUT_DIM else None
+        if piece is not None:
+            key = node.target, piece.x, piece.weight, piece.bias, role_of(node), widths.get(node.args[1])
+            groups[key].append(piece)
+    for (*_, width), pieces in groups.items():
+        in_order = sorted(pieces, key=lambda piece: piece.start)
+        places = [0, *(piece.end for piece in in_order)]
+        if len(pieces) > 1 and places[-1] == width and places[:-1] == [piece.start for piece in in_order]:
+            _pack(graph, pieces[0], in_order)
+
+
+def _piece(node: fx.Node) -> Piece | None:
+    """What a product computes, if its weight is part of another; None where its own bias is no such part."""
+    x, weight = node.args[:2]
+    taken = _part(weight, OUTPUT_DIM[node.target])
+    if taken is None or not isinstance(x, fx.Node):
+        return None
+    whole, start, end = taken
+    output, bias = node, _part(node.args[2], 0) if len(node.args) > 2 else None
+    if node.target is aten.matmul.default and len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.add.Tensor and user.args[0] is node and not user.kwargs:
+            output, bias = user, _part(user.args[1], 0)
+    if bias is not None and bias[1:] == (start, end):
+        return Piece(x, whole, bias[0], start, end, node, output)
+    has_own = node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None
+    return None if has_own else Piece(x, whole, None, start, end, node, node)
+
+
+def _part(value: Any, dim: int) -> tuple[fx.Node, int, int] | None:
+    """What a slice along a dim takes a part of, where the part begins, and where it ends."""
+    if not isinstance(value, fx.Node) or value.target is not aten.slice.Tensor or len(value.args) != 4:
+        return None
+    whole, along, start, end = value.args
+    if along != dim or not isinstance(start, int) or not isinstance(end, int):
+        return None
+    assert isinstance(whole, fx.Node)
+    return whole, start, end
+
+
+def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
+    """Compute all pieces where the first of them was computed."""
+
+    def emit(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta = dict(like.meta)
+        return node
+
+    target: Any = first.product.target
+    is_sum = first.output is not first.product
+    with graph.inserting_before(first.product):
+        bias = () if is_sum or first.bias is None else (first.bias,)
+        packed = emit(first.product, target, first.x, first.weight, *bias)
+    with graph.inserting_before(first.output):
+        if is_sum:
+            packed = emit(first.output, aten.add.Tensor, packed, first.bias)
+        sizes = [piece.end - piece.start for piece in pieces]
+        parts = emit(first.output, aten.split_with_sizes.default, packed, sizes, -1)
+        taken = [emit(first.output, operator.getitem, parts, number) for number in range(len(pieces))]
+    for node in (parts, *taken):
+        role = role_of(node)
+        if role is not None:
+            node.meta[ROLE] = replace(role, kept=False)  # parts of what may be kept are views of it
+    for piece, part in zip(pieces, taken, strict=True):
+        piece.output.replace_all_uses_with(part)
+        for node in dict.fromkeys((piece.output, piece.product)):
+            slices = [each for each in node.all_input_nodes if each.target is aten.slice.Tensor]
+            graph.erase_node(node)
+            for each in slices:
+                if not each.users:
+                    graph.erase_node(each)

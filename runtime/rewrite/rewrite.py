@@ -1,0 +1,324 @@
+"""From a program and the choices of a plan to one per-rank graph with collectives.
+
+The graph is the same on every rank: collectives name a mesh axis, shapes are local shapes. A tensor is moved along
+each wire of the space exactly as the plan priced it; the collectives of parameters run in buckets. At last the products
+with the pieces of one weight that no axis has split become one product again (autopar/runtime/rewrite/packing.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.cost.reshard import Move, Tensor
+from autopar.errors import PlanError
+from autopar.pipeline.stages.blocks import writes
+from autopar.program.program import TensorInfo, info_of, tensor_inputs
+from autopar.program.recompute_segments import MODES, is_contraction, segments_of
+from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.functions import COMMUNICATING
+from autopar.runtime.recompute.marks import CHANGED, ROLE, Role
+from autopar.runtime.rewrite.bucketing import Bucket, buckets_of
+from autopar.runtime.rewrite.moves import move_call
+from autopar.runtime.rewrite.packing import pack_products
+from autopar.sharding.layout import I, Layout, Placement
+from autopar.sharding.mesh import Mesh, joined_name
+from autopar.space.space import Space, carries_pin, is_call, source_of
+
+Value = tuple[int, int]
+"""(decision, output position)"""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgram:
+    """The program of one rank. Placeholders are those of the `Program`, in the same order."""
+
+    module: fx.GraphModule
+    placeholders: tuple[str, ...]
+    layouts: dict[str, Layout]
+    """Placeholder → the layout in which the graph takes it."""
+    output_layouts: tuple[Layout | None, ...]
+    """Layout of every entry of the graph's flat output; None where it is no tensor."""
+
+
+def rewrite(
+    space: Space, choices: Sequence[int], recompute: Mapping[str, str] | None = None, first_key: int = 0
+) -> LocalProgram:
+    """The per-rank graph of a space under one choice per decision; `recompute` is segment → mode.
+
+    Calls that draw random numbers are told apart by keys from `first_key` on.
+
+    Raises PlanError where the program has no such segment, or recomputation no such mode.
+    """
+    return _Rewriter(space, choices, _modes(space, recompute or {}), first_key).run()
+
+
+def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
+    """Segment and mode of every call that is not kept as it is."""
+    segments = {segment.name: segment for segment in segments_of(space.program)}
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for name, mode in recompute.items():
+        if name not in segments or mode not in MODES:
+            raise PlanError(
+                f'recompute says "{mode}" for segment "{name}"; the program has segments '
+                f"{', '.join(segments) or 'none'}, and modes are {', '.join(MODES)}. Plan the model anew."
+            )
+        if mode != "none":
+            found.update(dict.fromkeys(segments[name].nodes, (name, mode)))
+    return found
+
+
+class _Rewriter:
+    """One walk over the program's graph; `values` holds what has been emitted so far."""
+
+    def __init__(
+        self, space: Space, choices: Sequence[int], modes: Mapping[fx.Node, tuple[str, str]], first_key: int
+    ) -> None:
+        self.space = space
+        self.choices = choices
+        self.modes = modes
+        self.graph = fx.Graph()
+        self.values: dict[Value, fx.Node] = {}
+        self.by_wire: dict[Value, fx.Node] = {}
+        """Value at the end of a wire that a bucket has moved, by (target, input position)."""
+        self.slices: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+        """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
+        self.layouts: dict[str, Layout] = {}
+        self.section = ""
+        self.segment: tuple[str, str] | None = None
+        """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
+        self.weights: set[fx.Node] = set()
+        """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
+        self.buckets = buckets_of(space, choices)
+        self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
+        self.changed = {buffer for node in space.program.graph.nodes for buffer in writes(node)}
+        self.next_key = first_key
+
+    def run(self) -> LocalProgram:
+        placeholders = [node for node in self.space.program.graph.nodes if node.op == "placeholder"]
+        for node in placeholders:
+            self._placeholder(node)
+        for bucket in self.buckets:
+            if bucket.at_entry:
+                self._bucket(bucket)
+        for node in self.space.program.graph.nodes:
+            self.section = str(node.meta.get("module", ""))
+            if is_call(node):
+                self.segment = self.modes.get(node)
+                self._call(node)
+            elif node.op == "call_function":
+                self.segment = self.modes.get(source_of(node)[0])
+                self._getitem(node)
+        self.segment = None
+        outputs = [self._output(number, value) for number, value in enumerate(self.space.program.output)]
+        self.graph.output(tuple(value for value, _ in outputs))
+        pack_products(self.graph, self._slice_widths())
+        self.graph.lint()
+        module = fx.GraphModule(torch.nn.Module(), self.graph, "LocalProgram")
+        names = tuple(node.name for node in placeholders)
+        return LocalProgram(module, names, self.layouts, tuple(layout for _, layout in outputs))
+
+    def _slice_widths(self) -> dict[fx.Node, int]:
+        """The size that every slice takes its part of; the dim is whole on every rank."""
+        found = {}
+        for node in self.space.program.graph.nodes:
+            if node.target is torch.ops.aten.slice.Tensor:
+                whole, dim = node.args[:2]
+                found[self.values[self.space.index[node.name], 0]] = info_of(whole).shape[dim]
+        return found
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta["module"] = ""
+        new.meta[CHANGED] = node in self.changed
+        if isinstance(node.meta["tensor"], TensorInfo):
+            number = self.space.index[node.name]
+            if self.space.decisions[number].kind == "parameter":
+                self.weights.add(new)
+            layout = self._strategy(number).outputs[0]
+            new.meta["layout"] = layout
+            self.layouts[node.name] = layout
+            self.values[number, 0] = new
+
+    def _call(self, node: fx.Node) -> None:
+        number = self.space.index[node.name]
+        if (number, 0) in self.values:
+            return
+        decision = self.space.decisions[number]
+        strategy = self._strategy(number)
+        arguments = iter([self._input(number, position) for position in range(len(tensor_inputs(node)))])
+
+        def local(argument: fx.Node) -> Any:
+            return next(arguments) if argument.meta.get("tensor") is not None else None
+
+        args: Any
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), local)
+        op, call, bound = decision.menu.op, decision.menu.call, decision.menu.bound
+        assert op is not None and call is not None and bound is not None
+        if carries_pin(node):
+            self.values[number, 0] = args[0]
+            return
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default  # a part of a tensor may lie in memory as the whole does not
+        if op.shape_argument is not None:
+            shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
+            args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
+        if strategy.implemented:
+            assert op.implementation is not None
+            target = _runtime_function(op.implementation.function)
+            split = strategy.axes_by_factor(self.mesh)
+            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes)}
+            if op.implementation.random:
+                kwargs["key"] = self.next_key
+                self.next_key += 1
+        layout = strategy.outputs[0] if strategy.outputs else None
+        new = self._emit(target, args, kwargs, layout, name=node.name)
+        self.values[number, 0] = new
+        if node.name in self.space.weight_casts:
+            self.weights.add(new)
+            if node in self.modes:
+                new.meta[ROLE] = Role(*self.modes[node], kept=False, weight=True)
+        elif self.segment is not None:
+            mode = self.segment[1]
+            communicates = any(not transfer.backward for transfer in strategy.transfers)
+            self._mark(new, communicates or (mode == "selective" and is_contraction(node)))
+
+    def _getitem(self, node: fx.Node) -> None:
+        parent, position = node.args
+        assert isinstance(parent, fx.Node) and isinstance(position, int)
+        number = self.space.index[parent.name]
+        output = sum(each is not None for each in parent.meta["tensor"][:position])
+        whole = self.values[number, 0] if (number, -1) not in self.values else self.values[number, -1]
+        self.values[number, -1] = whole
+        layout = self._strategy(number).outputs[output]
+        new = self._emit(operator.getitem, (whole, position), {}, layout, name=node.name)
+        self.values[number, output] = new
+        if self.segment is not None:
+            self._mark(new, whole.meta[ROLE].kept)
+
+    def _output(self, number: int, value: Any) -> tuple[Any, Layout | None]:
+        if not isinstance(value, fx.Node):
+            return value, None
+        decision = self.space.index[f"output:{number}"]
+        return self._input(decision, 0), self._strategy(decision).inputs[0]
+
+    def _input(self, decision: int, position: int) -> fx.Node:
+        """The value that arrives at an input, moved to the layout it asks for."""
+        if (decision, position) in self.bucket_of and (decision, position) not in self.by_wire:
+            self._bucket(self.bucket_of[decision, position])
+        if (decision, position) in self.by_wire:
+            return self.by_wire[decision, position]
+        wire = self.space.inbound[decision, position]
+        value = self._value(wire.source, wire.source_output)
+        path = self.space.path(wire, self.choices)
+        for move, again in zip(path.moves, path.regathered, strict=True):
+            if again:
+                value = self._gather_alone(value, move, wire.tensor.shape)
+            else:
+                value = self._move(value, move, wire.tensor)
+        return value
+
+    def _value(self, decision: int, output: int) -> fx.Node:
+        """A decision's output; a hub is emitted when it is first asked for."""
+        if (decision, output) not in self.values:
+            missing = self.space.decisions[decision]
+            if missing.name in self.space.weight_casts:  # a bucket takes its weights before the first of them is used
+                self._call(missing.node)
+            else:
+                assert missing.kind == "hub", f"{missing.name} is not there yet"
+                self.values[decision, 0] = self._input(decision, 0)
+        return self.values[decision, output]
+
+    def _move(self, value: fx.Node, move: Move, tensor: Tensor) -> fx.Node:
+        (axis,) = move.axes
+        if self.mesh.sizes[axis] == 1:
+            return value
+        function, args = move_call(move, tensor.shape, self.mesh)
+        if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
+            key = (value, axis, move.target)
+            if key not in self.slices:
+                self.slices[key] = self._emit_move(function, (value, *args), move.after)
+            return self.slices[key]
+        return self._emit_move(function, (value, *args), move.after)
+
+    def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
+        """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
+        axis, dim = joined_name(self.mesh.names, move.axes), move.source.dim
+        size = move.after.local_shape(shape, self.mesh.sizes)[dim]
+        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,)}, None)
+        return self._emit_weight(operator.getitem, (gathered, 0), move.after)
+
+    def _bucket(self, bucket: Bucket) -> None:
+        """Move the parameters of a bucket together, one collective per step of their common path."""
+        values = [self._value(source, 0) for source in bucket.sources]
+        layouts = list(bucket.layouts)
+        for step in bucket.steps:
+            moves = [path.moves[step.number] for path in bucket.paths]
+            if step.gathers:
+                dims = tuple(move.source.dim for move in moves)
+                sizes = tuple(
+                    move.after.local_shape(shape, self.mesh.sizes)[dim]
+                    for move, shape, dim in zip(moves, bucket.shapes, dims, strict=True)
+                )
+                again = {"regather": bucket.regathered} if bucket.regathered else {}
+                new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), again, None)
+            else:
+                in_place = {"in_place": True} if bucket.in_place else {}
+                new = self._emit(reduce_gradients, (step.axis, *values), in_place, None)
+            layouts = [move.after for move in moves]
+            values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
+        for end, value in zip(bucket.ends, values, strict=True):
+            self.by_wire[end] = value
+
+    def _emit_move(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:
+        """A move of a tensor, args[0]."""
+        if args[0] in self.weights:
+            return self._emit_weight(function, args, layout)
+        new = self._emit(function, args, {}, layout)
+        if self.segment is not None:
+            self._mark(new, function in COMMUNICATING)
+        return new
+
+    def _emit_weight(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:
+        new = self._emit(function, args, {}, layout)
+        self.weights.add(new)
+        return new
+
+    def _mark(self, node: fx.Node, kept: bool) -> None:
+        """Say what recomputation does with a call of the current segment."""
+        assert self.segment is not None
+        node.meta[ROLE] = Role(*self.segment, kept)
+
+    def _emit(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout: Layout | None,
+        name: str = "",
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
+        node.meta["module"] = self.section
+        node.meta["layout"] = layout
+        return node
+
+    def _strategy(self, number: int):
+        return self.space.decisions[number].menu.strategies[self.choices[number]]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.space.mesh
+
+
+def _runtime_function(name: str) -> Callable[..., Any]:
+    """The runtime function that `Implementation.function` names, "module:name"."""
+    module, function = name.split(":")
+    return getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), function)

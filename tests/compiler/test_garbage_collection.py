@@ -1,0 +1,54 @@
+"""While a model is planned the cyclic collector stands still, and afterwards it is as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import api
+from autopar.compiler.garbage_collection import uncollected
+from autopar.errors import InfeasibleError
+
+
+@pytest.fixture(autouse=True)
+def _collecting() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_it_stands_still_inside_and_goes_on_behind() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
+
+
+def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_on: dict[str, bool] = {}
+    for name in ("capture", "build_space", "make_plan"):
+        stage = getattr(api, name)
+
+        def noted(*args: object, stage=stage, name: str = name, **kwargs: object) -> object:
+            was_on[name] = gc.isenabled()
+            return stage(*args, **kwargs)
+
+        monkeypatch.setattr(api, name, noted)
+    with pytest.raises(InfeasibleError):
+        autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}, hardware="h100"), (torch.ones(2, 4),), memory=1)
+    assert was_on == {"capture": False, "build_space": False, "make_plan": False}
+    assert gc.isenabled()

@@ -1,0 +1,185 @@
+"""Seconds and bytes of one operation on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.cost.operations import (
+    bandwidth,
+    base_name,
+    flops,
+    forward_seconds,
+    is_contraction,
+    moved_bytes,
+    num_backward,
+    optimizer_seconds,
+    peak_flops,
+)
+from autopar.cost.optimizer import Optimizer
+from autopar.hardware.profile import Hardware, Link, load
+from autopar.program.program import TensorInfo
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.operation import Call, OpRule, is_view
+from autopar.sharding.rule import Rule
+from autopar.space.menu import call_menu
+from autopar.strategies import rule_of
+from tests.support.eager import calls
+
+aten = torch.ops.aten
+WIRES = (Link("wire", None, 0.0, 1.0),)
+MATMUL_BOUND = Hardware("slow flops", {"float32": 10.0, "bfloat16": 40.0}, 1e30, 1, 0.0, WIRES)
+BANDWIDTH_BOUND = Hardware("slow memory", {"float32": 1e30}, 8.0, 1, 0.0, WIRES)
+LATENCY_BOUND = Hardware("slow starts", {"float32": 1e30}, 1e30, 1, 0.5, WIRES)
+
+
+def info(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> TensorInfo:
+    return TensorInfo(shape, dtype, requires_grad)
+
+
+def linear(learns: bool = True, dtype: torch.dtype = torch.float32) -> Call:
+    """x[4, 6] through a weight[10, 6]."""
+    x, weight = info(4, 6, dtype=dtype, requires_grad=False), info(10, 6, dtype=dtype, requires_grad=learns)
+    return Call(aten.linear.default, (x, weight), (info(4, 10, dtype=dtype, requires_grad=learns),), {})
+
+
+def seconds(call: Call, hardware: Hardware, total: float = 0.0, share: float = 1.0, layout: str = "I") -> float:
+    def same(infos: Sequence[TensorInfo]) -> list[Layout]:
+        return [Layout.parse(layout)] * len(infos)
+
+    layouts = same(call.inputs), same(call.outputs)
+    forward = forward_seconds(call, total, share, layouts, (2,), hardware, hardware.memory_bytes_per_s)
+    return forward * (1 + num_backward(call))
+
+
+def test_a_matrix_product_has_two_operations_per_product_of_its_factors() -> None:
+    bound = Rule.parse("b k, o k -> b o").bind([(4, 6), (10, 6)], [(4, 10)])
+    assert is_contraction(bound)
+    assert flops(linear(), OpRule("b k, o k -> b o"), bound) == 2 * 4 * 6 * 10
+
+
+def test_a_pointwise_operation_has_one_operation_per_element_it_makes() -> None:
+    call = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    bound = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    assert not is_contraction(bound)
+    assert flops(call, OpRule("a b -> a b"), bound) == 24
+
+
+def test_a_rule_may_state_its_operations() -> None:
+    bound = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    call = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    assert flops(call, OpRule("a b -> a b", flops=7), bound) == 7
+
+
+def test_a_table_lookup_does_not_multiply_its_table() -> None:
+    (node,) = calls(capture(nn.Embedding(100, 8), (torch.zeros(4, dtype=torch.long),), {}), aten.embedding.default)
+    call = Call.of(node)
+    op = rule_of(call)
+    assert op is not None
+    bound = Rule.parse(op.rule).bind([i.shape for i in call.inputs], [o.shape for o in call.outputs])
+    assert flops(call, op, bound) == 4 * 8
+
+
+def test_a_table_lookup_reads_the_rows_it_needs() -> None:
+    table, ids, rows = info(1000, 8), info(4, dtype=torch.int64, requires_grad=False), info(4, 8)
+    call = Call(aten.embedding.default, (table, ids), (rows,), {})
+    assert seconds(call, BANDWIDTH_BOUND) == 2 * (2 * 4 * 8 * 4) / 8.0
+
+
+def test_an_operation_takes_the_longer_of_its_arithmetic_and_its_memory_traffic() -> None:
+    moved = 4 * (4 * 6 + 10 * 6 + 4 * 10)
+    assert seconds(linear(learns=False), MATMUL_BOUND, total=480.0) == 48.0
+    assert seconds(linear(learns=False), BANDWIDTH_BOUND, total=480.0) == moved / 8.0
+
+
+def test_the_backward_is_as_long_as_the_forward_for_every_input_with_a_gradient() -> None:
+    both = Call(aten.linear.default, (info(4, 6), info(10, 6)), (info(4, 10),), {})
+    assert seconds(linear(learns=True), MATMUL_BOUND, total=480.0) == 2 * 48.0
+    assert seconds(both, MATMUL_BOUND, total=480.0) == 3 * 48.0
+
+
+def test_every_pass_starts_with_a_latency() -> None:
+    assert seconds(linear(learns=True), LATENCY_BOUND) == pytest.approx(2 * 0.5)
+
+
+def test_a_dtype_computes_at_its_own_speed() -> None:
+    assert seconds(linear(learns=False, dtype=torch.bfloat16), MATMUL_BOUND, total=480.0) == 12.0
+
+
+def test_a_split_operation_takes_its_share() -> None:
+    assert seconds(linear(), MATMUL_BOUND, total=480.0, share=0.5) == 48.0
+    whole, split = seconds(linear(), BANDWIDTH_BOUND), seconds(linear(), BANDWIDTH_BOUND, layout="S(0)")
+    assert split == whole / 2
+
+
+def test_a_view_costs_nothing() -> None:
+    call = Call(aten.transpose.int, (info(4, 6),), (info(6, 4),), {})
+    assert is_view(call) and base_name(call) == "transpose"
+    assert seconds(call, LATENCY_BOUND) == 0.0
+
+
+def test_a_strategy_that_splits_a_product_computes_half_of_it() -> None:
+    model = nn.Linear(6, 10, bias=False)
+    (node,) = calls(capture(model, (torch.ones(4, 6),), {}), aten.linear.default)
+    menu = call_menu(node, [frozenset(), frozenset((0, 1))], Mesh({"tp": 2}), MATMUL_BOUND)
+    times = {str(s): float(t) for s, t in zip(menu.strategies, menu.seconds, strict=True)}
+    assert times["-"] == 2 * 48.0
+    assert times["o"] == times["k"] == 48.0
+
+
+def test_the_optimizer_step_is_bound_by_memory_and_skips_frozen_parameters() -> None:
+    traffic = 60 * (3 * 4 + 16)
+    assert optimizer_seconds(info(10, 6), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 8.0
+    assert optimizer_seconds(info(10, 6), Layout.parse("S(1)"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 16.0
+    assert (
+        optimizer_seconds(info(10, 6, requires_grad=False), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer())
+        == 0.0
+    )
+
+
+def test_an_optimizer_of_another_kind_moves_other_bytes() -> None:
+    def step(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
+        return optimizer_seconds(info(10, 6, dtype=dtype), Layout.parse("I"), (2,), BANDWIDTH_BOUND, optimizer) * 8.0
+
+    assert step(Optimizer("sgd")) == 60 * 3 * 4
+    assert step(Optimizer("none")) == 0.0
+    assert step(Optimizer("adamw", master_copies=True), torch.bfloat16) == 60 * (3 * 2 + 2 * 8 + 2 * 4)
+
+
+def test_a_cast_is_no_view() -> None:
+    same, cast = (Call(aten.to.dtype, (info(4),), (info(4, dtype=d),), {}) for d in (torch.float32, torch.bfloat16))
+    assert is_view(same) and not is_view(cast)
+
+
+def test_what_makes_no_products_goes_at_the_speed_of_elementwise_operations() -> None:
+    hardware = replace(load("cpu"), memory_bytes_per_s=3e9, product_bytes_per_s=2e9, elementwise_bytes_per_s=1e9)
+    relu = Call(aten.relu.default, (info(4, 6),), (info(4, 6),), {})
+    pointwise = Rule.parse("a b -> a b").bind([(4, 6)], [(4, 6)])
+    product = Rule.parse("b k, o k -> b o").bind([(4, 6), (10, 6)], [(4, 10)])
+    lookup = Call(aten.embedding.default, (info(4, 6), info(3)), (info(3, 6),), {})
+    rows = Rule.parse("v h, n -> n h").bind([(4, 6), (3,)], [(3, 6)])
+    assert bandwidth(relu, OpRule("a b -> a b"), pointwise, hardware) == 1e9
+    assert bandwidth(relu, OpRule("a b -> a b", flops=100), pointwise, hardware) == 2e9, "as a convolution says"
+    assert bandwidth(linear(), OpRule("b k, o k -> b o"), product, hardware) == 2e9
+    assert bandwidth(lookup, None, rows, hardware) == 1e9
+
+
+def test_attention_reaches_the_share_of_a_matmul_that_the_hardware_states() -> None:
+    hardware = replace(load("cpu"), attention_efficiency=0.25)
+    heads = info(2, 4, 8, 16)
+    attention = Call(aten.scaled_dot_product_attention.default, (heads, heads, heads), (heads,), {})
+    assert peak_flops(attention, hardware) == 0.25 * hardware.flops_of(torch.float32)
+    assert peak_flops(linear(), hardware) == hardware.flops_of(torch.float32)
+
+
+def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:
+    logits, labels, loss = info(4, 6), info(4), info()
+    call = Call(aten.cross_entropy_loss.default, (logits, labels), (loss,), {})
+    read, written = 4 * 24 + 4 * 4, 4
+    assert moved_bytes(call, read, written) == 2 * read + written

@@ -1,0 +1,274 @@
+"""The cost of a collective: which links a group runs over, and formulas worked out by hand for each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import MeshError
+from autopar.hardware.collectives import Level, Transfer, collective_seconds, levels_of, pieces, transfer_seconds
+from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol, known_profiles, load
+from autopar.sharding.mesh import Mesh
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+INNER, OUTER = Link("inner", 8, 1e-6, 400.0), Link("outer", None, 1e-5, 40.0)
+
+
+def _hardware(*links: Link, **changes: Any) -> Hardware:
+    return Hardware("box", {"float32": 1.0}, 1.0, 1, 0.0, links, **changes)
+
+
+def _stepping(name: str, devices: int | None, step_s: float, bytes_per_s: float, *more: Protocol) -> Link:
+    """A link with one ring protocol that starts at 100 s and costs `step_s` a step."""
+    return Link(name, devices, 0.0, bytes_per_s, (Protocol("p", "ring", 100.0, step_s), *more))
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis", "levels"),
+    [
+        ({"dp": 4, "tp": 8}, "tp", [(INNER, 1, 8)]),
+        ({"dp": 4, "tp": 8}, "dp", [(OUTER, 1, 4)]),
+        ({"dp": 8, "tp": 2}, "dp", [(INNER, 1, 4), (OUTER, 4, 8)]),  # every second device of two nodes
+        ({"dp": 4, "cp": 2, "tp": 4}, "cp", [(INNER, 1, 2)]),
+        ({"dp": 2, "tp": 3}, "tp", [(INNER, 1, 3)]),  # six devices fit in one node of eight
+        ({"dp": 4, "tp": 3}, "tp", [(OUTER, 1, 3)]),  # devices 6, 7 and 8 lie on two nodes
+        ({"dp": 2, "tp": 12}, "tp", [(INNER, 1, 4), (OUTER, 4, 12)]),  # eight and four, or four and eight
+        ({"dp": 4, "tp": 3}, "dp", [(OUTER, 1, 4)]),  # a stride of 3 hits a node of 8 twice or thrice
+        ({"dp": 8, "tp": 3}, "dp", [(OUTER, 1, 8)]),
+        ({"tp": 16}, "tp", [(INNER, 1, 8), (OUTER, 8, 16)]),
+        ({"dp": 4, "tp": 1}, "tp", []),
+        ({"tp": 4}, "tp", [(INNER, 1, 4)]),
+    ],
+)
+def test_a_group_has_the_links_that_its_members_lie_on(
+    axes: dict[str, int], axis: str, levels: list[tuple[Link, int, int]]
+) -> None:
+    found = levels_of((INNER, OUTER), Mesh(axes), axis)
+    assert found == tuple(Level(link, inner, outer, link is INNER) for link, inner, outer in levels)
+
+
+@pytest.mark.parametrize(
+    ("axes", "joined"),
+    [
+        ({"dp": 4, "tp": 8}, "dp_tp"),
+        ({"dp": 8, "tp": 2}, "dp_tp"),
+        ({"dp": 3, "tp": 4}, "dp_tp"),
+        ({"dp": 2, "one": 1, "tp": 12}, "dp_tp"),
+        ({"pp": 4, "dp": 2, "tp": 2}, "dp_tp"),
+        ({"dp": 2, "cp": 8, "tp": 2}, "dp_cp_tp"),
+        ({"dp": 2, "cp": 4, "tp": 4}, "dp_cp"),
+    ],
+)
+@pytest.mark.parametrize("node", [6, 8])
+def test_joined_axes_that_follow_each_other_are_as_one_axis(axes: dict[str, int], joined: str, node: int) -> None:
+    names = list(axes)
+    first, last = names.index(joined.split("_")[0]), names.index(joined.split("_")[-1])
+    size = math.prod(axes[name] for name in names[first : last + 1])
+    others = [{name: axes[name] for name in some} for some in (names[:first], names[last + 1 :])]
+    links = (Link("inner", node, 1e-6, 400.0), OUTER)
+    assert levels_of(links, Mesh(axes), joined) == levels_of(
+        links, Mesh({**others[0], "one": size, **others[1]}), "one"
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 8), (2, 8, 4)])
+def test_joined_axes_apart_from_each_other_have_as_many_members_in_a_node_as_lie_there(
+    sizes: tuple[int, int, int],
+) -> None:
+    mesh = Mesh(dict(zip(("dp", "cp", "tp"), sizes, strict=True)))
+    group = [dp * sizes[1] * sizes[2] + tp for dp in range(sizes[0]) for tp in range(sizes[2])]
+    for node in (2, 4, 8, 16, 32):
+        together = max(Counter(device // node for device in group).values())
+        found = levels_of((Link("inner", node, 1e-6, 400.0), OUTER), mesh, "dp_tp")
+        assert found[0].outer == (together if together > 1 else len(group))
+        assert found[-1].outer == len(group)
+
+
+def test_a_rack_is_a_level_between_the_node_and_the_rest() -> None:
+    rack = Link("rack", 32, 0.0, 20.0)
+    found = levels_of((INNER, rack, OUTER), Mesh({"dp": 64}), "dp")
+    assert [(level.link.name, level.inner, level.outer) for level in found] == [
+        ("inner", 1, 8),
+        ("rack", 8, 32),
+        ("outer", 32, 64),
+    ]
+
+
+def test_an_axis_the_mesh_lacks_is_an_error() -> None:
+    with pytest.raises(MeshError, match="no axis 'tp'"):
+        levels_of((OUTER,), Mesh({"dp": 2}), "tp")
+
+
+@pytest.mark.parametrize(
+    ("collective", "seconds"), [("all_reduce", 0.5 + 150), ("all_gather", 0.5 + 75), ("all_to_all", 0.5 + 75)]
+)
+def test_a_link_with_a_latency_alone_costs_latency_and_share(collective: str, seconds: float) -> None:
+    hardware = _hardware(Link("wire", None, 0.5, 2.0))
+    assert transfer_seconds(Transfer(collective, "tp", 200), Mesh({"tp": 4}), hardware) == seconds
+    assert transfer_seconds(Transfer(collective, "tp", 200), Mesh({"tp": 4}), hardware, bucketed=True) == seconds - 0.5
+
+
+@pytest.mark.parametrize(
+    ("collective", "latency", "bytes_per_s"),
+    [
+        # Two nodes of eight: 15 steps around the ring, one of them between nodes, over 8 · 40 < 400 bytes/s.
+        ("all_gather", 100 + 14 * 1 + 1 * 10, 320 / (15 / 16)),
+        ("reduce_scatter", 100 + 14 * 1 + 1 * 10, 320 / (15 / 16)),
+        ("all_reduce", 100 + 28 * 1 + 2 * 10, 320 / (30 / 16)),
+        # Seven messages in the node and eight beyond; half of the bytes leave the node over one's own port.
+        ("all_to_all", 100 + 7 * 1 + 8 * 10, 40 / (8 / 16)),
+    ],
+)
+def test_a_group_of_two_nodes_uses_all_their_ports(collective: str, latency: float, bytes_per_s: float) -> None:
+    hardware = _hardware(_stepping("inner", 8, 1.0, 400.0), _stepping("outer", None, 10.0, 40.0))
+    ((found, seconds_per_byte),) = pieces(collective, Mesh({"dp": 16}), "dp", hardware)
+    assert (found, 1 / seconds_per_byte) == pytest.approx((latency, bytes_per_s))
+
+
+def test_fast_ports_leave_the_node_as_the_bound() -> None:
+    hardware = _hardware(_stepping("inner", 8, 1.0, 400.0), _stepping("outer", None, 10.0, 60.0))
+    ((_, seconds_per_byte),) = pieces("all_gather", Mesh({"dp": 16}), "dp", hardware)
+    assert 1 / seconds_per_byte == pytest.approx(400 / (15 / 16))  # and not 8 · 60
+
+
+def test_an_oversubscribed_rack_is_the_bound() -> None:
+    links = (
+        _stepping("inner", 8, 1.0, 400.0),
+        _stepping("rack", 32, 10.0, 50.0),
+        _stepping("spine", None, 20.0, 5.0),
+    )
+    ((latency, seconds_per_byte),) = pieces("all_gather", Mesh({"dp": 64}), "dp", _hardware(*links))
+    # Eight nodes in two racks: 7 steps in each node, 3 in each rack, 1 between racks; 32 ports of 5 bytes/s.
+    assert latency == 100 + 8 * 7 * 1 + 2 * 3 * 10 + 1 * 20
+    assert 1 / seconds_per_byte == pytest.approx(160 / (63 / 64))
+
+
+def test_one_device_in_each_node_uses_its_own_port() -> None:
+    hardware = _hardware(_stepping("inner", 8, 1.0, 400.0), _stepping("outer", None, 10.0, 40.0))
+    ((latency, seconds_per_byte),) = pieces("all_gather", Mesh({"dp": 4, "tp": 8}), "dp", hardware)
+    assert latency == 100 + 3 * 10
+    assert 1 / seconds_per_byte == pytest.approx(40 / (3 / 4))
+
+
+def test_a_tree_is_a_chain_in_a_node_and_branches_between_nodes() -> None:
+    tree = Protocol("p", "tree", 7.0, 1.0, 0.5)
+    inner, outer = _stepping("inner", 8, 9.0, 400.0, tree), _stepping("outer", None, 90.0, 40.0, tree)
+    # 16 nodes of eight: up and down 7 devices and 4 rounds; twice the bytes over 8 ports of half of 40 bytes/s.
+    found = pieces("all_reduce", Mesh({"dp": 128}), "dp", _hardware(inner, outer))
+    assert found[0] == pytest.approx((7 + 2 * (7 + 4), 2 / (8 * 20)))
+    assert pieces("all_gather", Mesh({"dp": 128}), "dp", _hardware(inner, outer))[0][0] > 100  # a tree is no gather
+    # Five nodes, one device in each: three rounds.
+    assert pieces("all_reduce", Mesh({"dp": 5, "tp": 8}), "dp", _hardware(inner, outer))[0][0] == 7 + 2 * 3
+
+
+SMALL, LARGE = Protocol("LL", "ring", 1.0, 0.0, 0.25), Protocol("Simple", "ring", 5.0, 0.0, 1.0)
+POOR = Protocol("poor", "ring", 6.0, 0.0, 0.5)
+TWO = _hardware(Link("wire", None, 0.0, 1.0, (LARGE, POOR, SMALL)))
+PAIR = Mesh({"dp": 2})
+
+
+def test_the_protocol_follows_the_size_of_the_message() -> None:
+    assert pieces("all_gather", PAIR, "dp", TWO) == ((1.0, 2.0), (5.0, 0.5))  # and the poor one is never best
+    sizes = np.array([0.0, 1.0, 2.0, 3.0, 100.0])
+    assert list(np.asarray(collective_seconds("all_gather", sizes, PAIR, "dp", TWO))) == [1.0, 3.0, 5.0, 6.5, 55.0]
+    assert [collective_seconds("all_gather", float(size), PAIR, "dp", TWO) for size in sizes] == [1, 3, 5, 6.5, 55]
+
+
+def test_a_collective_over_several_links_uses_a_protocol_they_all_know() -> None:
+    fast = Protocol("LL128", "ring", 0.0)
+    hardware = _hardware(Link("inner", 2, 0.0, 1.0, (fast, LARGE)), Link("outer", None, 0.0, 1.0, (LARGE, SMALL)))
+    assert pieces("all_gather", Mesh({"dp": 4}), "dp", hardware) == ((5.0, 0.75),)
+    assert pieces("all_gather", PAIR, "dp", hardware)[0][0] == 0.0
+
+
+def test_a_collective_that_the_library_runs_poorly_gets_less_of_the_bandwidth() -> None:
+    wire = Link("wire", None, 0.5, 1.0, efficiencies=Efficiencies(reduce_scatter=0.25))
+    assert pieces("reduce_scatter", PAIR, "dp", _hardware(wire)) == ((0.5, 2.0),)
+    assert pieces("all_gather", PAIR, "dp", _hardware(wire)) == ((0.5, 0.5),)
+
+
+def test_a_collective_that_the_library_starts_slowly_pays_more_latency_on_each_link() -> None:
+    protocol = (Protocol("messages", "ring", 1.0, 0.5),)
+    inner, outer = (
+        Link(name, devices, 0.0, 1.0, protocol, latencies=Latencies(all_to_all=factor))
+        for name, devices, factor in (("inner", 2, 3.0), ("outer", None, 2.0))
+    )
+    mesh, hardware = Mesh({"dp": 4}), _hardware(inner, outer)
+    steps = {"inner": 1, "outer": 2}  # of an all-to-all: to the neighbour, and to the two of the other block
+    (exchanged,) = pieces("all_to_all", mesh, "dp", hardware)
+    assert exchanged[0] == 3.0 * 1.0 + 0.5 * (3.0 * steps["inner"] + 2.0 * steps["outer"])
+    (gathered,) = pieces("all_gather", mesh, "dp", hardware)
+    assert gathered[0] == 1.0 + 0.5 * 3, "the others start as the protocol says"
+
+
+def test_a_bucketed_collective_pays_for_bytes_that_no_computation_hides() -> None:
+    overlap = Overlap(gradient_reduction=0.75, weight_gathering=0.5)
+    hardware = _hardware(*TWO.links, overlap=overlap)
+    exposed = {name: pieces(name, PAIR, "dp", hardware, bucketed=True) for name in COLLECTIVES}
+    assert exposed == {
+        "all_reduce": ((0.0, 0.25 * 1.0),),
+        "reduce_scatter": ((0.0, 0.25 * 0.5),),
+        "all_gather": ((0.0, 0.5 * 0.5),),
+        "all_to_all": ((0.0, 0.5 * 0.5),),
+    }
+    assert pieces("all_reduce", PAIR, "dp", hardware) == pieces("all_reduce", PAIR, "dp", TWO)
+
+
+def test_a_parameter_pays_its_share_of_the_latency_of_its_bucket() -> None:
+    protocols = (Protocol("quick", "ring", 1.0, 0.0, 0.1), Protocol("wide", "ring", 8.0, 0.0, 1.0))
+    overlap = Overlap(gradient_reduction=0.5, bucket_latency=0.25)
+    hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), overlap=overlap)
+    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=1) == ((0.25 * 8.0, 0.5 * 1.0),)
+    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=4) == ((0.25 * 8.0 / 4, 0.5 * 1.0),)
+    assert pieces("all_reduce", PAIR, "dp", hardware)[0][0] == 1.0
+
+
+def test_an_axis_of_one_device_costs_nothing() -> None:
+    assert transfer_seconds(Transfer("all_reduce", "dp", 100), Mesh({"dp": 1, "tp": 2}), TWO) == 0.0
+
+
+def test_a_collective_without_a_formula_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="no cost for a collective 'broadcast'"):
+        pieces("broadcast", PAIR, "dp", TWO)
+
+
+AXES = st.sampled_from(
+    [
+        ({"dp": 8}, "dp"),
+        ({"dp": 64}, "dp"),
+        ({"dp": 8, "tp": 8}, "dp"),
+        ({"dp": 4, "tp": 4}, "dp"),
+        ({"a": 3, "b": 5}, "a"),
+    ]
+)
+
+
+@given(
+    st.sampled_from(known_profiles()), AXES, st.lists(st.integers(0, 1 << 32), min_size=2, max_size=2), st.booleans()
+)
+def test_costs_grow_with_the_bytes_and_are_those_of_the_transposed_collective(
+    name: str, axes: tuple[dict[str, int], str], sizes: list[int], bucketed: bool
+) -> None:
+    hardware, mesh, axis = load(name), Mesh(axes[0]), axes[1]
+    small, large = sorted(sizes)
+    for collective in COLLECTIVES:
+        less, more = (collective_seconds(collective, size, mesh, axis, hardware, bucketed) for size in (small, large))
+        assert 0 <= less <= more < math.inf
+    gather, scatter = (pieces(each, mesh, axis, hardware) for each in ("all_gather", "reduce_scatter"))
+    assert gather == scatter
+    best = collective_seconds("all_reduce", large, mesh, axis, hardware)
+    whole = 2 * collective_seconds("all_gather", large, mesh, axis, hardware)
+    assert best <= whole * (1 + 1e-9), "an all-reduce is at most a reduce-scatter and an all-gather"
+
+
+def test_eight_gpus_all_reduce_at_the_speed_that_nccl_counts_on() -> None:
+    h100, mesh = load("h100"), Mesh({"dp": 2, "tp": 8})
+    seconds = transfer_seconds(Transfer("all_reduce", "tp", 1 << 30), mesh, h100)
+    assert 2 * 7 / 8 * (1 << 30) / seconds == pytest.approx(0.824 * 450e9, rel=0.02)
+    assert transfer_seconds(Transfer("all_reduce", "dp", 1 << 30), mesh, h100) > 4 * seconds

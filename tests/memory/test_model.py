@@ -1,0 +1,283 @@
+"""Predicted memory: what autograd really holds for each family, and what each storage and optimizer takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import autopar
+from autopar.capture.export import capture, run, skeleton
+from autopar.cost.optimizer import Optimizer
+from autopar.hardware.profile import load
+from autopar.memory.microbatches import Phase
+from autopar.memory.model import MemoryModel
+from autopar.memory.peak import COMPUTING, GATHERING, REDUCING, At, Row, memory_use, moment_of, node_bytes, wire_bytes
+from autopar.program.program import TensorInfo
+from autopar.runtime.module.inputs import canonical_arguments
+from autopar.sharding.mesh import Mesh
+from autopar.space.build import build_space
+from autopar.space.space import Space, Wire
+from tests.support.families import FAMILIES, Family
+from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
+
+
+def whole(space: Space) -> tuple[int, ...]:
+    """The choices that leave everything whole on every device."""
+    found = []
+    for decision in space.decisions:
+        names = [set(s.choices) | {str(p) for layout in s.outputs for p in layout} for s in decision.menu.strategies]
+        found.append(next(i for i, name in enumerate(names) if not any(each.startswith(("S", "P")) for each in name)))
+    return tuple(found)
+
+
+def held_for_the_backward(family: Family) -> tuple[Space, int]:
+    """The space of a family on one device, and the bytes its program really keeps besides parameters and inputs."""
+    model, (args, kwargs) = family.build(), family.inputs(0)
+    arguments = canonical_arguments(inspect.signature(model.forward), args, kwargs)
+    program = capture(skeleton(model), *arguments)
+    leaves = pytree.tree_leaves(arguments)
+    there = (*model.parameters(), *model.buffers(), *program.constants.values(), *leaves)
+    known = {each.untyped_storage()._cdata for each in there if isinstance(each, torch.Tensor)}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            held[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = run(program, dict(model.named_parameters()), dict(model.named_buffers()), leaves)
+    del outputs
+    space = build_space(program, Mesh({"dp": 1}), load("cpu"))
+    return space, sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predicted_activations_are_what_autograd_holds(name: str) -> None:
+    space, held = held_for_the_backward(FAMILIES[name])
+    memory = MemoryModel(space)
+    choices = whole(space)
+    _, use, _ = memory_use(memory, choices, {})
+    own = sum(int(arrays[0][c]) for n, c in enumerate(choices) if (arrays := memory.own(n)) is not None)
+    wires = sum(
+        int(arrays[0][choices[w.source], choices[w.target]])
+        for w in space.wires
+        if (arrays := memory.wire(w)) is not None
+    )
+    # A statistic or a mask may be counted at both ends of a chain of views.
+    assert held <= own + wires <= held * 1.006
+    assert use.parts.get("activations", 0) <= own + wires
+
+
+def test_the_timeline_rises_to_the_loss_and_ends_with_all_gradients() -> None:
+    space, _ = held_for_the_backward(FAMILIES["mlp"])
+    peak, use, _ = memory_use(MemoryModel(space), whole(space), {})
+    forward = [each.num_bytes for each in use.timeline if not each.backward]
+    assert forward == sorted(forward)
+    assert peak == max(each.num_bytes for each in use.timeline)
+    parameters = sum(p.numel() for p in FAMILIES["mlp"].build().parameters()) * 4
+    assert use.parts["parameters"] == parameters and use.parts["optimizer"] == 2 * parameters
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "state", "master"),
+    [
+        (Optimizer("adamw"), torch.float32, 8.0, 0),
+        (Optimizer("adamw"), torch.bfloat16, 4.0, 0),
+        (Optimizer("adamw", master_copies=True), torch.bfloat16, 8.0, 4),
+        (Optimizer("adamw", master_copies=True), torch.float32, 8.0, 0),
+        (Optimizer("adamw-8bit"), torch.float32, 2.03125, 0),
+        (Optimizer("sgd"), torch.float32, 0.0, 0),
+        (Optimizer("none"), torch.float32, 0.0, 0),
+    ],
+)
+def test_an_optimizer_takes_its_bytes_per_element(
+    optimizer: Optimizer, dtype: torch.dtype, state: float, master: int
+) -> None:
+    info = TensorInfo((4,), dtype, True)
+    assert (optimizer.state_bytes(info), optimizer.master_bytes(info)) == (state, master)
+    assert optimizer.state_bytes(TensorInfo((4,), dtype)) == 0
+
+
+def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
+    space = space_of(TwoLinears(), (X_BD,))
+    memory = MemoryModel(space)
+    number = space.index["relu_default"]
+    strategies = space.decisions[number].menu.strategies
+    own = memory.own(number)
+    assert own is not None
+    by_layout = {str(s.outputs[0]): int(b) for s, b in zip(strategies, own[0], strict=True)}
+    assert by_layout["I"] == 4 * 16 * 4
+    assert by_layout["S(0)"] == by_layout["S(1)"] == 4 * 16 * 2
+    assert (
+        memory.own(space.index["linear_default"]) is None
+    )  # relu keeps its output, so nobody needs what it was made of
+    (wire,) = (w for w in space.wires if w.source == number)
+    arrays = memory.wire(wire)
+    assert arrays is not None
+    rows, columns = ([str(x) for x in layouts] for layouts in (space.source_layouts(wire), space.target_layouts(wire)))
+    moved = arrays[0][rows.index("S(0)"), columns.index("I")]
+    assert (moved, arrays[0][rows.index("S(0)"), columns.index("S(0)")]) == (4 * 16 * 4, 0)
+
+
+def _stored(sizes: dict[str, int], layout: str, kept: bool) -> tuple[Space, list[int], int]:
+    """Attention with its query weight stored in a layout, everything else whole, and the number of that parameter."""
+    program = capture(skeleton(Attention(False)), (IDS_BS,), {})
+    space = build_space(program, Mesh(sizes), load("cpu"))
+    number = space.index[program.parameters["query.weight"]]
+    choices = list(whole(space))
+    strategies = space.decisions[number].menu.strategies
+    choices[number] = next(i for i, s in enumerate(strategies) if str(s.outputs[0]) == layout and s.kept == kept)
+    split_samples(space, choices, number)
+    return space, choices, number
+
+
+def split_samples(space: Space, choices: list[int], weight: int) -> None:
+    """Let the call that takes a weight split its samples: gradients that are equal everywhere need no reduction."""
+    (wire,) = (w for w in space.wires if w.source == weight)
+    strategies = space.decisions[wire.target].menu.strategies
+    wanted = next(i for i, s in enumerate(strategies) if set(map(str, s.inputs[wire.target_input])) == {"R"})
+    choices[wire.target] = wanted
+
+
+def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
+    space, choices, number = _stored({"dp": 2}, "S(0)", kept=False)
+    (wire,) = (w for w in space.wires if w.source == number)
+    memory = MemoryModel(space)
+    arrays, again = memory.wire(wire), memory.weights.gathered_again(wire)
+    assert arrays is not None and again is not None
+    found = {}
+    for target in (choices[wire.target], whole(space)[wire.target]):
+        choices[wire.target] = target
+        ends = choices[number], target
+        found[str(space.path(wire, choices))] = (
+            int(arrays[0][ends]),
+            int(again[ends]),
+            any(space.path(wire, choices).regathered),
+        )
+    assert found == {"S(0) → R": (0, 256, True), "S(0) → I": (256, 0, False)}
+
+
+def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_layer_runs() -> None:
+    size = 8 * 8 * 4
+    used = {}
+    for kept in (False, True):
+        space, choices, number = _stored({"dp": 2}, "S(0)", kept)
+        memory = MemoryModel(space)
+        (wire,) = (w for w in space.wires if w.source == number)
+        ends = choices[wire.source], choices[wire.target]
+        arrays, gathered, unreduced = memory.wire(wire), memory.weights.gathered(wire), memory.weights.unreduced(wire)
+        assert arrays is not None and gathered is not None and unreduced is not None
+        used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
+        assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
+    assert used == {False: (0, size, size), True: (size, 0, size)}
+
+
+def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
+    """The log-probabilities of a loss: their bytes times their elements are beyond 64 bits."""
+
+    class Loss(nn.Module):
+        def forward(self, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(logits_NV * self.scale, labels_N)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), device="meta"))
+
+    shape = (64 * 4096, 128256)
+    inputs = torch.empty(shape, device="meta"), torch.empty(shape[0], dtype=torch.int64, device="meta")
+    space = space_of(Loss(), inputs)
+    number = space.index["cross_entropy_loss_default"]
+    own = MemoryModel(space).own(number)
+    assert own is not None
+    assert own[0].max() >= shape[0] * shape[1] * 4 and own[0].min() > 0
+
+
+def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequence[int]]:
+    """A layer of two matrices and a layer of one, on two devices."""
+    layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model = nn.Sequential(layer, nn.Linear(8, 8, bias=False))
+    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy=strategy).context
+    return MemoryModel(context.space), context.choices
+
+
+def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
+    """Bytes of a wire while the call at that place runs backward."""
+    found = wire_bytes(memory, wire, Row(((place, 1),)))
+    return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
+
+
+def test_a_gradient_to_be_reduced_is_held_after_its_calls_backward_to_the_end_of_the_layers() -> None:
+    memory, choices = _three_linears()
+    weights = [wire for wire in memory.space.wires if memory.space.is_weight(wire.source)]
+    size = 8 * 8 * 4
+    by_call = [[_at(memory, wire, choices, place) for wire in weights] for place in range(3)]
+    assert by_call == [[0, size, 0], [0, 0, 0], [0, 0, 0]]  # the call's own gradient is in its working set
+
+
+def _moments(memory: MemoryModel) -> dict[int, list[int]]:
+    """Kind of moment → the places that have one."""
+    return {
+        COMPUTING: list(range(len(memory.calls))),
+        GATHERING: list(memory.weights.last_gather.values()),
+        REDUCING: list(memory.weights.first_reduction.values()),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3"])
+def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
+    memory, choices = _three_linears(strategy)
+    count = len(memory.calls)
+    timeline = memory_use(memory, choices, {})[1].timeline
+    backward = [each.num_bytes for each in timeline if each.backward][::-1]
+    rows: dict[int, list[int]] = defaultdict(list)
+    for kind, places in _moments(memory).items():
+        for place in places:
+            row = Row(((place + kind * count, 1),))
+            nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
+            wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
+            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in wires if found is not None)
+            rows[place].append(int(sum(nodes)) + sum(held))
+    assert [max(rows[place]) for place in range(count)] == backward
+
+
+def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_while_they_are_reduced() -> None:
+    """Three layers of one matrix each, a fourth that is kept: of 2 devices, each stores half of them."""
+    size = 8 * 8 * 4
+    memory, choices = _three_linears("zero3")
+    peak, use, moment = memory_use(memory, choices, {})
+    whole = {"parameters": 3 * size // 2, "optimizer": 3 * size}
+    assert {name: use.parts[name] for name in whole} == whole
+    assert moment_of(memory, moment) == At(0, Phase(0, True), REDUCING)
+    # As they were made and as they are sent, those of the first layer; in parts, all.
+    assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
+    assert peak == sum(use.parts.values())
+    row = Row(((2 + GATHERING * 3, 1),))
+    weights = [w for w in memory.space.wires if memory.space.is_weight(w.source)]
+    found = [wire_bytes(memory, w, row) for w in weights]
+    gathered = [
+        0 if f is None else int(f[0][choices[w.source], choices[w.target]]) for w, f in zip(weights, found, strict=True)
+    ]
+    assert gathered == [0, 0, 2 * size]
+
+
+def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x_BD: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(x_BD), labels_B)
+
+    space = space_of(Loss(), (X_BD, torch.zeros(len(X_BD), dtype=torch.int64)))
+    working = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    assert working is not None
+    assert working.max() == 2 * len(X_BD) * 32 * 4 + 2 * 4  # the logits', too; the loss and what it was divided by

@@ -1,0 +1,55 @@
+"""The memory that a plan predicts, held against what a step on real ranks holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.models.named import named
+from autopar.runtime.module.module import ParallelModule
+from tests.support.ranks import Ranks, mesh
+
+AXES = ("dp", "tp")
+
+
+def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int) -> tuple[int, int]:
+    """Bytes at the highest moment of the second step on this rank, and those of the plan."""
+    model, inputs = named(name, batch, sequence)
+    assert isinstance(inputs, tuple)
+    compiled = autopar.compile(model, mesh(shape, AXES[: len(shape)]), inputs, strategy=strategy)
+    assert isinstance(compiled, ParallelModule)
+    compiled.to_empty(device="cpu")
+    for parameter in compiled.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    values = tuple(
+        torch.randn(each.shape) if each.is_floating_point() else torch.randint(0, 200, each.shape) for each in inputs
+    )
+    optimizer = torch.optim.AdamW(compiled.parameters())
+
+    def step() -> None:
+        compiled(*values).square().mean().backward()
+
+    step()
+    optimizer.step()
+    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *values])
+    return found, compiled.plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "strategy", "batch", "sequence"),
+    [
+        ("tiny-llama", (2, 2), "zero3", 8, 64),  # gathered over one axis and then over the other
+        ("tiny-llama", (4,), "zero3", 8, 64),
+        ("tiny-llama", (4,), "zero3", 4, 8),  # mostly weights: most when the first layer's are reduced with the table's
+        ("tiny-llama", (2,), "megatron", 32, 128),  # mostly logits and what the loss makes of them
+    ],
+)
+def test_ranks_hold_what_the_plan_predicts(
+    ranks: Ranks, name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int
+) -> None:
+    world = torch.Size(shape).numel()
+    for found, predicted in ranks.run(_measured, name, shape, strategy, batch, sequence, world_size=world):
+        assert predicted == pytest.approx(found, rel=0.05)

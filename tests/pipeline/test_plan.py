@@ -1,0 +1,152 @@
+"""The plan of a pipeline: what its stages come to, how it is printed, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.hardware.profile import load
+from autopar.memory.microbatches import Microbatches
+from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds, simulate
+from autopar.planning.planner import make_plan
+from autopar.planning.step_seconds import stage_seconds, step_parts
+from autopar.plans.plan import MemoryUse, Plan
+from autopar.sharding.mesh import Mesh
+from tests.support.planned import IDS_BS, Attention, space_of
+
+
+def stage_plan(number: int, peak_bytes: int = 900, working: int = 300) -> Plan:
+    return Plan(
+        mesh=Mesh({"tp": 2}),
+        fingerprint=f"stage {number}",
+        choices={},
+        descriptions={},
+        rows=(),
+        seconds=0.004,
+        bound=0.004,
+        peak_bytes=peak_bytes,
+        traffic={},
+        solver="by hand",
+        memory=MemoryUse({"parameters": peak_bytes - working, "working set": working}),
+    )
+
+
+def pipeline(schedule: Schedule, seconds: StageSeconds | None = None, **values: Any) -> PipelinePlan:
+    """A plan of equal stages of two blocks each, on a mesh with tp=2."""
+    each = seconds or StageSeconds(0.001, 0.001, 0.001, once=0.0005)
+    blocks = [(f"layers.{2 * n}", f"layers.{2 * n + 1}") for n in range(schedule.num_stages)]
+    return PipelinePlan(
+        mesh=Mesh({"pp": schedule.num_ranks, "tp": 2}),
+        axis="pp",
+        schedule=schedule,
+        stages=tuple(StagePlan(n, blocks[n], stage_plan(n), each) for n in range(schedule.num_stages)),
+        starts=tuple(2 * n for n in range(schedule.num_stages)),
+        timeline=simulate(schedule, [each] * schedule.num_stages),
+        **values,
+    )
+
+
+SCHEDULES = [
+    Schedule("gpipe", 2, 4),
+    Schedule("1f1b", 4, 8),
+    Schedule("interleaved_1f1b", 2, 4, 2),
+    Schedule("interleaved_zero_bubble", 2, 4, 2),
+    Schedule("zbv", 2, 6, 2),
+    Schedule("dualpipev", 2, 8, 2),
+    Schedule("pipedream", 2, 4),
+]
+
+
+def test_the_step_and_its_bubble_are_those_of_the_schedule() -> None:
+    plan = pipeline(Schedule("1f1b", 4, 8), StageSeconds(0.001, 0.001, 0.001))
+    assert plan.seconds == pytest.approx((8 + 3) * 0.003)
+    assert plan.bubble == pytest.approx(3 / 11) and plan.microbatches == 8
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_ranks_idle_for_the_bubble_on_average(schedule: Schedule) -> None:
+    plan = pipeline(schedule)
+    idle = [plan.idle(rank) for rank in range(schedule.num_ranks)]
+    assert sum(idle) / len(idle) == pytest.approx(plan.bubble)
+
+
+def test_what_stages_hold_while_they_run_counts_once_on_a_rank() -> None:
+    plan = pipeline(Schedule("interleaved_1f1b", 2, 4, 2))
+    stages = list(plan.stages)
+    stages[2] = replace(stages[2], plan=stage_plan(2, 2000, 500))
+    plan = replace(plan, stages=tuple(stages))
+    assert plan.rank_bytes(1) == 600 + 600 + 300
+    assert plan.rank_bytes(0) == plan.peak_bytes == 600 + 1500 + 500
+
+
+def test_the_table_has_a_line_per_stage_and_adds_nothing_up_wrongly() -> None:
+    text = str(pipeline(Schedule("interleaved_1f1b", 2, 4, 2), memory_limit=8000, notes=("said by hand",)))
+    assert "pipeline plan for the mesh pp=2 × tp=2 (4 devices, hardware cpu)" in text
+    assert "interleaved_1f1b, m = 4 micro-batches, 4 stages on 2 ranks of axis pp, 2 on each" in text
+    assert "1.50 kB per device at the peak, on rank 0, limit 8.00 kB" in text
+    lines = [line.split() for line in text.splitlines() if "layers." in line]
+    assert [line[:2] for line in lines] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    assert lines[1][2:] == [
+        "layers.2", "…", "layers.3", "(2)", "1.00", "ms", "2.00", "ms", "500.0", "µs", "900", "B", *lines[1][-2:],
+    ]  # fmt: skip
+    assert "note: said by hand" in text and "print(plan.stages[0].plan)" in text
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_a_plan_is_saved_and_loaded_whole(schedule: Schedule, tmp_path: Path) -> None:
+    plan = pipeline(schedule, memory_limit=8000, notes=("said by hand",))
+    plan.save(tmp_path / "plan.json")
+    assert PipelinePlan.load(tmp_path / "plan.json") == plan
+    assert plan.to_json() == PipelinePlan.from_json(plan.to_json()).to_json()
+
+
+def _changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(pipeline(Schedule("gpipe", 2, 4)).to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no plan", "the text is no JSON"),
+        ("[]", "not a pipeline plan of format 1"),
+        (_changed(**{"pipeline format": 7}), "not a pipeline plan of format 1"),
+        (_changed(starts=None), "a field is missing, unknown or malformed"),
+        (_changed(axis="dp"), "no axis 'dp'"),
+        (_changed(stages=[]), "stages \\[\\] of 2"),
+        (_changed(mesh={"axes": {"pp": 3}, "hardware": "cpu"}), "the axis has 3 ranks, the schedule 2"),
+        (_changed(schedule={"name": "gpipe"}), "a field is missing, unknown or malformed"),
+        (stage_plan(0).to_json(), "read it with Plan.load"),
+    ],
+)
+def test_what_is_no_pipeline_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PipelinePlan.from_json(text)
+
+
+def test_a_pipeline_plan_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="read it with PipelinePlan"):
+        Plan.from_json(pipeline(Schedule("gpipe", 2, 4)).to_json())
+
+
+def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
+    space = space_of(Attention(False), (IDS_BS,), load("h100"), dp=2, tp=2)
+    plan, _ = make_plan(space, {}, microbatches=Microbatches(4, 2))
+    found, parts = stage_seconds(plan, 0.1, 0.2), step_parts(plan)
+    assert found.forward == parts.forward and found.once == parts.once
+    assert found.backward_input + found.backward_weight == pytest.approx(parts.backward)
+    assert (found.send_forward, found.send_backward) == (0.1, 0.2)
+    linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")
+    assert found.backward_weight >= linear.forward_seconds  # half of what its backward takes
+    assert found.backward_weight < found.backward_input + found.backward_weight
+
+
+def test_the_parts_of_a_loaded_plan_are_not_known() -> None:
+    with pytest.raises(PlanError, match="a plan that was loaded does not bring it along"):
+        step_parts(stage_plan(0))

@@ -1,0 +1,201 @@
+"""A plan survives being written and read; what is no plan is refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.errors import PlanError
+from autopar.hardware.profile import load
+from autopar.planning.planner import choices_of, make_plan
+from autopar.plans.plan import Instant, MemoryUse, Moved, Plan, PlanRow
+from autopar.program.program import Program, TensorInfo
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+from autopar.space.menu import whole_menu
+from autopar.space.space import Decision, Space
+
+LEAF = pytree.tree_structure(0)
+NAMES = st.text(max_size=12)
+SECONDS = st.floats(min_value=0, max_value=1e6)
+BYTES = st.integers(min_value=0, max_value=2**50)
+TRANSFERS = st.lists(st.builds(Moved, NAMES, NAMES, BYTES, SECONDS, st.booleans()), max_size=3).map(tuple)
+INSTANTS = st.lists(st.builds(Instant, NAMES, st.booleans(), BYTES), max_size=3).map(tuple)
+ROWS = st.builds(PlanRow, NAMES, NAMES, NAMES, NAMES, st.lists(NAMES, max_size=3).map(tuple), NAMES, SECONDS, TRANSFERS)
+AXES = st.dictionaries(st.sampled_from(("dp", "tp", "pp", "ep")), st.integers(1, 512), min_size=1)
+PLANS = st.builds(
+    Plan,
+    mesh=st.builds(Mesh, AXES, st.sampled_from(("cpu", "h100"))),
+    fingerprint=NAMES,
+    choices=st.dictionaries(NAMES, NAMES, max_size=4),
+    descriptions=st.dictionaries(NAMES, NAMES, max_size=4),
+    rows=st.lists(ROWS, max_size=4).map(tuple),
+    seconds=SECONDS,
+    bound=SECONDS,
+    peak_bytes=BYTES,
+    traffic=st.dictionaries(st.tuples(NAMES, NAMES), BYTES, max_size=4),
+    solver=NAMES,
+    memory_limit=st.none() | BYTES,
+    unruled=st.none() | st.dictionaries(NAMES, NAMES, max_size=2),
+    notes=st.lists(NAMES, max_size=2).map(tuple),
+    memory=st.none() | st.builds(MemoryUse, st.dictionaries(NAMES, BYTES, max_size=3), INSTANTS),
+    recompute=st.dictionaries(NAMES, st.sampled_from(("none", "full")), max_size=2),
+)
+
+
+def _plan() -> Plan:
+    return Plan(
+        mesh=Mesh({"dp": 2}),
+        fingerprint="f",
+        choices={"a": "m"},
+        descriptions={"a": "linear"},
+        rows=(PlanRow("a", "call", "up", "linear", ("data",), "S(0)", 0.5, (Moved("all_reduce", "dp", 8),)),),
+        seconds=0.5,
+        bound=0.4,
+        peak_bytes=100,
+        traffic={("all_reduce", "dp"): 8},
+        solver="ilp",
+    )
+
+
+@given(PLANS)
+def test_a_plan_read_from_its_own_json_is_equal(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert list(again.mesh.axes) == list(plan.mesh.axes)
+    assert list(again.choices) == list(plan.choices)
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
+    _plan().save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == _plan()
+
+
+def test_the_gap_is_relative_to_the_plan_and_never_negative() -> None:
+    assert _plan().gap == pytest.approx(0.2)
+    values = {**json.loads(_plan().to_json()), "bound": 0.6}
+    assert Plan.from_json(json.dumps(values)).gap == 0.0
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"the text is no JSON .* give what Plan.save wrote"):
+        Plan.from_json("{")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"format": 0}', '{"format": "1"}'])
+def test_json_of_another_format_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"not a plan of format 2"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("field", [name for name in json.loads(_plan().to_json()) if name != "format"])
+def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
+    values = json.loads(_plan().to_json())
+    del values[field]
+    if field in ("memory_limit", "unruled", "recompute", "multiplier", "symbols", "formulas"):
+        assert Plan.from_json(json.dumps(values)) == _plan()
+        return
+    with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):
+        Plan.from_json(json.dumps(values))
+
+
+def test_an_unknown_field_is_refused() -> None:
+    values = {**json.loads(_plan().to_json()), "colour": "red"}
+    with pytest.raises(PlanError, match=r"not a plan: .*'colour'"):
+        Plan.from_json(json.dumps(values))
+
+
+def test_a_row_with_a_missing_field_is_refused() -> None:
+    values = json.loads(_plan().to_json())
+    del values["rows"][0]["operation"]
+    with pytest.raises(PlanError, match=r"not a plan: .*'operation'"):
+        Plan.from_json(json.dumps(values))
+
+
+def _space(layouts: tuple[str, ...] = ("I", "S(0)"), shape: tuple[int, ...] = (4, 8), name: str = "x") -> Space:
+    """One input with a choice of layouts on a mesh of two."""
+    graph = fx.Graph()
+    node = graph.placeholder(name)
+    node.meta["tensor"] = TensorInfo(shape, torch.float32)
+    graph.output((node,))
+    program = Program(graph, {}, {}, {}, {}, (name,), (), LEAF, LEAF, 1, ())
+    mesh = Mesh({"dp": 2})
+    space = Space(program, mesh, load("cpu"))
+    menu = whole_menu(tuple(map(Layout.parse, layouts)))
+    space.add(Decision(name, "input", menu, node, {}))
+    return space
+
+
+def _plan_of(space: Space, choice: str, mesh: Mesh | None = None) -> Plan:
+    made = make_plan(space, {})[0]
+    return dataclasses.replace(made, mesh=mesh or made.mesh, choices={space.decisions[0].name: choice})
+
+
+def test_the_choices_of_a_plan_are_found_by_name_in_another_order() -> None:
+    plan = _plan_of(_space(("I", "S(0)")), "S(0)")
+    assert choices_of(plan, _space(("I", "S(0)"))) == (1,)
+    assert choices_of(plan, _space(("S(0)", "S(1)", "I"))) == (0,)
+
+
+def test_a_plan_for_another_mesh_is_refused_with_both_meshes() -> None:
+    plan = _plan_of(_space(), "I", Mesh({"dp": 4}))
+    with pytest.raises(PlanError, match=r"the plan is for the mesh dp=4, this mesh is dp=2; plan again"):
+        choices_of(plan, _space())
+
+
+def test_a_plan_for_other_shapes_is_refused_with_the_difference() -> None:
+    plan = _plan_of(_space(), "I")
+    expected = r"x is input float32\[4, 8\] in the plan and input float32\[6, 8\] here\. Plan again"
+    with pytest.raises(PlanError, match=expected):
+        choices_of(plan, _space(shape=(6, 8)))
+
+
+def test_a_plan_for_another_graph_names_what_is_absent() -> None:
+    plan = _plan_of(_space(), "I")
+    with pytest.raises(PlanError, match=r"x is input float32\[4, 8\] in the plan and absent here; y is absent in the"):
+        choices_of(plan, _space(name="y"))
+
+
+def test_many_differences_are_counted() -> None:
+    plan = dataclasses.replace(_plan_of(_space(), "I"), descriptions={f"n{i}": "relu" for i in range(5)})
+    with pytest.raises(PlanError, match=r"\(and 3 more differences\)"):
+        choices_of(plan, _space())
+
+
+def test_a_choice_that_is_not_offered_is_refused_with_what_is() -> None:
+    plan = _plan_of(_space(("I", "S(1)")), "S(1)")
+    with pytest.raises(
+        PlanError, match=r'x: the plan chooses "S\(1\)", which is not offered here; offered are I, S\(0\)'
+    ):
+        choices_of(plan, _space())
+
+
+def test_a_decision_without_a_choice_is_refused() -> None:
+    space = _space()
+    plan = dataclasses.replace(_plan_of(space, "I"), choices={})
+    with pytest.raises(PlanError, match=r'chooses "nothing", which is not offered here'):
+        choices_of(plan, space)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("traffic", [["all_reduce", "dp"]]), ("mesh", {"axes": 4, "hardware": "cpu"})]
+)
+def test_a_malformed_field_is_refused(field: str, value: object) -> None:
+    text = json.dumps({**json.loads(_plan().to_json()), field: value})
+    with pytest.raises(PlanError, match="missing, unknown or malformed"):
+        Plan.from_json(text)
+
+
+def test_an_axis_of_another_name_is_another_mesh() -> None:
+    space = _space()
+    renamed = Mesh({"other" + name: size for name, size in space.mesh.axes.items()})
+    with pytest.raises(PlanError, match="the plan is for the mesh"):
+        choices_of(_plan_of(space, "I", renamed), space)

@@ -1,0 +1,246 @@
+"""The tables of a plan: what is folded, what is hidden, and that nothing is lost in between."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autopar.plans.plan import MemoryUse, Moved, Plan, PlanRow
+from autopar.report.table import plan_table
+from autopar.sharding.mesh import Mesh
+
+MESH = Mesh({"dp": 2, "tp": 4}, hardware="cpu")
+ALL_REDUCE = Moved("all_reduce", "tp", 4_000_000)
+
+
+def _call(
+    name: str,
+    module: str,
+    operation: str = "linear",
+    roles: tuple[str, ...] = ("data", "column"),
+    transfers: tuple[Moved, ...] = (),
+) -> PlanRow:
+    return PlanRow(name, "call", module, operation, roles, "S(0) S(2)", 0.001, transfers)
+
+
+def _parameter(name: str, layout: str) -> PlanRow:
+    return PlanRow(f"p_{name}", "parameter", name, "parameter", ("replicated", "S(0)"), layout, 0.0001, ())
+
+
+def _plan(
+    *rows: PlanRow,
+    bound: float = 0.0,
+    memory_limit: int | None = None,
+    unruled: dict[str, str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    traffic: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for collective, axis, num_bytes, *_ in row.transfers:
+            traffic[collective, axis] = traffic.get((collective, axis), 0) + num_bytes
+    seconds = sum(row.seconds for row in rows)
+    return Plan(
+        mesh=MESH,
+        fingerprint="f",
+        choices={},
+        descriptions={},
+        rows=rows,
+        seconds=seconds,
+        bound=bound or seconds,
+        peak_bytes=3_000_000_000,
+        traffic=traffic,
+        solver="elimination",
+        memory_limit=memory_limit,
+        unruled=unruled,
+        notes=notes,
+    )
+
+
+def _line(table: str, word: str) -> str:
+    """The only line of the table with the word, spaces squeezed."""
+    found = [line for line in table.splitlines() if word in line]
+    assert len(found) == 1, f"{word!r} stands in {len(found)} lines of\n{table}"
+    return re.sub(r"\s+", " ", found[0]).strip()
+
+
+def _deep_plan(num_layers: int) -> Plan:
+    rows = []
+    for layer in range(num_layers):
+        path = f"model.layers.{layer}.mlp"
+        rows.append(_parameter(f"{path}.up_proj.weight", "I S(0)"))
+        rows.append(_parameter(f"{path}.down_proj.weight", "S(0) S(1)"))
+        rows.append(_call(f"up{layer}", f"{path}.up_proj"))
+        rows.append(_call(f"silu{layer}", path, "silu"))
+        rows.append(_call(f"down{layer}", f"{path}.down_proj", roles=("data", "row"), transfers=(ALL_REDUCE,)))
+    return _plan(*rows)
+
+
+def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
+    table = plan_table(_plan(_call("a", "head"), bound=0.0009, memory_limit=8_000_000_000))
+    assert "dp=2 × tp=4 (8 devices, hardware cpu)" in table
+    assert "1.00 ms predicted, bound 900.0 µs, gap 10.00%" in table
+    assert "3.00 GB per device predicted at the peak, limit 8.00 GB" in table
+    assert "elimination" in table
+
+
+def test_the_memory_at_the_peak_is_told_part_by_part() -> None:
+    memory = MemoryUse({"parameters": 1_000_000, "activations": 2_000_000, "gradients": 0})
+    table = plan_table(replace(_plan(_call("a", "head")), memory=memory))
+    assert "           activations 2.00 MB, parameters 1.00 MB\n" in table
+
+
+def test_segments_that_are_computed_again_are_told_as_ranges() -> None:
+    modes = {"model.layers.0": "full", "model.layers.1": "full", "model.layers.2": "none", "head.3": "selective"}
+    table = plan_table(replace(_plan(_call("a", "head")), recompute=modes))
+    assert "computed again in the backward: full in model.layers.0-1, selective in head.3\n" in table
+    assert "computed again" not in plan_table(replace(_plan(_call("a", "head")), recompute={"model.layers.0": "none"}))
+
+
+def test_a_weight_that_is_kept_after_it_was_gathered_is_told() -> None:
+    plan = _plan(_parameter("up.weight", "S(0) I"), _call("a", "up"))
+    kept = replace(plan, choices={"p_up.weight": "S(0) I kept"})
+    assert "kept" in plan_table(kept) and "kept" not in plan_table(plan)
+
+
+def test_a_plan_that_meets_its_bound_is_called_optimal() -> None:
+    assert "proven optimal" in plan_table(_plan(_call("a", "head")))
+    assert "proven optimal" not in plan_table(_plan(_call("a", "head"), bound=0.0009))
+
+
+def test_equal_layers_are_one_line_with_the_sum_of_their_costs() -> None:
+    table = plan_table(_deep_plan(32))
+    assert _line(table, "up_proj") == "model.layers.0-31.mlp.up_proj linear data column S(0) on tp 32 32.00 ms"
+    assert _line(table, "down_proj").endswith("32 32.00 ms all_reduce tp 128.00 MB")
+    assert len(table.splitlines()) < 25
+
+
+def test_a_layer_with_another_choice_has_a_line_of_its_own() -> None:
+    rows = [_call(f"up{layer}", f"layers.{layer}.up") for layer in range(6)]
+    rows[3] = _call("up3", "layers.3.up", roles=("data", "row"))
+    table = plan_table(_plan(*rows))
+    assert _line(table, "layers.0-2,4-5.up").startswith("layers.0-2,4-5.up linear data column 5")
+    assert _line(table, "layers.3.up").startswith("layers.3.up linear data row 1")
+
+
+def test_a_layer_stored_in_another_way_has_a_line_of_its_own() -> None:
+    table = plan_table(
+        _plan(
+            _parameter("layers.0.up.weight", "I S(0)"),
+            _parameter("layers.1.up.weight", "S(0) S(1)"),
+            _call("up0", "layers.0.up"),
+            _call("up1", "layers.1.up"),
+        )
+    )
+    assert "layers.0.up linear data column S(0) on tp 1" in _line(table, "layers.0.up")
+    assert "S(0) on dp, 1" in _line(table, "layers.1.up")
+
+
+def test_numbers_inside_numbers_fold_too() -> None:
+    rows = [_call(f"e{i}_{j}", f"layers.{i}.experts.{j}.up") for i in range(3) for j in range(4)]
+    assert _line(plan_table(_plan(*rows)), "experts").startswith("layers.0-2.experts.0-3.up linear data column 12")
+
+
+def test_elementwise_calls_are_hidden_unless_they_move_something() -> None:
+    rows = (
+        _call("up", "up"),
+        _call("relu", "relu", "relu"),
+        _call("mul", "scale", "mul", transfers=(Moved("all_gather", "dp", 16),)),
+    )
+    table = plan_table(_plan(*rows))
+    assert "relu" not in table
+    assert _line(table, "scale").endswith("all_gather dp 16 B")
+    assert _line(table, "(all other").endswith("1 1.00 ms")
+
+
+def test_a_verbose_table_shows_every_call_with_its_layout() -> None:
+    table = plan_table(_plan(_call("up", "up"), _call("relu", "act", "relu")), verbose=True)
+    assert "act relu data column S(0) S(2) 1 1.00 ms" in _line(table, "relu")
+    assert "(all other" not in table
+
+
+def test_the_count_and_the_seconds_of_the_lines_add_up_to_the_total() -> None:
+    plan = _deep_plan(5)
+    table = re.sub(r"\s+", " ", plan_table(plan))
+    counts = [int(count) for count in re.findall(r" (\d+) \d+\.\d+ .s ", table.split("moved per step")[1])]
+    assert sum(counts[:-1]) == counts[-1] == len(plan.rows)
+
+
+def test_a_hub_that_moves_a_tensor_stands_behind_the_call_that_made_it() -> None:
+    hub = PlanRow("a/hub", "hub", "first", "hub", ("replicated",) * 2, "I I", 0.001, (ALL_REDUCE,))
+    lines = plan_table(_plan(_call("a", "first"), _call("b", "second"), hub)).splitlines()
+    order = [next(i for i, line in enumerate(lines) if word in line) for word in ("linear", "(hub)", "second")]
+    assert order == sorted(order)
+
+
+def test_parameters_of_a_module_without_a_line_are_shown_where_the_module_runs() -> None:
+    table = plan_table(
+        _plan(
+            _parameter("norm.weight", "I I"),
+            _call("up", "up"),
+            _call("mul", "norm", "mul"),
+            _call("head", "head"),
+        )
+    )
+    assert _line(table, "(parameters)") == "norm (parameters) whole 1"
+    order = [table.index(word) for word in ("up ", "norm ", "head ")]
+    assert order == sorted(order)
+
+
+def test_parameters_stored_differently_are_named() -> None:
+    table = plan_table(
+        _plan(_parameter("up.weight", "I S(0)"), _parameter("up.bias", "I I"), _call("up", "up", "linear"))
+    )
+    assert "weight S(0) on tp" in table
+    assert "bias whole" in table
+
+
+def test_traffic_is_a_table_of_collectives_by_axis() -> None:
+    rows = (
+        _call("a", "a", transfers=(ALL_REDUCE, Moved("all_gather", "dp", 1000))),
+        _call("b", "b", transfers=(Moved("all_reduce", "dp", 2000),)),
+    )
+    table = plan_table(_plan(*rows)).split("moved per step")[-1]
+    assert _line(table, "all_gather") == "all_gather 1.00 kB - 1.00 kB"
+    assert _line(table, "all_reduce") == "all_reduce 2.00 kB 4.00 MB 4.00 MB"
+    assert re.search(r"total +3\.00 kB +4\.00 MB +4\.00 MB", table)
+
+
+def test_joined_axes_that_bytes_move_over_have_a_column() -> None:
+    plan = _plan(_call("a", "a", transfers=(ALL_REDUCE, Moved("all_reduce", "dp_tp", 1000))))
+    table = plan_table(plan).split("moved per step")[-1]
+    assert re.search(r"^ +dp +tp +dp_tp +total", table)
+    assert _line(table, "all_reduce") == "all_reduce - 4.00 MB 1.00 kB 4.00 MB"
+
+
+def test_a_plan_that_moves_nothing_says_so() -> None:
+    assert "no bytes are moved" in plan_table(_plan(_call("a", "a")))
+
+
+def test_calls_without_a_rule_are_listed_by_operation_and_reason() -> None:
+    rows = (_call("sort", "x", "sort"), _call("sort_1", "y", "sort"), _call("fft", "z", "fft"))
+    table = plan_table(_plan(*rows, unruled={"sort": "no rule", "sort_1": "no rule", "fft": "complex numbers"}))
+    listed = table.split("because no rule fits them:")[1]
+    assert _line(listed, "sort") == "sort 2 sort no rule"
+    assert _line(listed, "fft") == "fft 1 fft complex numbers"
+
+
+def test_notes_stand_at_the_end() -> None:
+    assert plan_table(_plan(_call("a", "a"), notes=("dropout is off",))).endswith("note: dropout is off")
+
+
+def test_long_paths_and_many_transfers_keep_the_table_readable() -> None:
+    path = "base_model.model.language_model.transformer.decoder.blocks.0.feed_forward.gate_projection"
+    collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    transfers = tuple(Moved(name, axis, 123_456_789) for name in collectives for axis in ("dp", "tp"))
+    rows = (
+        _parameter(f"{path}.weight", "S(0) S(1)"),
+        _call("a", path, "scaled_dot_product_attention", ("replicated",) * 2, transfers),
+    )
+    table = plan_table(_plan(*rows))
+    assert max(map(len, table.splitlines())) <= 145
+    assert " ….blocks.0.feed_forward.gate_projection " in f" {table}".replace("\n", " ")
+
+
+def test_printing_a_plan_prints_its_table() -> None:
+    plan = _deep_plan(2)
+    assert str(plan) == plan_table(plan)

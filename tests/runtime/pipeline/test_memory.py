@@ -1,0 +1,65 @@
+"""The memory that a pipeline's plan predicts for its ranks, held against what a step on real ranks holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.models.named import named
+from autopar.runtime.pipeline.module import PipelineModule
+from tests.support.ranks import Ranks, mesh
+
+
+def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes at the highest moment of the second step on this rank, and those of the plan."""
+    axes = ("pp", "dp")[: 1 if dist.get_world_size() == 2 else 2]
+    model, inputs = named("tiny-llama", 32, 128)
+    assert isinstance(inputs, tuple)
+    on = mesh((2,) if len(axes) == 1 else (2, 2), axes)
+    compiled = autopar.compile(model, on, inputs, schedule=schedule, microbatches=4, **options)
+    assert isinstance(compiled, PipelineModule)
+    compiled.to_empty(device="cpu")
+    for parameter in compiled.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    batch = tuple(torch.randint(0, 200, value.shape) for value in inputs)
+    optimizer = torch.optim.AdamW(compiled.parameters())
+
+    def held() -> Iterator[Tensor]:
+        yield from held_in_training(compiled, optimizer)
+        yield from batch
+        yield from _receive_buffers(compiled)
+
+    compiled.train_step(*batch)
+    optimizer.step()
+    found = peak_bytes(lambda: compiled.train_step(*batch), optimizer.zero_grad, held)
+    return found, compiled.plan.rank_bytes(on.get_local_rank("pp"))
+
+
+def _receive_buffers(compiled: PipelineModule) -> Iterator[Tensor]:
+    """What torch's stages receive in: made in the first step, and there ever after."""
+    for runner in compiled._runners.values():
+        for stage in getattr(runner, "scheduled", ()):
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                yield from (info.buffer for info in infos if info.buffer is not None)
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule", "options"),
+    [
+        (2, "1f1b", {}),
+        (2, "gpipe", {}),
+        (2, "zbv", {}),
+        (2, "1f1b", {"recompute": "full"}),
+        (4, "1f1b", {"strategy": "zero3"}),
+    ],
+)
+def test_ranks_hold_what_the_plan_predicts(ranks: Ranks, world: int, schedule: str, options: dict[str, Any]) -> None:
+    for found, predicted in ranks.run(_measured, schedule, options, world_size=world):
+        assert predicted == pytest.approx(found, rel=0.1)

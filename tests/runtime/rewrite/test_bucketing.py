@@ -1,0 +1,113 @@
+"""Which parameters move together, and whose gradients are reduced where they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cost import messages as shared_messages
+from autopar.memory.model import MemoryModel
+from autopar.runtime.rewrite import bucketing
+from autopar.sharding.mesh import Mesh
+from autopar.space.space import Space
+
+
+class _Model(nn.Module):
+    """Parameters whose gradients are products or sums, or come from two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.places = nn.Parameter(torch.zeros(4, 8))
+        self.factor = nn.Parameter(torch.zeros(8, 8))
+        self.twice = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice((self.linear(x) + self.places) @ self.factor)).square().mean()
+
+
+def _buckets() -> tuple[Space, tuple[bucketing.Bucket, ...]]:
+    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="data_parallel").context
+    return context.space, bucketing.buckets_of(context.space, context.choices)
+
+
+def _parameters(space: Space, bucket: bucketing.Bucket) -> list[str]:
+    names = {placeholder: name for name, placeholder in space.program.parameters.items()}
+    return [names[space.decisions[source].name] for source in bucket.sources]
+
+
+def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_messages, "LARGE_GRADIENT", 1)  # every parameter by itself
+    space, buckets = _buckets()
+    assert all(len(bucket.sources) == 1 for bucket in buckets)
+    assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}
+
+
+def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_messages, "SMALLEST_MESSAGE", 0)  # every layer by itself
+    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3").context
+    buckets = bucketing.buckets_of(context.space, context.choices)
+    (linear,) = (b for b in buckets if "linear.weight" in _parameters(context.space, b))
+    names = _parameters(context.space, linear)
+    assert set(names) == {"linear.weight", "linear.bias"}
+    assert "linear.bias" not in [names[position] for position in linear.regathered], "the backward does not read it"
+
+
+class _Decoder(nn.Module):
+    """A table that is too large to travel with the first layer, and a norm before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = self.table(ids_BS)
+        for layer in self.layers:
+            x_BSH = layer(x_BSH)
+        return self.head(self.norm(x_BSH)).square().mean()
+
+
+def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
+    inputs = (torch.zeros(8, 4, dtype=torch.int64),)
+    context = autopar.plan(_Decoder(), Mesh({"dp": 2}), inputs, strategy="zero3").context
+    space = context.space
+    messages = [set(_parameters(space, bucket)) for bucket in bucketing.buckets_of(space, context.choices)]
+    assert messages == [
+        {"table.weight"},
+        {"layers.0.weight", "layers.0.bias"},
+        {"layers.1.weight", "layers.1.bias"},
+        {"norm.weight", "norm.bias", "head.weight", "head.bias"},
+    ]
+    memory = MemoryModel(space)
+    layer_of_call = {space.decisions[number].node.meta["module"]: memory.layer[number] for number in memory.calls}
+    assert layer_of_call["norm"] == layer_of_call["head"] == "head"
+    assert layer_of_call["table"] == "table"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "moved"),
+    [
+        ("data_parallel", {"dp": 2, "tp": 2}, {("dp_tp", False)}),
+        ("zero2", {"dp": 2, "tp": 2}, {("dp_tp", True)}),
+        ("hsdp", {"dp": 2, "tp": 2}, {("dp", False), ("tp", True)}),
+        ("data_parallel", {"dp": 2, "one": 1, "tp": 2}, {("dp_tp", False)}),
+        ("data_parallel", {"dp": 2, "one": 1}, {("dp", False)}),
+    ],
+)
+def test_a_bucket_moves_over_the_axes_that_its_parameters_have_in_common(
+    strategy: str, axes: dict[str, int], moved: set[tuple[str, bool]]
+) -> None:
+    context = autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy).context
+    buckets = bucketing.buckets_of(context.space, context.choices)
+    assert {(step.axis, step.gathers) for bucket in buckets for step in bucket.steps} == moved
+    assert sum(len(bucket.sources) for bucket in buckets) == 5
+
+
+def test_gradients_that_share_a_bucket_are_copied() -> None:
+    space, (bucket,) = _buckets()
+    assert len(_parameters(space, bucket)) == 5
+    assert not bucket.in_place

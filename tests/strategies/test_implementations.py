@@ -1,0 +1,79 @@
+"""Every implementation of the tables against the ATen call run whole, on simulated ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.strategies import RULES, rule_of
+from tests.support.samples import SAMPLES
+from tests.support.samples.draw import Draw, Sample
+from tests.support.validate import Whole, show
+from tests.support.validate_implementations import (
+    check_implementation,
+    paddable_choices,
+    padded_fault,
+    random_fault,
+)
+
+SEED = 0
+
+
+def implemented_samples(target: Any) -> list[Sample]:
+    """The sample calls for which the rule names an implementation that draws no random numbers."""
+    found = []
+    for each in SAMPLES[target](Draw(SEED)):
+        op = rule_of(Whole.of(target, each.args, each.kwargs).call)
+        if op is not None and op.implementation is not None and not op.implementation.random:
+            found.append(each)
+    return found
+
+
+TARGETS = sorted((target for target in RULES if target in SAMPLES and implemented_samples(target)), key=str)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_implementation_gives_the_values_and_gradients_of_the_whole(target: Any, num_ranks: int) -> None:
+    faults = []
+    for each in implemented_samples(target):
+        op = rule_of(Whole.of(target, each.args, each.kwargs).call)
+        assert op is not None
+        faults.extend(check_implementation(target, each.args, each.kwargs, op, num_ranks))
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_there_are_implementations() -> None:
+    assert torch.ops.aten.embedding.default in TARGETS
+    assert torch.ops.aten.cross_entropy_loss.default in TARGETS
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_padding_does_not_matter(target: Any) -> None:
+    faults = []
+    for each in implemented_samples(target):
+        whole = Whole.of(target, each.args, each.kwargs)
+        op = rule_of(whole.call)
+        assert op is not None
+        for choice in paddable_choices(whole, op, num_ranks=4):
+            fault = padded_fault(whole, op, choice, num_ranks=4)
+            if fault:
+                faults.append(f'{whole}: "{op.rule}", {choice.name}: {fault}')
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_a_vocabulary_of_six_may_be_padded_for_four_ranks() -> None:
+    arguments = torch.randn(6, 8), torch.randint(6, (4, 10))
+    whole = Whole.of(torch.ops.aten.embedding.default, arguments, {})
+    op = rule_of(whole.call)
+    assert op is not None
+    assert [show(choice) for choice in paddable_choices(whole, op, num_ranks=4)] == ["S(0), R -> P"]
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dropout_drops_at_its_rate_and_scales_the_rest(probability: float, num_ranks: int) -> None:
+    x = torch.randn(80, 90, dtype=torch.float64, requires_grad=True)
+    assert random_fault((x, probability, True), probability, num_ranks) == ""

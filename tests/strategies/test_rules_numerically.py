@@ -1,0 +1,64 @@
+"""Every rule of the tables against ground truth: no choice is wrong, and none that would be right is missing.
+
+A new row of a table needs sample calls in `tests/samples`; what a rule lacks on purpose is named there, with a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar.errors import RuleError
+from autopar.sharding.rule import PASS_REPLICATED
+from autopar.strategies import RULES, rule_of
+from tests.support.samples import SAMPLES
+from tests.support.samples.allowed import ALLOWED, NOT_COMPARED
+from tests.support.samples.draw import Draw
+from tests.support.validate import Report, Whole, check, fault_of
+
+SEED = 0
+TARGETS = sorted((target for target in RULES if target in SAMPLES and target not in NOT_COMPARED), key=str)
+
+
+def reports(target: Any) -> list[Report]:
+    """One report for each sample call that has a rule."""
+    found = []
+    for each in SAMPLES[target](Draw(SEED)):
+        whole = Whole.of(target, each.args, each.kwargs)
+        op = rule_of(whole.call)
+        if op is None:
+            continue
+        try:
+            found.append(check(target, each.args, each.kwargs, op, allowed=ALLOWED.get(target, {})))
+        except RuleError as error:
+            found.append(Report(wrong=[f"{whole}: {error}"]))
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
+    found = reports(target)
+    assert found, f"no sample of {target} has a rule"
+    lines = [str(report) for report in found if str(report)]
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
+    for each in SAMPLES[target](Draw(SEED)):
+        whole = Whole.of(target, each.args, each.kwargs)
+        op = rule_of(whole.call)
+        if op is None or (op.implementation is not None and op.implementation.random):
+            continue  # what draws numbers is held to this in tests/strategies/test_implementations.py
+        passing = next(choice for choice in whole.bind(op).choices(weight_only=True) if choice.name == PASS_REPLICATED)
+        assert not fault_of(whole, passing.inputs, passing.outputs, 2, op.shape_argument), f"{whole}"
+
+
+def test_every_operation_of_the_tables_has_samples() -> None:
+    without = sorted(str(target) for target in RULES if target not in SAMPLES)
+    assert not without, f"no samples in tests/samples for {', '.join(without)}"
+
+
+def test_what_rules_lack_on_purpose_concerns_operations_that_have_samples() -> None:
+    assert set(ALLOWED) | set(NOT_COMPARED) <= set(SAMPLES)

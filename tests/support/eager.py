@@ -1,0 +1,50 @@
+"""A captured program held against the model it was captured from: outputs, gradients and buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.export import capture, run
+from autopar.program.program import Program
+
+
+def assert_as_eager(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = lambda output: output.square().mean(),
+    tolerance: float = 1e-6,
+) -> Program:
+    """Capture the model, train one step with the program and with the model itself, and compare everything."""
+    kwargs = dict(kwargs or {})
+    expected = copy.deepcopy(model)
+    for module in expected.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False  # type: ignore[union-attr]
+    program = capture(model, args, kwargs)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))
+    loss(output).backward()
+    expected_output = expected(*args, **kwargs)
+    loss(expected_output).backward()
+    assert type(output) is type(expected_output)
+    for ours, theirs in zip(pytree.tree_leaves(output), pytree.tree_leaves(expected_output), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for name, parameter in expected.named_parameters():
+        assert (parameter.grad is None) == (parameters[name].grad is None), name
+        torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=tolerance, atol=tolerance, msg=name)
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer, rtol=tolerance, atol=tolerance, msg=name)
+    return program
+
+
+def calls(program: Program, *targets: Any) -> list[fx.Node]:
+    """The calls of a program, or those of some operations."""
+    found = [node for node in program.graph.nodes if node.op == "call_function"]
+    return [node for node in found if not targets or node.target in targets]

@@ -1,0 +1,16 @@
+"""Sample calls of every operation that has a rule, and of some that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.samples import matmul, network, pointwise, reduction, view
+from tests.support.samples.draw import Samples
+
+SAMPLES: dict[Any, Samples] = {
+    **pointwise.SAMPLES,
+    **view.SAMPLES,
+    **reduction.SAMPLES,
+    **matmul.SAMPLES,
+    **network.SAMPLES,
+}

@@ -1,0 +1,204 @@
+"""Ground truth for implementations: the runtime function on simulated ranks against the ATen call run whole.
+
+The counterpart of `tests.validate` for the choices that `implemented` leaves out: these run collectives, so all ranks
+run together, on one mesh axis named `AXIS`. A parameter whose split dim does not divide is padded at its end with
+numbers that must not matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.runtime.collectives.axes import use_mesh
+from autopar.runtime.implementations.dropout import use_randomness
+from autopar.sharding.layout import I
+from autopar.sharding.operation import OpRule
+from autopar.sharding.rule import BoundRule, Choice
+from autopar.space.menu import padded_factors
+from autopar.strategies import rule_of
+from tests.support.parts import Parts, local_shape, split
+from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.validate import (
+    Placements,
+    Whole,
+    gradients_of,
+    implemented,
+    joined_fault,
+    possible,
+    show,
+    tensors_of,
+)
+
+AXIS = "x"
+
+
+def check_implementation(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], op_rule: OpRule, k: int = 2
+) -> list[str]:
+    """What is wrong with the choices of `op_rule` that its implementation carries out on one mesh axis of `k` ranks."""
+    whole = Whole.of(target, args, kwargs)
+    bound = whole.bind(op_rule)
+    faults = []
+    for choice in implemented_choices(op_rule, bound):
+        if not possible(whole, choice, k):
+            continue
+        inputs = [split(x, placement, k) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
+        fault = implementation_fault(whole, op_rule, bound, choice, inputs, k)
+        if fault:
+            faults.append(f'{whole}: "{op_rule.rule}", {choice.name}: {show(choice)}: {fault}')
+    return faults
+
+
+def implemented_choices(op: OpRule, bound: BoundRule) -> list[Choice]:
+    """The choices that the rule's implementation carries out."""
+    joined = op.implementation.joined if op.implementation else frozenset()
+    return [choice for choice in bound.choices(joined, weight_only=True) if implemented(op, choice)]
+
+
+def implementation_fault(
+    whole: Whole, op: OpRule, bound: BoundRule, choice: Choice, inputs: Sequence[Parts], num_ranks: int
+) -> str:
+    """What is wrong with the choice when the ranks hold `inputs`; empty if values and gradients are right."""
+    cotangents = [
+        None if g is None else split(g, placement.transposed, num_ranks)
+        for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
+    ]
+    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
+    if len(outputs) != len(whole.outputs):
+        return f"{len(outputs)} outputs instead of {len(whole.outputs)}"
+    return _fault(whole, choice.inputs, choice.outputs, outputs, gradients)
+
+
+def run_implementation(
+    whole: Whole,
+    op: OpRule,
+    bound: BoundRule,
+    choice: Choice,
+    inputs: Sequence[Parts],
+    cotangents: Sequence[Parts | None],
+) -> tuple[list[Parts], list[Parts | None]]:
+    """Run the function on all ranks: the parts of every output, and of every input's gradient (None: it has none)."""
+    assert op.implementation is not None
+    num_ranks = len(inputs[0]) if inputs else 2
+    module, name = op.implementation.function.split(":")
+    function = getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), name)
+    extra: dict[str, Any] = {"axes": {choice.factor: (AXIS,)} if choice.factor else {}, "sizes": dict(bound.sizes)}
+    if op.implementation.random:
+        extra["key"] = 0
+    with simulate(num_ranks), use_randomness(0, 0, False):
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
+        with use_mesh(mesh):
+            local = [from_ranks(parts, x.requires_grad) for parts, x in zip(inputs, whole.inputs, strict=True)]
+            args, kwargs = whole.arguments(local)
+            if op.shape_argument is not None:
+                shape = list(local_shape(whole.outputs[0], choice.outputs[0], num_ranks))
+                args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
+            outputs = tensors_of(function(*args, **kwargs, **extra))
+            given = [None if parts is None else from_ranks(parts) for parts in cotangents]
+            gradients = gradients_of(local, outputs, given)
+            return [local_values(y) for y in outputs], [None if g is None else local_values(g) for g in gradients]
+
+
+def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
+    """The parts of `x` split along `dim`, padded at its end to equal sizes with numbers that must not matter."""
+    missing = -x.shape[dim] % num_ranks
+    shape = list(x.shape)
+    shape[dim] = missing
+    padding = torch.full(shape, 7, dtype=x.dtype)
+    return list(torch.cat([x.detach(), padding], dim).chunk(num_ranks, dim))
+
+
+def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
+    """The implemented choices of a factor that does not divide, may be padded, and is missing on the right."""
+    bound = whole.bind(op)
+    paddable = padded_factors(op, bound, [frozenset(range(x.ndim)) for x in whole.inputs])
+    return [
+        choice
+        for choice in implemented_choices(op, bound)
+        if choice.factor in paddable
+        and bound.sizes[choice.factor] % num_ranks
+        and not any(placement.is_split for placement in choice.outputs)
+    ]
+
+
+def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> str:
+    """What is wrong with the choice of a factor that is padded; empty if values and gradients are right."""
+    bound = whole.bind(op)
+    inputs = [
+        padded_parts(x, placement.dim, num_ranks) if placement.is_split else split(x, placement, num_ranks)
+        for x, placement in zip(whole.inputs, choice.inputs, strict=True)
+    ]
+    cotangents = [
+        None if g is None else split(g, placement.transposed, num_ranks)
+        for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
+    ]
+    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
+    unpadded = [
+        _unpad(parts, placement.dim, x) if parts is not None and placement.is_split else parts
+        for parts, placement, x in zip(gradients, choice.inputs, whole.inputs, strict=True)
+    ]
+    # Already joined, the split gradients are compared as whole ones.
+    placements = tuple(I if placement.is_split else placement for placement in choice.inputs)
+    return _fault(whole, placements, choice.outputs, outputs, unpadded)
+
+
+def _fault(
+    whole: Whole, inputs: Placements, outputs: Placements, values: Sequence[Parts], gradients: Sequence[Parts | None]
+) -> str:
+    """What is wrong with the parts of the outputs and of the inputs' gradients."""
+    ranks = range(len(values[0]))
+    values_by_rank = [[parts[rank] for parts in values] for rank in ranks]
+    gradients_by_rank = [[None if parts is None else parts[rank] for parts in gradients] for rank in ranks]
+    return joined_fault(whole, inputs, outputs, values_by_rank, gradients_by_rank)
+
+
+def _unpad(parts: Parts, dim: int, whole: Tensor) -> Parts:
+    joined = torch.cat(parts, dim).narrow(dim, 0, whole.shape[dim])
+    return [joined] * len(parts)
+
+
+def random_fault(args: tuple[Any, ...], probability: float, num_ranks: int) -> str:
+    """What is wrong with dropout under any of its choices; empty if nothing is.
+
+    Each element is zero at the rate `probability` or scaled by 1 / (1 - `probability`), in the gradient as in the
+    value; ranks that hold the same elements drop the same, ranks that hold others drop others.
+    """
+    target = torch.ops.aten.dropout.default
+    whole = Whole.of(target, args, {})
+    op = rule_of(whole.call)
+    assert op is not None
+    if op.implementation is None:
+        return "" if probability == 0 else "there is no implementation"
+    bound = whole.bind(op)
+    for choice in implemented_choices(op, bound):
+        inputs = [split(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
+        cotangents = [[torch.ones_like(part) for part in split(whole.outputs[0], choice.outputs[0], num_ranks)]]
+        (outputs,), (gradients,) = run_implementation(whole, op, bound, choice, inputs, cotangents)
+        assert gradients is not None
+        fault = _dropout_fault(inputs[0], outputs, gradients, probability, choice)
+        if fault:
+            return f"{choice.name}: {show(choice)}: {fault}"
+    return ""
+
+
+def _dropout_fault(inputs: Parts, outputs: Parts, gradients: Parts, probability: float, choice: Choice) -> str:
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    for x, y, g in zip(inputs, outputs, gradients, strict=True):
+        if not torch.allclose(y, x * g):
+            return "the gradient has another mask than the value"
+        if not ((g == 0) | (g == scale)).all():
+            return f"elements are neither dropped nor scaled by {scale}"
+        rate = (g == 0).double().mean().item()
+        # 3600 elements or more: six standard deviations
+        if abs(rate - probability) > 6 * (probability * (1 - probability) / g.numel()) ** 0.5:
+            return f"drops {rate:.3f} of the elements, not {probability}"
+    same = all(torch.equal(gradients[0], g) for g in gradients)
+    if len(gradients) > 1 and 0 < probability < 1 and same is choice.inputs[0].is_split:
+        return "ranks with other elements drop the same" if same else "ranks with the same elements drop others"
+    return ""
