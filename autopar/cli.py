@@ -17,7 +17,7 @@ import torch
 
 from autopar import api
 from autopar.benchmarking import command as bench_command
-from autopar.calibration import calibrate
+from autopar.calibration import command as calibrate_command
 from autopar.cost.optimizer import NAMES as OPTIMIZERS
 from autopar.errors import AutoparError, InputError
 from autopar.models.catalogue import NAMES
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="print the plan of a model for a mesh that need not be there"))
     _add_explain(commands.add_parser("explain", help="say why one part of a plan is as it is"))
     measuring = commands.add_parser("calibrate", help="measure this machine and write its hardware profile")
-    calibrate.add_arguments(measuring)
-    measuring.set_defaults(command=calibrate.run)
+    calibrate_command.add_arguments(measuring)
+    measuring.set_defaults(command=calibrate_command.run)
     comparing = commands.add_parser("bench", help="measure strategies on this machine, beside their predictions")
     bench_command.add_arguments(comparing)
     comparing.set_defaults(command=_bench)

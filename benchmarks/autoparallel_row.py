@@ -52,7 +52,7 @@ def measure(row: Row, path: str) -> Measured:
     with (
         mock.patch.object(torch.cuda, "get_device_name", named),
         mock.patch.object(torch.cpu, "get_device_name", named, create=True),
-        timed(api, ("build_joint_graph",)) as (seconds, _),
+        timed({"build_joint_graph": api}) as (seconds, _),
         api.AutoParallel(model, inputs, mesh, policy, repeated_subgraphs=True) as planner,
     ):
         built = time.perf_counter()

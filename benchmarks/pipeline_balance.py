@@ -37,7 +37,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.timing import BRIEF
-from autopar.hardware.profile import Hardware, load, parse
+from autopar.hardware.load import load, parse
+from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.pipeline.schedules.schedule import NAMES

@@ -9,7 +9,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,16 +18,18 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar import api
+import autopar
+from autopar.compiler import offline
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
+from autopar.planning import request
 from autopar.sharding.mesh import Mesh
 from benchmarks.unet import unet
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
-STAGES = ("capture", "build_space", "make_plan")
-"""The calls of `api.plan` that are timed."""
+STAGES = {"capture": offline, "build_space": request, "make_plan": request}
+"""The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,9 @@ def measure(row: Row) -> Measured:
     model, inputs = example(row)
     mesh = Mesh(dict(zip(AXES[len(row.mesh)], row.mesh, strict=True)), hardware=row.hardware)
     cpu, start = time.process_time(), time.perf_counter()
-    with timed(api, STAGES) as (seconds, results), torch.autocast("cpu", torch.bfloat16):
+    with timed(STAGES) as (seconds, results), torch.autocast("cpu", torch.bfloat16):
         try:
-            plan = api.plan(model, mesh, inputs, memory=row.memory)
+            plan = autopar.plan(model, mesh, inputs, memory=row.memory)
             outcome: dict[str, Any] = {
                 "step": plan.seconds,
                 "gap": plan.gap,
@@ -105,9 +107,9 @@ def example(row: Row) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @contextmanager
-def timed(owner: Any, names: tuple[str, ...]) -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
-    """The wall seconds that calls of `owner.name` take in all, and what the last of them returned."""
-    seconds, results = dict.fromkeys(names, 0.0), {}
+def timed(owners: Mapping[str, Any]) -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
+    """The wall seconds that calls of each name (function → its module or class) take in all, and what the last gave."""
+    seconds, results = dict.fromkeys(owners, 0.0), {}
 
     def timer(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,7 @@ def timed(owner: Any, names: tuple[str, ...]) -> Iterator[tuple[dict[str, float]
         return timed_call
 
     with ExitStack() as stack:
-        for name in names:
+        for name, owner in owners.items():
             stack.enter_context(mock.patch.object(owner, name, timer(name, getattr(owner, name))))
         yield seconds, results
 

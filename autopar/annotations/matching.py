@@ -17,8 +17,10 @@ from typing import Literal
 from torch import fx
 
 from autopar.cost.operations import base_name
+from autopar.program.calls import is_call
+from autopar.program.paths import ancestors, is_below, matches, relative_to
 from autopar.sharding.annotation import NODE, Annotation
-from autopar.space.space import Decision, Space, is_call
+from autopar.space.space import Decision, Space
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -91,7 +93,7 @@ class Catalog:
         names = {*self.modules, *self.parameters} - {""}
         names |= {_NUMBER.sub("*", name) for name in names}
         names |= {operation_of(self.space.decisions[number]) for number in self.calls}
-        relative = [_relative(name, annotation.within) for name in names]
+        relative = [relative_to(name, annotation.within) for name in names]
         return difflib.get_close_matches(annotation.pattern, sorted({name for name in relative if name}), n=3)
 
     def _in_modules(self, modules: list[str], named: list[int]) -> Found:
@@ -135,7 +137,7 @@ class Catalog:
         """An operation's own name ("linear"), that of its node, and its own after the path of its module."""
         decision = self.space.decisions[number]
         name = operation_of(decision)
-        return name, decision.node.name, f"{_relative(module_of(decision), within)}.{name}".removeprefix(".")
+        return name, decision.node.name, f"{relative_to(module_of(decision), within)}.{name}".removeprefix(".")
 
 
 def module_of(decision: Decision) -> str:
@@ -147,32 +149,6 @@ def operation_of(decision: Decision) -> str:
     """Name of a call's operation, as "linear"."""
     assert decision.menu.call is not None, f"{decision.name} is no call"
     return base_name(decision.menu.call)
-
-
-def is_below(path: str, module: str) -> bool:
-    """Whether a path is a module's own or lies below it."""
-    return not module or path == module or path.startswith(f"{module}.")
-
-
-def ancestors(path: str) -> Iterator[str]:
-    """A module and every module around it, the root last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
-def _relative(name: str, within: str) -> str | None:
-    """A name as seen from a module; None where it lies outside."""
-    if not is_below(name, within):
-        return None
-    return name[len(within) :].removeprefix(".")
-
-
-def matches(name: str, pattern: str, within: str) -> bool:
-    """Whether a name, as seen from the module `within`, is what the pattern says; False where it lies outside."""
-    relative = _relative(name, within)
-    return relative is not None and fnmatchcase(relative, pattern)
 
 
 def _unique(numbers: list[int]) -> tuple[int, ...]:

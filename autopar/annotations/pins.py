@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.annotations import refusals
 from autopar.annotations.matching import Catalog, Found, module_of
+from autopar.annotations.offered import is_weighted, offered_roles, offered_slices, output_shapes
 from autopar.errors import AnnotationError
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.layout import I, Layout, Placement, R, S
@@ -93,7 +94,7 @@ class _Pins:
 
     def _role(self, annotation: Annotation, found: Found, axis: str, role: str) -> None:
         index = self.space.mesh.index(axis)
-        contractions = [n for n in found.calls if refusals.is_weighted(self._decision(n))]
+        contractions = [n for n in found.calls if is_weighted(self._decision(n))]
         calls = contractions if contractions and role in ("column", "row") else found.calls
         offered = [n for n in calls if (self._roles(n)[:, index] == role).any()]
         if not offered:
@@ -136,12 +137,12 @@ class _Pins:
         slices = annotation.slices
         assert slices is not None
         fitting = [number for number in found.calls if _fits(self._decision(number), slices)]
-        weighted = [number for number in fitting if refusals.is_weighted(self._decision(number))]
+        weighted = [number for number in fitting if is_weighted(self._decision(number))]
         if not fitting:
             raise AnnotationError(f"{annotation}: {refusals.why_no_operation(self.space, found.calls, slices)}")
         for number in weighted or fitting:
             decision = self._decision(number)
-            counts = refusals.slices(decision, self.space.mesh.sizes)
+            counts = offered_slices(decision, self.space.mesh.sizes)
             mask = np.array([each is not None and each[: len(slices)] == slices for each in counts])
             if not mask.any():
                 raise AnnotationError(f"{annotation}: {refusals.why_no_slices(self.space, decision, slices)}")
@@ -231,11 +232,11 @@ class _Pins:
         return self.known_masks[id(menu), *key]
 
     def _roles(self, number: int) -> np.ndarray:
-        """`refusals.roles` of a decision, made once for the equal calls of all layers."""
+        """`offered_roles` of a decision, made once for the equal calls of all layers."""
         decision = self._decision(number)
         key = (id(decision.menu), frozenset(decision.roles.items()))
         if key not in self.known_roles:
-            self.known_roles[key] = refusals.roles(decision)
+            self.known_roles[key] = offered_roles(decision)
         return self.known_roles[key]
 
     def _decision(self, number: int) -> Decision:
@@ -272,14 +273,13 @@ def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
 
 
 def _has_dim(decision: Decision, dim: int) -> bool:
-    return any(-len(shape) <= dim < len(shape) for shape in refusals.output_shapes(decision))
+    return any(-len(shape) <= dim < len(shape) for shape in output_shapes(decision))
 
 
 def _gives(strategy: Strategy, decision: Decision, axis: int, said: int | None) -> bool:
     """Whether all outputs that have the dim are split along it on an axis, or, without a dim, are equal everywhere."""
     placements: list[tuple[Placement, int]] = [
-        (layout[axis], len(shape))
-        for layout, shape in zip(strategy.outputs, refusals.output_shapes(decision), strict=True)
+        (layout[axis], len(shape)) for layout, shape in zip(strategy.outputs, output_shapes(decision), strict=True)
     ]
     if said is None:
         return all(placement in (I, R) for placement, _ in placements)
@@ -290,6 +290,6 @@ def _fits(decision: Decision, slices: Sequence[Sequence[int]]) -> bool:
     """Whether there is a tuple for each input, of the input's rank; that of an operation's bias may be left out."""
     call = decision.menu.call
     assert call is not None
-    optional = 1 if refusals.is_weighted(decision) else 0
+    optional = 1 if is_weighted(decision) else 0
     ranks = [len(info.shape) for info in call.inputs]
     return 0 <= len(ranks) - len(slices) <= optional and [len(each) for each in slices] == ranks[: len(slices)]

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from autopar.annotations.matching import Found, module_of, operation_of
-from autopar.program.program import TensorInfo, info_of
+from autopar.annotations.offered import offered_roles, offered_slices, output_shapes
+from autopar.program.program import TensorInfo
 from autopar.sharding.annotation import Said, Slices
 from autopar.sharding.layout import P
 from autopar.space.space import Decision, Space
@@ -24,41 +23,6 @@ _WHAT_A_ROLE_SPLITS = {
     "sequence": "positions",
     "expert": "experts",
 }
-
-
-def roles(decision: Decision) -> np.ndarray:
-    """The role of every strategy on every mesh axis: strings, of shape (strategies, axes)."""
-    strategies = decision.menu.strategies
-    words = [[decision.role(number, axis) for axis in range(len(s.choices))] for number, s in enumerate(strategies)]
-    return np.array(words, dtype=object)
-
-
-def is_weighted(decision: Decision) -> bool:
-    """Whether the rule names a column or a row, as those of linear, matmul, convolution and embedding do."""
-    bound = decision.menu.bound
-    return bound is not None and not {"o", "k"}.isdisjoint(bound.rule.factors)
-
-
-def output_shapes(decision: Decision) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the tensors that a decision decides about."""
-    call = decision.menu.call
-    return tuple(info.shape for info in call.outputs) if call is not None else (info_of(decision.node).shape,)
-
-
-def slices(decision: Decision, sizes: Sequence[int]) -> tuple[Slices | None, ...]:
-    """Number of slices of every dim of every input, per strategy; None for those that take a partial input."""
-    call = decision.menu.call
-    assert call is not None, f"{decision.name} has no inputs"
-
-    def of(layouts: Sequence) -> Slices | None:
-        if any(placement is P for layout in layouts for placement in layout):
-            return None
-        return tuple(
-            tuple(layout.num_parts(dim, sizes) for dim in range(len(info.shape)))
-            for layout, info in zip(layouts, call.inputs, strict=True)
-        )
-
-    return tuple(of(strategy.inputs) for strategy in decision.menu.strategies)
 
 
 def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str:
@@ -128,7 +92,7 @@ def why_no_operation(space: Space, calls: Sequence[int], wanted: Slices) -> str:
 
 def why_no_slices(space: Space, decision: Decision, wanted: Slices) -> str:
     """Why an operation cannot be sliced so."""
-    offered = dict.fromkeys(str(e[: len(wanted)]) for e in slices(decision, space.mesh.sizes) if e is not None)
+    offered = dict.fromkeys(str(e[: len(wanted)]) for e in offered_slices(decision, space.mesh.sizes) if e is not None)
     return (
         f"{_place(decision)}: {_signature(decision)} on the mesh {space.mesh} cannot be cut into {wanted}. "
         f"Use one of {_some(offered)}."
@@ -195,7 +159,7 @@ def _signature(decision: Decision) -> str:
 def _offered(space: Space, calls: Iterable[int], axis: str) -> list[str]:
     """Roles that some of the calls offer on an axis."""
     index = space.mesh.index(axis)
-    found = {role for number in calls for role in roles(space.decisions[number])[:, index]}
+    found = {role for number in calls for role in offered_roles(space.decisions[number])[:, index]}
     return [role for role in (*_WHAT_A_ROLE_SPLITS, "replicated") if role in found]
 
 

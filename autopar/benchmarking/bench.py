@@ -21,7 +21,8 @@ from autopar.benchmarking.trainers import Terms, check_strategies, strategy_name
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.timing import BRIEF
 from autopar.errors import InputError
-from autopar.hardware.profile import Hardware, load, parse
+from autopar.hardware.load import load, parse
+from autopar.hardware.profile import Hardware
 from autopar.models.named import named
 from autopar.runtime.ranks.launch import RankError, World, on_ranks
 from autopar.sharding.mesh import Mesh

@@ -10,9 +10,7 @@ been run with gloo only.
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
 import os
 import platform
 import statistics
@@ -24,18 +22,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.calibration.fit import WORTH, Fit, Sample, fit, relative_error
-from autopar.calibration.timing import CUDA, FEW_BYTES, LAYERS, QUICK, Effort, Timer
+from autopar.calibration.timing import CUDA, FEW_BYTES, LAYERS, Effort, Timer
 from autopar.errors import AutoparError, InputError
 from autopar.hardware.collectives import Level, levels_of, steps_and_share
-from autopar.hardware.profile import Link, Protocol, dtype_name, parse
+from autopar.hardware.load import parse
+from autopar.hardware.profile import Link, Protocol, dtype_name
 from autopar.runtime.collectives.axes import axis_of, join_axes, use_mesh
 from autopar.runtime.ranks.launch import BACKENDS, RankError, World, on_ranks
 from autopar.sharding.mesh import Mesh, joined_name
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BUCKET_LATENCY = {
@@ -326,55 +324,3 @@ def _device_name(device: str) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return f"{next(models, platform.processor() or 'CPU')}, {os.cpu_count()} cores"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `autopar calibrate`."""
-    parser.add_argument("output", metavar="FILE", help="the profile to write, a .json file")
-    parser.add_argument("--device", default="cpu", help="cpu with gloo, or cuda with NCCL (cpu)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, if torchrun has not (2)")
-    parser.add_argument("--quick", action="store_true", help="few and small messages: seconds, and rough numbers")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, write the profile, print it; 0. Raises InputError for what cannot be measured or written."""
-    output = Path(options.output)
-    if output.suffix != ".json":
-        raise InputError(f"the profile {options.output!r} would not be found again; give it a name that ends in .json.")
-    if not output.parent.is_dir() or output.is_dir():
-        raise InputError(f"the profile {options.output!r} cannot be written; give a file in a folder that exists.")
-    profile = calibrate(options.ranks, options.device, QUICK if options.quick else None, output.stem)
-    if int(os.environ.get("RANK", 0)) == 0:
-        try:
-            output.write_text(json.dumps(profile, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"the profile cannot be written: {error}; give a file that can.") from error
-        print(f"{summary(profile)}\n\nsaved in {output}; use it with hardware={str(output)!r}")
-    return 0
-
-
-def summary(profile: Profile) -> str:
-    """The profile as people read it, with the error of the fits and the load before."""
-    hardware = parse(profile)
-    rows = [(f"matmul {dtype}", f"{value:.3g} FLOP/s") for dtype, value in hardware.flops.items()]
-    rows.append(("optimizer", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
-    rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
-    rows.append(("products of few rows", f"{format_bytes(hardware.product_bytes_per_s)}/s"))
-    rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))
-    rows.append(("one operation", format_seconds(hardware.op_latency_s)))
-    for link, written in zip(hardware.links, profile["links"], strict=True):
-        rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))
-        for each in link.protocols:
-            start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
-            rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
-        rows.append(("  bandwidth reached", _percents(written["efficiencies"])))
-        rows.append(("  latency", _percents(written["latencies"])))
-        rows.append(("  error of the fit", _percents(written["fit_error"])))
-    rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
-    rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))
-    source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]
-    return f"{source}\n{tabulate(rows, tablefmt='plain')}"
-
-
-def _percents(numbers: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {number['value']:.0%}" for name, number in numbers.items())

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar.capture.guards import faithful_tracing
-from autopar.capture.normalize import normalize
+from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Draft, Source
 from autopar.errors import CaptureError
@@ -33,7 +33,12 @@ ORDER = ("parameter", "buffer", "constant", "input")
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    device: torch.device | None = None,
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
 
@@ -41,6 +46,7 @@ def capture(
         model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
         args, kwargs: example inputs; only shapes and dtypes of tensors count.
         training: the mode to capture in; by default the model's own.
+        device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
 
     Raises:
         CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
@@ -62,6 +68,8 @@ def capture(
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft)
+    if device is not None:
+        rehome(draft.graph, device)
     return _program(
         draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs)
     )
@@ -76,25 +84,10 @@ def skeleton(model: nn.Module) -> nn.Module:
     return _copied(model, empty)
 
 
-def run(
-    program: Program,
-    parameters: Mapping[str, Tensor],
-    buffers: dict[str, Tensor],
-    flat_inputs: Sequence[Any],
-) -> Any:
-    """Run a program as it is, on one device: the user's outputs; mutated buffers are written into `buffers`."""
-    values: dict[str, Any] = {
-        **{placeholder: parameters[name] for name, placeholder in program.parameters.items()},
-        **{placeholder: buffers[name] for name, placeholder in program.buffers.items()},
-        **program.constants,
-        **{name: leaf for name, leaf in zip(program.inputs, flat_inputs, strict=True) if name is not None},
-    }
-    module = fx.GraphModule(nn.Module(), program.graph)
-    outputs = module(*(values[name] for name in program.placeholders()))
-    with torch.no_grad():
-        for name, value in zip(program.mutations, outputs[program.num_outputs :], strict=True):
-            buffers[name].copy_(value)
-    return pytree.tree_unflatten(list(outputs[: program.num_outputs]), program.out_spec)
+def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
+    """Let these parameters of a skeleton, and no others, need no gradient; None leaves all as they are."""
+    for name, parameter in model.named_parameters() if frozen is not None else ():
+        parameter.requires_grad_(name not in (frozen or ()))
 
 
 def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> nn.Module:

@@ -3,55 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from autopar.annotations.annotate import annotations_of, pins_of
-from autopar.api import example_arguments, profile_of
+from autopar.annotations.pins import pins_of
 from autopar.capture.export import capture, skeleton
-from autopar.cost.optimizer import Optimizer
+from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.errors import PlanError
-from autopar.hardware.profile import Hardware
+from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Statement
-from autopar.planning.planner import PlanContext, Settings, choices_of
+from autopar.planning.record import choices_of
+from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
+from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import canonical_arguments
-from autopar.space.build import build_space
-
-if TYPE_CHECKING:
-    from autopar.annotations.pins import Mode
 
 
-def attach(
-    plan: Plan,
-    model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any],
-    *,
-    mode: Mode = "auto",
-    recompute: str = "auto",
-    optimizer: str = "adamw",
-    master_copies: bool = False,
-    outputs: str = "dtensor",
-    hardware: str | Hardware | None = None,
-    solver: str = "auto",
-) -> Plan:
+def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:
     """The same plan with the context that `explain`, `what_if` and `verify` need; options as `autopar.plan` had them.
 
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
-    args, kwargs = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
-    program = capture(skeleton(model), args, kwargs, training=model.training)
-    profile = profile_of(hardware, plan.mesh)
-    space = build_space(program, plan.mesh, profile, outputs == "full", optimizer=Optimizer(optimizer, master_copies))
+    request = plan_request(model, **{**options, "memory": plan.memory_limit})
+    batch = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+    args, kwargs = split_batch(batch, request.microbatches or 1)[0]
+    space = request.space(capture(skeleton(model), args, kwargs, training=model.training), plan.mesh)
     choices = choices_of(plan, space)
-    annotations = annotations_of(model)
-    pins = pins_of(annotations, space, mode, {})
-    memory = MemoryModel(space)
-    segments = None if not plan.recompute else dict.fromkeys(memory.segments, "")
+    said = request.annotations_about(space.program, plan.mesh)
+    pins = pins_of(said, space, request.mode, {})
+    memory = MemoryModel(space, Microbatches(request.microbatches or 1))
+    segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")
     if segments is not None and plan.recompute.keys() != segments.keys():
         raise PlanError(
             f"the plan computes the layers {', '.join(plan.recompute)} again, this model has {', '.join(segments)}; "
@@ -59,5 +43,5 @@ def attach(
         )
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Statement(space, memory).problem(pins, modes=segments)
-    settings = Settings(plan.memory_limit, recompute, solver)
-    return replace(plan, context=PlanContext(space, memory, pins, choices, problem, settings, annotations, mode))
+    context = PlanContext(space, memory, pins, choices, problem, request.settings, said, request.mode)
+    return replace(plan, context=context)

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.annotations.pins import Mode
-from autopar.capture.export import capture, skeleton
-from autopar.capture.normalize import rehome
+from autopar.capture.export import capture, freeze, skeleton
+from autopar.compiler.arguments import RunOptions
 from autopar.compiler.garbage_collection import uncollected
-from autopar.cost.optimizer import Optimizer
 from autopar.errors import MeshError, PipelineError, PlanError
-from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline, stage_space, stored_layouts
 from autopar.pipeline.request import ONE_DEVICE, PipelineRequest
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.stages.blocks import blocks_of, is_random
+from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.planner import Settings
+from autopar.planning.request import PlanRequest
+from autopar.program.effects import is_random
 from autopar.program.program import Program
 from autopar.runtime.collectives.axes import join_axes
 from autopar.runtime.module.batches import batch_size, split_batch
@@ -37,135 +35,127 @@ from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.rewrite.rewrite import rewrite
-from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
 
-Annotate = Callable[[Program, Mesh], tuple[Annotation, ...]]
-"""What is said about a program on the mesh of a stage."""
+
+def compile_pipeline(
+    model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, run: RunOptions
+) -> PipelineModule:
+    """Parallelize `model` over `mesh`, of which `axis` is the pipeline; planned when the first inputs are given."""
+    plan = pipeline_plan_of(run.plan)
+    check_wish(Wish.of(request), plan)
+    _check_not_deterministic(run)
+    _check_mesh_of(plan, Mesh.of(mesh), axis)
+    compiler = _Compiler(model, mesh, axis, request, plan)
+    compiler.module = PipelineModule(
+        inspect.signature(model.forward),
+        mesh,
+        axis,
+        compiler.prepare,
+        num_microbatches=compiler.num_microbatches,
+        whole_outputs=request.whole_outputs,
+        seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
+    )
+    compiler.module.train(model.training)
+    return compiler.module
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """What `compile` was told, for a mesh with a pipeline axis."""
+class _Compiler:
+    """Makes the stages of one module on this rank: once for each kind of inputs, mode and set of frozen parameters."""
 
-    axis: str
-    wish: Wish
-    stages: tuple[str, ...] | None
-    annotate: Annotate
-    mode: Mode
-    settings: Settings
-    optimizer: Optimizer
-    hardware: Hardware
-    outputs: Literal["dtensor", "full"]
-    deterministic: bool
-    seed: int | None
-    plan: PipelinePlan | None
+    module: PipelineModule
 
-    def __post_init__(self) -> None:
-        check_wish(self.wish, self.plan)
-        if self.deterministic:
-            raise PipelineError(
-                "deterministic=True draws dropout masks in the order of one device, which the stages of a pipeline do "
-                "not run in; leave it out. The masks of a pipeline are equal in every run with the same seed."
-            )
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, plan: PipelinePlan | None
+    ) -> None:
+        self.mesh, self.axis, self.request, self.plan = mesh, axis, request, plan
+        self.stage_devices = stage_devices(mesh, axis)
+        self.traced = skeleton(model)
+        self.original: nn.Module | None = model
+        """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
+        self.storage: dict[str, Layout] = {}
+        """Parameter → the layout in which it is stored, on whichever stage, since the first plan."""
+        self.owners: dict[str, tuple[int, ...]] = {}
+        """Parameter or buffer → the stages that hold it, since the first plan."""
+        self.schedule = None if plan is None else plan.schedule
 
-
-def compile_pipeline(model: nn.Module, mesh: DeviceMesh, options: PipelineOptions) -> PipelineModule:
-    """Parallelize `model` over `mesh`, of which one axis is the pipeline; planned when the first inputs are given."""
-    abstract = Mesh.of(mesh)
-    _check_mesh_of(options.plan, abstract, options.axis)
-    inner = stage_devices(mesh, options.axis)
-    rank = mesh.get_local_rank(options.axis)
-    traced = skeleton(model)
-    originals = [model]
-    storage: dict[str, Layout] = {}
-    owners: dict[str, tuple[int, ...]] = {}
-    chosen: list[Schedule] = [] if options.plan is None else [options.plan.schedule]
-
-    @uncollected()
-    def captured(arguments: Arguments, training: bool) -> Program:
-        program = capture(traced, *without_placements(arguments), training=training)
-        rehome(program.graph, torch.device(mesh.device_type))
-        return program
-
-    def requested(program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
-        return PipelineRequest(
-            program,
-            abstract,
-            options.axis,
-            options.hardware,
-            schedule,
-            options.annotate(program, Mesh.of(inner)),
-            options.mode,
-            options.stages,
-            options.settings if originals else replace(options.settings, memory=None),
-            options.optimizer,
-            options.outputs == "full",
-            layouts_of(program, arguments, inner),
-            storage,
-            owners,
-        )
-
-    def num_microbatches(arguments: Arguments, training: bool) -> int:
+    def num_microbatches(self, arguments: Arguments, training: bool) -> int:
         """Of a batch; schedule and micro-batches are chosen for the first one."""
 
         def request_of(schedule: Schedule) -> PipelineRequest:
             part = split_batch(arguments, schedule.num_microbatches)[0]
-            return requested(captured(part, training), part, schedule)
+            return self._requested(self._capture(part, training), part, schedule)
 
         def choice() -> dict[str, Any]:
-            size, limited = batch_size(arguments), options.settings.memory is not None
-            return asdict(best_schedule(options.wish, size, abstract, options.axis, request_of, limited))
+            size, limited = batch_size(arguments), self.request.settings.memory is not None
+            wish = Wish.of(self.request)
+            return asdict(best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited))
 
-        if not chosen:
-            chosen.append(Schedule(**from_first_rank(choice, mesh)))
-        return chosen[0].num_microbatches
+        if self.schedule is None:
+            self.schedule = Schedule(**from_first_rank(choice, self.mesh))
+        return self.schedule.num_microbatches
 
-    def prepare(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
-        if frozen is not None:
-            for name, parameter in traced.named_parameters():
-                parameter.requires_grad_(name not in frozen)
+    def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
+        """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
+        freeze(self.traced, frozen)
+        program = on_all_ranks(lambda: self._capture(arguments, training), lambda found: found.summary, self.mesh)
+        assert self.schedule is not None, "the schedule is chosen for the first batch"
+        request = self._requested(program, arguments, self.schedule)
+        plan = self._plan(request)
+        pipeline = _realised(request, plan, self.stage_devices, self.mesh.get_local_rank(self.axis))
+        self._lay_out(pipeline)
+        return pipeline
 
-        program = on_all_ranks(lambda: captured(arguments, training), lambda program: program.summary, mesh)
-        request = requested(program, arguments, chosen[0])
+    @uncollected()
+    def _capture(self, arguments: Arguments, training: bool) -> Program:
+        device = torch.device(self.mesh.device_type)
+        return capture(self.traced, *without_placements(arguments), training=training, device=device)
+
+    def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
+        """What is to be planned; parameters that are laid out stay where they are, whatever the limit."""
+        settings = self.request.settings if self.original is not None else replace(self.request.settings, memory=None)
+        return PipelineRequest.of(
+            replace(self.request, settings=settings),
+            program,
+            Mesh.of(self.mesh),
+            self.axis,
+            schedule,
+            layouts_of(program, arguments, self.stage_devices),
+            self.storage,
+            self.owners,
+        )
+
+    def _plan(self, request: PipelineRequest) -> PipelinePlan:
+        """The plan that was given, for the first inputs, or that of the first rank."""
 
         @uncollected()
         def solved() -> str:
-            if options.plan is not None and originals:
-                return options.plan.to_json()
+            if self.plan is not None and self.original is not None:
+                return self.plan.to_json()
             return plan_pipeline(request).to_json()
 
-        plan = PipelinePlan.from_json(from_first_rank(solved, mesh))
-        pipeline = _realised(request, plan, inner, rank)
-        if originals:
-            whole = replicated(inner.ndim)
-            owners.update(_owners(pipeline.programs, [name for name, _ in traced.named_buffers()]))
-            mine = {name for name, stages in owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
-            storage.update({name: whole for name, _ in traced.named_parameters()})
-            storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
-            attach(
-                module,
-                originals.pop(),
-                storage,
-                inner,
-                whole,
-                lambda name: name not in owners or name in mine,
-                lambda tensor: _of_first_rank(tensor, mesh, options.axis),
-            )
-        return pipeline
+        return PipelinePlan.from_json(from_first_rank(solved, self.mesh))
 
-    module = PipelineModule(
-        inspect.signature(model.forward),
-        mesh,
-        options.axis,
-        prepare,
-        num_microbatches=num_microbatches,
-        whole_outputs=options.outputs == "full",
-        seed=from_first_rank(lambda: torch.initial_seed() if options.seed is None else options.seed, mesh),
-    )
-    module.train(model.training)
-    return module
+    def _lay_out(self, pipeline: Pipeline) -> None:
+        """Store the parameters and buffers of this rank's stages as the first plan says."""
+        if self.original is None:
+            return
+        whole = replicated(self.stage_devices.ndim)
+        self.owners.update(_owners(pipeline.programs, [name for name, _ in self.traced.named_buffers()]))
+        mine = {name for name, stages in self.owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
+        self.storage.update({name: whole for name, _ in self.traced.named_parameters()})
+        self.storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
+        original, self.original = self.original, None
+        attach(
+            self.module,
+            original,
+            self.storage,
+            self.stage_devices,
+            whole,
+            lambda name: name not in self.owners or name in mine,
+            lambda tensor: _of_first_rank(tensor, self.mesh, self.axis),
+        )
 
 
 def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
@@ -181,7 +171,7 @@ def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:
         )
 
 
-def pipeline_plan(plan: object) -> PipelinePlan | None:
+def pipeline_plan_of(plan: object) -> PipelinePlan | None:
     """The plan, which must be one of a pipeline; PipelineError where it is not."""
     if plan is None or isinstance(plan, PipelinePlan):
         return plan
@@ -189,6 +179,14 @@ def pipeline_plan(plan: object) -> PipelinePlan | None:
         f"the mesh has a pipeline axis, and the plan is a {type(plan).__name__} without stages; plan again with "
         "autopar.plan on this mesh."
     )
+
+
+def _check_not_deterministic(run: RunOptions) -> None:
+    if run.deterministic:
+        raise PipelineError(
+            "deterministic=True draws dropout masks in the order of one device, which the stages of a pipeline do "
+            "not run in; leave it out. The masks of a pipeline are equal in every run with the same seed."
+        )
 
 
 def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -233,7 +231,7 @@ def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, r
         executables[stage] = Executable.of(program, stage_plan, local, inner)
     last, results = programs[-1], plan.stages[-1].plan
     result_layouts = tuple(
-        Layout.parse(results.choices[f"output:{number}"]) if isinstance(value, torch.fx.Node) else None
+        results.layout_of(f"output:{number}") if isinstance(value, torch.fx.Node) else None
         for number, value in enumerate(last.output[: last.num_outputs])
     )
     return Pipeline(plan, programs, executables, result_layouts)

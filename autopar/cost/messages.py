@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.program.paths import is_numbered, layer_of
 from autopar.program.program import Program, info_of
 
 LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
@@ -88,15 +89,3 @@ def messages(sizes: Sequence[int]) -> list[list[int]]:
         shared.setdefault(int(middle * count // max(1, total)), []).append(number)
         filled += sizes[number]
     return sorted([*shared.values(), *([number] for number, size in enumerate(sizes) if size >= LARGE_GRADIENT)])
-
-
-def layer_of(name: str) -> str:
-    """The layer of a parameter: its name up to the first number, or the module that owns it."""
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
-
-
-def is_numbered(layer: str) -> bool:
-    """Whether a layer is one of several, as of a list of modules."""
-    return any(part.isdigit() for part in layer.split("."))

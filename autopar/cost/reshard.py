@@ -17,144 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from autopar.cost.messages import ALONE, Sharing
+from autopar.cost.moves import Move, Tensor, in_bucket, regathered, transfers
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.layout import I, Layout, P, Placement, R, S
-from autopar.sharding.mesh import Mesh, joined_name
+from autopar.sharding.mesh import Mesh
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A change of one axis's placement, or the same of several joined ones, with the layouts before and after."""
-
-    axes: tuple[int, ...]
-    before: Layout
-    after: Layout
-
-    @property
-    def source(self) -> Placement:
-        return self.before[self.axes[0]]
-
-    @property
-    def target(self) -> Placement:
-        return self.after[self.axes[0]]
-
-    @property
-    def is_joined(self) -> bool:
-        return len(self.axes) > 1
-
-    def num_parts(self, sizes: Sequence[int]) -> int:
-        """The ranks that take part, on a mesh of these axis sizes."""
-        return math.prod(sizes[axis] for axis in self.axes)
-
-    def __str__(self) -> str:
-        return f"{self.before} → {self.after}"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """What the cost of a move depends on."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    padded: frozenset[int] = frozenset()
-    """Dims that may be split unevenly, padded to equal parts."""
-    bucketed: bool = False
-    """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
-    regather: bool = False
-    """A parameter that the backward needs: gathered again there, and not kept in between."""
-    sharing: Sharing = ALONE
-    """With how many it shares its messages, where it is bucketed."""
-
-    def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
-        """Bytes that each rank holds."""
-        return math.prod(layout.local_shape(self.shape, sizes)) * self.dtype.itemsize
-
-    def allows(self, layout: Layout, sizes: Sequence[int]) -> bool:
-        """Whether every split dim divides evenly, or is split once and may be padded."""
-        for dim, size in enumerate(self.shape):
-            axes = layout.axes_of(dim)
-            parts = math.prod(sizes[axis] for axis in axes)
-            if size % parts and not (dim in self.padded and len(axes) == 1 and size >= parts):
-                return False
-        return True
-
-
-def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
-    """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
-    size = move.num_parts(mesh.sizes)
-    if size == 1:
-        return ()
-    name = joined_name(mesh.names, move.axes)
-    source, target = move.source, move.target
-    before = tensor.local_bytes(move.before, mesh.sizes)
-    after = tensor.local_bytes(move.after, mesh.sizes)
-    found: list[Transfer] = []
-    match source.kind, target.kind:
-        case "I", "R":
-            found = [Transfer("all_reduce", name, before, backward=True)]
-        case "I", "S":
-            found = [Transfer("all_gather", name, after * size, backward=True)]
-        case "P", "I":
-            found = [Transfer("all_reduce", name, before)]
-        case "P", "S":
-            found = [
-                Transfer("reduce_scatter", name, after * size),
-                Transfer("all_gather", name, after * size, backward=True),
-            ]
-        case "S", "R":
-            found = [
-                Transfer("all_gather", name, before * size),
-                Transfer("reduce_scatter", name, before * size, backward=True),
-            ]
-        case "S", "I":
-            found = [Transfer("all_gather", name, before * size)]
-        case "S", "S":
-            # Both dims are padded to whole parts: the input of the forward is as large as that of the backward.
-            (axis,) = move.axes
-            dims = list(move.before.replace(axis, I).local_shape(tensor.shape, mesh.sizes))
-            for dim in (source.dim, target.dim):
-                dims[dim] = -(-dims[dim] // size) * size
-            exchanged = math.prod(dims) * tensor.dtype.itemsize // size
-            found = [Transfer("all_to_all", name, exchanged), Transfer("all_to_all", name, exchanged, backward=True)]
-    found = [t for t in found if tensor.requires_grad or not t.backward]
-    if regather and is_gather(move, tensor):
-        found.append(Transfer("all_gather", name, before * size, backward=True))
-    return tuple(found)
-
-
-def is_gather(move: Move, tensor: Tensor) -> bool:
-    """Whether the move gathers a parameter for use, its gradient (if it has one) being reduce-scattered."""
-    return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
-
-
-def in_bucket(move: Move, tensor: Tensor) -> int:
-    """How many parameters share the messages of the move (see `runtime.bucketing`); 0 where it runs alone."""
-    if not tensor.bucketed:
-        return 0
-    if is_gather(move, tensor):
-        return tensor.sharing.gathered
-    return tensor.sharing.reduced if move.source is I and move.target is R else 0
-
-
-def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
-    """Which moves gather a weight that is freed after use and gathered again for the backward.
-
-    Those are the gathers that end a path: what the backward keeps is then the gathered weight itself, not a copy.
-    """
-    found: list[bool] = []
-    last = tensor.regather
-    for move in reversed(moves):
-        gathers = is_gather(move, tensor)
-        last = last and (gathers or (move.source is I and move.target is R))
-        found.append(last and gathers)
-    return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True)

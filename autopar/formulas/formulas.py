@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from autopar.cost import operations
-from autopar.cost.reshard import LOCAL_MOVE_SECONDS, in_bucket, transfers
+from autopar.cost.moves import in_bucket, transfers
+from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.local_sizes import LocalSizes
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
@@ -32,13 +33,14 @@ from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import TensorInfo
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, is_view
 from autopar.sharding.rule import BoundRule
 from autopar.space.menu import Strategy
-from autopar.space.space import Decision, Space, Wire
+from autopar.space.space import Decision, Space, Wire, outputs_without_gradient
 from autopar.strategies import rule_of
 
 Item = TypeVar("Item")
@@ -72,7 +74,7 @@ def with_formulas(plan: Plan) -> Plan:
     """The plan with its symbols and formulas: made now, unless it has them or was loaded without."""
     if plan.formulas or plan.context is None:
         return plan
-    context = plan.context
+    context = context_of(plan)
     symbols, formulas = formulas_of(context.space, context.choices, context.memory_model, plan.recompute)
     return replace(plan, symbols=symbols, formulas=formulas)
 
@@ -85,14 +87,6 @@ def _rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]
         if seconds is not None and seconds[mode_of(memory, number, modes, len(seconds))][choice] > 0:
             found.add(number)
     return frozenset(found)
-
-
-def outputs_without_gradient(space: Space) -> frozenset[int]:
-    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
-    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
-    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
-    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
-    return frozenset(outputs) - losses if losses else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

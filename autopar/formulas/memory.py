@@ -19,7 +19,8 @@ from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.memory.model import MemoryModel
-from autopar.memory.peak import FORWARD, GATHERING, REDUCING, At, memory_use, moment_of
+from autopar.memory.moments import FORWARD, GATHERING, REDUCING, At, moment_of
+from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.layout import Layout
@@ -30,7 +31,7 @@ def memory_formulas(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> dict[str, str]:
     """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
-    if not memory.calls or memory.microbatches.several or memory.space.program.num_sent:
+    if not memory.lifetimes.calls or memory.microbatches.several or memory.space.program.num_sent:
         return {}
     at = _fullest(memory, choices, modes)
     parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()
@@ -39,13 +40,13 @@ def memory_formulas(
 
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
     """Which of `count` arrays by mode is that of a decision."""
-    return MODES.index(modes.get(memory.segment[number], MODES[0])) if count > 1 else 0
+    return MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0])) if count > 1 else 0
 
 
 def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> At:
     """The moment at which most is held."""
     peak, use, moment = memory_use(memory, choices, modes)
-    at, count = moment_of(memory, moment), len(memory.calls)
+    at, count = moment_of(memory, moment), len(memory.lifetimes.calls)
     forward = [instant.num_bytes for instant in use.timeline[:count]]
     if any(instant.num_bytes == peak for instant in use.timeline[count:]):
         return at
@@ -102,7 +103,7 @@ class _Moment:
         )
         held = dict(self.memory.stored(number))
         gradients = self.memory.gradients(number)
-        if gradients is not None and self.at.has_run(self.memory.position[number]):
+        if gradients is not None and self.at.has_run(self.memory.lifetimes.position[number]):
             held["gradients"] = gradients
         for name, array in held.items():
             layout = decision.menu.strategies[choice].outputs[0]
@@ -117,7 +118,7 @@ class _Moment:
             self.choices[number],
             self.repetition.of_decision(number),
         )
-        place, own = self.memory.position[number], self.memory.own(number)
+        place, own = self.memory.lifetimes.position[number], self.memory.own(number)
         if own is not None and self._is_kept(place):
             kept = int(own[self._mode(number, len(own))][choice])
             if kept:
@@ -125,7 +126,7 @@ class _Moment:
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
-            self._add("working set", self._hidden(number, self.memory.saved(decision).other_bytes), count)
+            self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
         elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
             self._worked_on(number, False)
 
@@ -156,7 +157,7 @@ class _Moment:
         decision, strategy = self.space.decisions[number], self.space.decisions[number].menu.strategies
         call, layouts = decision.menu.call, strategy[self.choices[number]].outputs
         assert call is not None
-        saved = self.memory.saved(decision)
+        saved = self.memory.lifetimes.saved(decision)
         outputs = [
             self._local(self.sizes.shape((decision.name, i)), layout) * info.dtype.itemsize
             for i, (info, layout) in enumerate(zip(call.outputs, layouts, strict=True))
@@ -185,8 +186,8 @@ class _Moment:
     def _wire(self, wire: Wire) -> None:
         """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""
         memory, count = self.memory, self.repetition.of_wire(wire)
-        ends, place = (self.choices[wire.source], self.choices[wire.target]), memory.position[wire.target]
-        if place >= len(memory.calls):
+        ends, place = (self.choices[wire.source], self.choices[wire.target]), memory.lifetimes.position[wire.target]
+        if place >= len(memory.lifetimes.calls):
             return
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
         kept, unreduced, sent_off = memory.wire(wire), memory.weights.unreduced(wire), memory.weights.sent_off(wire)
@@ -196,7 +197,7 @@ class _Moment:
             unmoved = memory.kinds(wire)[ends] <= SLICED
             layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
             self._add("activations", self._local(shape, layout) * itemsize, count)
-        if memory.layer[wire.target] != memory.layer[memory.calls[self.at.place]]:
+        if memory.lifetimes.layer[wire.target] != memory.lifetimes.layer[memory.lifetimes.calls[self.at.place]]:
             return
         whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
         if gathered is not None and gathered[ends]:

@@ -14,7 +14,9 @@ from autopar.errors import PlanError
 from autopar.formulas.expressions import EXACT, Numbers, evaluate
 from autopar.formulas.symbols import axis_symbols
 from autopar.hardware.collectives import pieces
-from autopar.hardware.profile import Hardware, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
+from autopar.planning.settings import context_of
 from autopar.plans.repriced import Repriced
 from autopar.sharding.mesh import Mesh
 
@@ -134,7 +136,7 @@ def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
     if mesh.sizes == plan.mesh.sizes:
         return {}
     names = [name for name in plan.formulas if OVER in name]
-    hardware = plan.context.space.hardware if plan.context is not None else load(plan.mesh.hardware)
+    hardware = context_of(plan).space.hardware if plan.context is not None else load(plan.mesh.hardware)
     if any(_rate_of(name, plan.mesh, hardware) != plan.formulas[name] for name in names):
         raise PlanError(
             f"the plan was priced on other hardware than the profile {plan.mesh.hardware!r}, which is not in its file; "

@@ -19,10 +19,11 @@ from autopar.formulas.equations import Equation, Equations
 from autopar.formulas.repetition import Stack
 from autopar.formulas.size_rules import SIZE_RULES
 from autopar.formulas.symbols import BATCH, HIDDEN, SEQUENCE, Polynomial, Size
+from autopar.program.calls import is_call, source_of
 from autopar.program.program import TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call
 from autopar.sharding.rule import WHOLE, BoundRule
-from autopar.space.space import Decision, Space, is_call, source_of
+from autopar.space.space import Decision, Space
 
 END = 2**31  # a slice that ends here takes all that is left
 Key = tuple[str, int]

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from autopar.plans.plan import Plan, PlanRow
+from autopar.plans.difference import Share
+from autopar.plans.plan import Plan
+from autopar.plans.rows import PlanRow
 from autopar.program.folding import folded
 
 COMPUTE, RECOMPUTATION, OPTIMIZER, LOCAL = "compute", "recomputation", "optimizer", "local moves"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of a step: seconds, and bytes per device that it moves (NCCL's convention)."""
-
-    seconds: float = 0.0
-    num_bytes: int = 0
 
 
 def breakdown(plan: Plan) -> dict[str, Share]:

@@ -17,21 +17,25 @@ from autopar.annotations.matching import Catalog, module_of, operation_of
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
 from autopar.inspection.breakdown import parting, places
+from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
 from autopar.planning.formulation import Pins, Statement
-from autopar.planning.planner import PlanContext, answer_of, replan
-from autopar.plans.difference import Amount, choice_words, difference, layout_words
+from autopar.planning.planner import answer_of, replan
+from autopar.planning.settings import PlanContext, context_of
+from autopar.plans.difference import Amount
 from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
-from autopar.plans.plan import Moved, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.rows import Moved
 from autopar.progress import progress
 from autopar.space.space import Decision, Space, Wire
 
 
-def explain(plan: Plan, context: PlanContext, name: str, alternatives: bool = True) -> Explanation:
-    """Explain the decision that a name means (see `naming`).
+def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Plan]:
+    """Explain the decision that a name means (see `names`).
 
     `alternatives` plans once more for every other role on every axis. Raises InputError for a name that means none.
     """
+    context = context_of(plan, "explain")
     space = context.space
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
@@ -172,7 +176,7 @@ def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
     return {**context.pins, number: _allowed(context, number) & mask}
 
 
-def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp | None, str]:
+def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[Plan] | None, str]:
     decision = context.space.decisions[number]
     others = np.arange(len(decision.menu.strategies)) != context.choices[number]
     if not others.any():
@@ -204,7 +208,7 @@ def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | Non
         return None
     with _quietly():
         free = replan(context, context.pins, replace(context.settings, memory=None))
-    if free.context.choices[number] == context.choices[number]:
+    if context_of(free).choices[number] == context.choices[number]:
         return None
     return choice_words(free, free.rows[number]), free.seconds
 

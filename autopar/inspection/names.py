@@ -9,10 +9,11 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from autopar.annotations import refusals
-from autopar.annotations.matching import Catalog, is_below, operation_of
+from autopar.annotations.matching import Catalog, operation_of
+from autopar.annotations.offered import is_weighted
 from autopar.errors import InputError
-from autopar.report.table import MAIN_OPERATION
+from autopar.program.paths import is_below
+from autopar.sharding.operation import MAIN_OPERATION
 from autopar.space.space import Space
 
 SHOWN = 6  # names in an error
@@ -54,7 +55,7 @@ def _main_call(catalog: Catalog, module: str) -> int:
     inside = [number for number in catalog.calls if is_below(catalog.module(number), module)]
     for calls in (own, inside):
         for main in (
-            [number for number in calls if refusals.is_weighted(decisions[number])],
+            [number for number in calls if is_weighted(decisions[number])],
             [number for number in calls if MAIN_OPERATION.search(operation_of(decisions[number]))],
         ):
             if len({catalog.module(number) for number in main}) == 1:

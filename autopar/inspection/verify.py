@@ -13,56 +13,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.memory.peak import memory_use
 from autopar.planning.memory_limit import Answer
-from autopar.planning.planner import PlanContext, choices_of, written_down
-from autopar.planning.planner import evaluate as seconds_of
+from autopar.planning.record import choices_of, written_down
+from autopar.planning.record import evaluate as seconds_of
+from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import parts_of
-from autopar.plans.plan import Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import PlanRow
+from autopar.plans.verification import Verification
 from autopar.program.recompute_segments import MODES
 from autopar.solver.hub_relaxation import lower_bound
 from autopar.solver.problem import Problem
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_seconds
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much
 DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "memory", "rows")
 """Fields of a plan that follow from its choices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What was computed again; `problems` are the claims of the plan that do not hold."""
-
-    seconds: float
-    bound: float
-    """Proven again: no plan takes less under the same cost model."""
-    num_bytes: int
-    """Peak memory per device."""
-    unproven: float
-    """Seconds by which the plan's bound lies above the one proven here: for them the solver's search stands alone."""
-    problems: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def __str__(self) -> str:
-        if self.problems:
-            return "the plan does not hold: " + "; ".join(self.problems)
-        rest = f" ({format_seconds(self.unproven)} less than the search found)" if self.unproven else ""
-        return (
-            f"the plan holds: {format_seconds(self.seconds)} a step, no plan takes less than "
-            f"{format_seconds(self.bound)}{rest}, {format_bytes(self.num_bytes)} per device"
-        )
-
-
-def verify(plan: Plan, context: PlanContext) -> Verification:
+def verify(plan: Plan) -> Verification:
     """Check a plan against the space it was made in; PlanError with all claims that do not hold."""
-    found = check(plan, context)
+    found = check(plan, context_of(plan, "verify"))
     if not found.ok:
         raise PlanError(f"{found}. Plan again, or load a plan that was not changed.")
     return found
@@ -71,7 +47,7 @@ def verify(plan: Plan, context: PlanContext) -> Verification:
 def check(plan: Plan, context: PlanContext) -> Verification:
     """What `verify` finds, without raising where a claim does not hold; PlanError where it is about another model."""
     choices = choices_of(plan, context.space)
-    modes = {name: mode for name, mode in plan.recompute.items() if name in context.memory_model.segments}
+    modes = {name: mode for name, mode in plan.recompute.items() if name in context.memory_model.lifetimes.segments}
     seconds = seconds_of(context.space, choices) + _recomputation(context, choices, modes)
     peak, use, fullest = memory_use(context.memory_model, choices, modes)
     proven = _lower_bound(plan, context.problem)
@@ -99,7 +75,7 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
     for number, choice in enumerate(choices):
         again = model.recompute_seconds(number)
         if again is not None:
-            total += float(again[MODES.index(modes.get(model.segment[number], MODES[0]))][choice])
+            total += float(again[MODES.index(modes.get(model.lifetimes.segment[number], MODES[0]))][choice])
     return total
 
 

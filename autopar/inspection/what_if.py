@@ -12,17 +12,19 @@ from autopar.annotations.annotate import annotate, annotations_of
 from autopar.annotations.pins import pins_of
 from autopar.errors import AnnotationError, PipelineError
 from autopar.planning.formulation import Pins
-from autopar.planning.planner import PlanContext, replan
+from autopar.planning.planner import replan
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.sharding.annotation import Annotation
 
 
-def what_if(context: PlanContext, said: Sequence[Annotation]) -> Plan:
+def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str, Any]) -> Plan:
     """The best plan that keeps to the annotations beside those it was made with.
 
     Raises AnnotationError for an annotation that matches nothing or contradicts another one, PipelineError for one that
     names a stage, which no plan of one piece has, and InfeasibleError where no plan keeps to all.
     """
+    context, said = context_of(plan, "what_if"), annotations_from(spoken, options)
     for each in said:
         if each.stage is not None:
             raise PipelineError(

@@ -17,30 +17,27 @@ counted, nor are buckets of messages and outputs for the user.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
+from autopar.memory.lifetimes import Lifetimes
+from autopar.memory.microbatches import Microbatches
+from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.space.space import Wire
-
-if TYPE_CHECKING:
-    from autopar.memory.model import MemoryModel
-    from autopar.memory.tensor_bytes import Bytes, Modes
 
 ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
 
 
 class Accumulation:
-    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `MemoryModel`, and shared."""
+    """Bytes of decisions and wires on account of many micro-batches; arrays as those of `TensorBytes`, and shared."""
 
-    def __init__(self, memory: MemoryModel) -> None:
-        self.memory = memory
-        self.space = memory.space
-        self.microbatches = memory.microbatches
-        self._received = frozenset(memory.space.program.received)
-        self._sent = frozenset(f"output:{number}" for number in range(memory.space.program.num_sent))
-        self._with_wire = {w.source for w in memory.space.wires if self.is_weight(w)}
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, microbatches: Microbatches) -> None:
+        self.tensors, self.lifetimes, self.microbatches = tensors, lifetimes, microbatches
+        self.space = tensors.space
+        program = self.space.program
+        self._received = frozenset(program.received)
+        self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
+        self._with_wire = {w.source for w in self.space.wires if self.is_weight(w)}
 
     # Once a step, or for each micro-batch.
 
@@ -61,14 +58,14 @@ class Accumulation:
 
         That is where it is gathered again for the backward.
         """
-        return self.memory.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
+        return self.tensors.cached(("each time", self.space.kind(wire)), lambda: self._each_time(wire))
 
     def _each_time(self, wire: Wire) -> np.ndarray:
         shape = tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
         if not wire.tensor.regather:
             return np.zeros(shape, dtype=bool)
         freed = np.array([not s.kept for s in self.space.decisions[wire.source].menu.strategies])
-        return freed[:, None] & self.memory.only_gathers(wire) & self.memory.communicated(wire)
+        return freed[:, None] & self.tensors.only_gathers(wire) & self.tensors.communicated(wire)
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds of a wire for one micro-batch, its share of what is done once a step."""
@@ -86,25 +83,25 @@ class Accumulation:
         """Bytes of a weight as it was moved, all the time."""
         if not self.holds(wire) or self.is_cast(wire.target):
             return None
-        return self.memory.cached(("held", self._kind(wire)), lambda: self._held(wire))
+        return self.tensors.cached(("held", self._kind(wire)), lambda: self._held(wire))
 
     def _held(self, wire: Wire) -> Bytes:
-        before, after = self.memory.wire_ends(wire)
+        before, after = self.tensors.wire_ends(wire)
         unmoved = before if self.is_cast(wire.source) else np.zeros_like(before)
-        found = np.where(self.memory.stays(wire), unmoved[:, None], after[None, :])
+        found = np.where(self.tensors.stays(wire), unmoved[:, None], after[None, :])
         return np.where(self.each_time(wire), 0, found)
 
     def accumulated(self, wire: Wire) -> Bytes | None:
         """Bytes of a gradient to which every micro-batch adds its own."""
         if not self._has_gradient(wire):
             return None
-        return self.memory.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
+        return self.tensors.cached(("accumulated", self._kind(wire)), lambda: self._accumulated(wire))
 
     def _accumulated(self, wire: Wire) -> Bytes:
         size = wire.tensor.dtype.itemsize
-        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.memory.wire_ends(wire))
+        before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.wire_ends(wire))
         if self.space.decisions[wire.source].kind == "hub":  # where it stays as it is, it was added up on its way there
-            return np.where(self.memory.changes(wire) | self.memory.reduced(wire), after[None, :], 0)
+            return np.where(self.tensors.changes(wire) | self.tensors.reduced(wire), after[None, :], 0)
         return np.where(self.each_time(wire), before[:, None], after[None, :])
 
     def reduced(self, wire: Wire) -> Bytes | None:
@@ -112,32 +109,34 @@ class Accumulation:
         learned = self.holds(wire) and wire.tensor.requires_grad
         if not learned or self.space.decisions[wire.source].kind != "parameter":
             return None
-        return self.memory.cached(("reduced", self._kind(wire), self.is_cast(wire.target)), lambda: self._reduced(wire))
+        return self.tensors.cached(
+            ("reduced", self._kind(wire), self.is_cast(wire.target)), lambda: self._reduced(wire)
+        )
 
     def _reduced(self, wire: Wire) -> Bytes:
-        before, _ = self.memory.wire_ends(wire)
+        before, _ = self.tensors.wire_ends(wire)
         cast = self.is_cast(wire.target) or wire.tensor.dtype.itemsize < ACCUMULATED_BYTES
-        moved = self.memory.changes(wire) | self.memory.reduced(wire)
+        moved = self.tensors.changes(wire) | self.tensors.reduced(wire)
         return np.where(cast | (moved & ~self.each_time(wire)), before[:, None], 0)
 
     def fresh(self, wire: Wire) -> Bytes | None:
         """Bytes of the gradient that a call's backward has made, and that is yet to be added."""
         if not self._has_gradient(wire) or self.space.decisions[wire.target].kind != "call":
             return None
-        return self.memory.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
+        return self.tensors.cached(("fresh", self._kind(wire)), lambda: self._fresh(wire))
 
     def _fresh(self, wire: Wire) -> Bytes:
-        _, after = self.memory.wire_ends(wire)
+        _, after = self.tensors.wire_ends(wire)
         return np.where(self.each_time(wire), 0, after[None, :])
 
     def arrived(self, wire: Wire) -> Bytes | None:
         """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
         if not self._has_gradient(wire) or not wire.tensor.regather:
             return None
-        return self.memory.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
+        return self.tensors.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
 
     def _arrived(self, wire: Wire) -> Bytes:
-        before, _ = self.memory.wire_ends(wire)
+        before, _ = self.tensors.wire_ends(wire)
         return np.where(self.each_time(wire), before[:, None], 0)
 
     def _has_gradient(self, wire: Wire) -> bool:
@@ -149,7 +148,7 @@ class Accumulation:
     def gradients(self, number: int) -> Bytes | None:
         """Bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no call uses."""
         added_up = self.microbatches.several and number in self._with_wire
-        return None if added_up else self.memory.gradients(number)
+        return None if added_up else self.tensors.gradients(number)
 
     # What passes between stages.
 
@@ -171,12 +170,14 @@ class Accumulation:
         """Bytes of what one micro-batch has sent, until its backward, by mode; None where something else keeps it."""
         if not self.is_sent(wire.target):
             return None
-        return self.memory.modes([self._sent_bytes(wire, mode) for mode in range(self.memory.num_modes(wire.source))])
+        return self.tensors.modes(
+            [self._sent_bytes(wire, mode) for mode in range(self.lifetimes.num_modes(wire.source))]
+        )
 
     def _sent_bytes(self, wire: Wire, mode: int) -> Bytes:
-        there = self.memory.keeps_output(wire.source, wire.source_output, mode)
-        return self.memory.kept(wire, there)
+        there = self.lifetimes.keeps_output(wire.source, wire.source_output, mode)
+        return self.tensors.kept(wire, there)
 
     def waiting(self, kept: Modes, others: int) -> Modes:
         """Bytes that `others` micro-batches keep, of which each keeps `kept`."""
-        return tuple(self.memory.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)
+        return tuple(self.tensors.cached(("waiting", id(array), others), lambda a=array: a * others) for array in kept)

@@ -20,137 +20,19 @@ choices, so that "no more than the limit at moment t" is one memory row of the p
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.memory.microbatches import END, Microbatches, Phase
+from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Modes
-from autopar.plans.plan import Instant, MemoryUse
+from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES
 from autopar.space.space import Wire
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The bytes at moments of the backward (see `moment_of`), added up with whole weights.
-
-    With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
-    each of the moments, though not every choice that does so fits the row.
-    """
-
-    weights: tuple[tuple[int, int], ...]
-    worst: bool = False
-
-    @property
-    def total(self) -> int:
-        """How often the limit counts in the limit of the row."""
-        return 1 if self.worst else sum(weight for _, weight in self.weights)
-
-
-def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
-    """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
-    more, first_use = memory.accumulation, memory.position[number]
-    gradients, own = more.gradients(number), memory.own(number)
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
-        if at.phase.end:
-            moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
-            continue
-        if gradients is not None and (at.has_run(first_use) or not at.phase.first):
-            parts.append((gradients,))
-        if own is not None and not at.has_run(first_use):
-            parts.append(own if at.frees(memory, number) else own[:1])
-        if own is not None and at.phase.others:
-            parts.append(more.waiting(own, at.phase.others))
-        if at.place == first_use and at.kind != GATHERING:
-            works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
-            if works_on is not None:
-                parts.append((works_on,))
-        moments.append((weight, parts))
-    num_strategies = len(memory.space.decisions[number].menu.strategies)
-    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
-
-
-def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
-    """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
-    more, place, weights = memory.accumulation, memory.position[wire.target], memory.weights
-    kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
-    held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
-    reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
-    moments: list[tuple[int, list[Modes]]] = []
-    for moment, weight in row.weights:
-        at = moment_of(memory, moment)
-        parts: list[Modes] = [] if held is None else [(held,)]
-        if accumulated is not None and (at.has_run(place) or not at.phase.first):
-            parts.append((accumulated,))
-        if at.phase.end:
-            moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
-            continue
-        if arrived is not None and at.has_run(place) and not at.phase.first:
-            parts.append((arrived,))
-        if kept is not None and not at.has_run(place):
-            parts.append(kept if at.frees(memory, wire.target) else kept[:1])
-        if kept is not None and at.phase.others:
-            parts.append(more.waiting(kept, at.phase.others))
-        if sent is not None:
-            parts.append(more.waiting(sent, at.phase.others + 1))
-        if fresh is not None and at.computes(place):
-            parts.append((fresh,))
-        if memory.layer[wire.target] == memory.layer[memory.calls[at.place]]:
-            if again is not None and at.kind != REDUCING:
-                parts += [(again,)] * (2 if at.kind == GATHERING else 1)
-            if unreduced is not None and place > at.place:
-                parts.append((unreduced,))
-            if sent_off is not None and at.kind == REDUCING and place >= at.place:
-                parts += [(sent_off,)] * (2 if place == at.place else 1)
-        moments.append((weight, parts))
-    return memory.total(moments, row.worst)
-
-
-COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """A moment of a step: on account of the call at which place, in which of its backwards, and what happens."""
-
-    place: int
-    phase: Phase
-    kind: int
-
-    def has_run(self, place: int) -> bool:
-        """Whether the backward of the call at that place is over."""
-        return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
-
-    def computes(self, place: int) -> bool:
-        """Whether it is the call at that place that runs."""
-        return place == self.place and self.kind == COMPUTING
-
-    def frees(self, memory: MemoryModel, number: int) -> bool:
-        """Whether recomputation helps: not while the decision's own segment is computed again."""
-        waits = self.kind in (FORWARD, GATHERING)
-        return waits or memory.segment[number] != memory.segment[memory.calls[self.place]]
-
-
-def moment_of(memory: MemoryModel, moment: int) -> At:
-    """The moment of the backward of that number: places, over phases, over kinds."""
-    return _at(moment, len(memory.calls), memory.microbatches)
-
-
-@functools.lru_cache(maxsize=1024)
-def _at(moment: int, num_calls: int, microbatches: Microbatches) -> At:
-    number, place = divmod(moment, num_calls)
-    kind, number = divmod(number, len(microbatches.phases))
-    return At(place, microbatches.phases[number], kind)
 
 
 def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[int, MemoryUse, int]:
@@ -159,7 +41,7 @@ def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, 
     Where several backwards of a step can be the fullest, the timeline is that of the one that is, with the end.
     """
     moments = _Moments(memory, choices, modes)
-    if not memory.calls:
+    if not memory.lifetimes.calls:
         return moments.always_total, MemoryUse(moments.always, ()), 0
     phases = memory.microbatches.phases
     found = [_phase_use(memory, moments, number) for number, phase in enumerate(phases) if not phase.end]
@@ -172,13 +54,13 @@ def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, 
     timeline = (*use.timeline, Instant(END_OF_STEP, True, end))
     if end <= peak:
         return peak, MemoryUse(use.parts, timeline), moment
-    return end, MemoryUse(parts, timeline), phases.index(END) * len(memory.calls)
+    return end, MemoryUse(parts, timeline), phases.index(END) * len(memory.lifetimes.calls)
 
 
 def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int, MemoryUse, int]:
     """What `memory_use` finds in one phase."""
     phases = memory.microbatches.phases
-    names = [memory.space.decisions[number].name for number in memory.calls]
+    names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
     forward = moments.forward(phases[number])
     backward = moments.backward(phases[number]), moments.gathering(phases[number]), moments.reducing(phases[number])
     before = np.sum(list(forward.values()), axis=0)
@@ -197,15 +79,15 @@ class _Moments:
     """The bytes of one plan over the places of its calls."""
 
     def __init__(self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> None:
-        space, count = memory.space, len(memory.calls)
+        space, count = memory.space, len(memory.lifetimes.calls)
         self.count = count
         self.always: dict[str, int] = defaultdict(int)
         self.kept, self.whole = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         """Kept for the backward by place of use: as the modes say, and as without recomputation."""
         self.born, self.arrived = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
         self.working, self.handed_on = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.layers = [memory.layer[number] for number in memory.calls]
-        self.segments = [memory.segment[number] for number in memory.calls]
+        self.layers = [memory.lifetimes.layer[number] for number in memory.lifetimes.calls]
+        self.segments = [memory.lifetimes.segment[number] for number in memory.lifetimes.calls]
         self.of_layer: dict[str, int] = defaultdict(int)
         self.again: dict[str, int] = defaultdict(int)
         """Bytes of gathered weights by layer: of all, and of those that are gathered again for the backward."""
@@ -218,7 +100,7 @@ class _Moments:
         more = memory.accumulation
         mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
         for number, choice in enumerate(choices):
-            place = memory.position[number]
+            place = memory.lifetimes.position[number]
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
             gradients, own = more.gradients(number), memory.own(number)
@@ -227,17 +109,17 @@ class _Moments:
             if gradients is not None:
                 self.born[min(place, count)] += int(gradients[choice])
             if own is not None and place < count:
-                self._keep(place, own, mode_of.get(memory.segment[number], 0), (choice,))
+                self._keep(place, own, mode_of.get(memory.lifetimes.segment[number], 0), (choice,))
             if working is not None:
                 self.working[place] += int(working[choice])
             if handed_on is not None:
                 self.handed_on[place] += int(handed_on[choice])
         for wire in space.wires:
-            ends, place = (choices[wire.source], choices[wire.target]), memory.position[wire.target]
+            ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
             sent, held, accumulated = more.sent(wire), more.held(wire), more.accumulated(wire)
             fresh, reduced, arrived = more.fresh(wire), more.reduced(wire), more.arrived(wire)
             if sent is not None:
-                mode = mode_of.get(memory.segment[wire.source], 0)
+                mode = mode_of.get(memory.lifetimes.segment[wire.source], 0)
                 self.sent += int(sent[min(mode, len(sent) - 1)][ends])
             if held is not None:
                 self.always["moved weights"] += int(held[ends])
@@ -253,7 +135,7 @@ class _Moments:
                 self.fresh[place] += int(fresh[ends])
             kept = memory.wire(wire)
             if kept is not None:
-                self._keep(place, kept, mode_of.get(memory.segment[wire.target], 0), ends)
+                self._keep(place, kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends)
             if space.is_weight(wire.source):
                 self._move(memory, wire, place, ends)
         self.always_total = sum(self.always.values())
@@ -263,7 +145,7 @@ class _Moments:
         self.whole[place] += int(modes[0][ends])
 
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
-        weights, layer = memory.weights, memory.layer[wire.target]
+        weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
         found = weights.gathered(wire), weights.gathered_again(wire), weights.unreduced(wire), weights.sent_off(wire)
         gathered, again, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
         self.of_layer[layer] += gathered

@@ -116,6 +116,35 @@ class TensorBytes:
         layouts = tuple(strategy.outputs[0] for strategy in decision.menu.strategies)
         return self.cached(("elements", info.shape, layouts), lambda: self.local(info.shape, layouts, 1))
 
+    def kept(self, wire: Wire, there: bool) -> Bytes:
+        """Bytes of a tensor that is kept as it arrives; where it is not moved, it may be `there` anyway."""
+        return self.cached(("kept", there, self.space.kind(wire)), lambda: self._kept(wire, there))
+
+    def _kept(self, wire: Wire, there: bool) -> Bytes:
+        before, after = self.wire_ends(wire)
+        unmoved = np.zeros_like(before) if there else before
+        found = np.where(self.stays(wire), unmoved[:, None], after[None, :])
+        strategies = self.space.decisions[wire.source].menu.strategies
+        if wire.tensor.regather and any(strategy.kept for strategy in strategies):
+            again = np.array([not strategy.kept for strategy in strategies])
+            found[again[:, None] & self.only_gathers(wire)] = 0
+        return found
+
+    def sent(self, wire: Wire) -> Bytes:
+        """Bytes of a tensor where it has come over links; where not, it is made again."""
+        after = self.wire_ends(wire)[1]
+        return self.cached(
+            ("sent", self.space.kind(wire)), lambda: np.where(self.communicated(wire), after[None, :], 0)
+        )
+
+    def gradients(self, number: int) -> Bytes | None:
+        """Bytes of a parameter's gradient, once it is reduced; None where there is none."""
+        decision = self.space.decisions[number]
+        info = decision.node.meta["tensor"]
+        if decision.kind != "parameter" or not info.requires_grad:
+            return None
+        return self.times(self.elements(info, decision), info.dtype.itemsize)
+
     def nothing(self, shape: tuple[int, ...]) -> Bytes:
         """No bytes, whatever is chosen."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.memory.tensor_bytes import Bytes
+from autopar.memory.accumulation import Accumulation
+from autopar.memory.lifetimes import Lifetimes
+from autopar.memory.tensor_bytes import Bytes, TensorBytes
 from autopar.space.space import Wire
-
-if TYPE_CHECKING:
-    from autopar.memory.model import MemoryModel
 
 
 class MovedWeights:
-    """Bytes of wires that bring a weight; arrays as those of `MemoryModel`, and shared."""
+    """Bytes of wires that bring a weight; arrays as those of `TensorBytes`, and shared."""
 
-    def __init__(self, memory: MemoryModel) -> None:
-        self.memory = memory
-        self.space = memory.space
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, accumulation: Accumulation) -> None:
+        self.tensors, self.lifetimes, self.accumulation = tensors, lifetimes, accumulation
+        self.space = tensors.space
 
     @cached_property
     def last_gather(self) -> dict[str, int]:
@@ -41,9 +39,11 @@ class MovedWeights:
     def _by_layer(self, chosen: Callable[..., int], counts: Callable[[Wire], bool]) -> dict[str, int]:
         found: dict[str, int] = {}
         for wire in self.space.wires:
-            place = self.memory.position[wire.target]
-            if self.space.is_weight(wire.source) and counts(wire) and place < len(self.memory.calls):
-                found[self.memory.layer[wire.target]] = chosen(found.get(self.memory.layer[wire.target], place), place)
+            place = self.lifetimes.position[wire.target]
+            if self.space.is_weight(wire.source) and counts(wire) and place < len(self.lifetimes.calls):
+                found[self.lifetimes.layer[wire.target]] = chosen(
+                    found.get(self.lifetimes.layer[wire.target], place), place
+                )
         return found
 
     def gathered(self, wire: Wire) -> Bytes | None:
@@ -65,29 +65,29 @@ class MovedWeights:
     def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
         if not self.space.is_weight(wire.source):
             return None
-        found = self.memory.cached((name, self.space.kind(wire)), lambda: make(wire))
-        if not self.memory.accumulation.holds(wire):
+        found = self.tensors.cached((name, self.space.kind(wire)), lambda: make(wire))
+        if not self.accumulation.holds(wire):
             return found
-        each_time = self.memory.accumulation.each_time(wire)
-        return self.memory.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
+        each_time = self.accumulation.each_time(wire)
+        return self.tensors.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
 
     def _gathered(self, wire: Wire) -> Bytes:
-        _, after = self.memory.wire_ends(wire)
-        found = np.where(self.memory.communicated(wire), after[None, :], 0)
+        _, after = self.tensors.wire_ends(wire)
+        found = np.where(self.tensors.communicated(wire), after[None, :], 0)
         strategies = self.space.decisions[wire.source].menu.strategies
         found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
         return found
 
     def _gathered_again(self, wire: Wire) -> Bytes:
-        _, after = self.memory.wire_ends(wire)
-        return np.where(self.memory.accumulation.each_time(wire), after[None, :], 0)
+        _, after = self.tensors.wire_ends(wire)
+        return np.where(self.accumulation.each_time(wire), after[None, :], 0)
 
     def _unreduced(self, wire: Wire) -> Bytes:
-        _, after = self.memory.wire_ends(wire)
-        return np.where(self.memory.communicated(wire) | self.memory.reduced(wire), after[None, :], 0)
+        _, after = self.tensors.wire_ends(wire)
+        return np.where(self.tensors.communicated(wire) | self.tensors.reduced(wire), after[None, :], 0)
 
     def _sent_off(self, wire: Wire) -> Bytes:
-        _, after = self.memory.wire_ends(wire)
+        _, after = self.tensors.wire_ends(wire)
         return np.where(
-            self.memory.communicated(wire), after[None, :], 0
+            self.tensors.communicated(wire), after[None, :], 0
         )  # what is only summed lies where it is sent from

@@ -18,12 +18,13 @@ from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.stages.blocks import Block
 from autopar.pipeline.stages.cuts import BlockCost
-from autopar.pipeline.stages.splitting import of_weights_alone
 from autopar.planning.step_seconds import StepParts, parts_by_decision
+from autopar.program.calls import source_of
+from autopar.program.effects import of_weights_alone
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, R, replicated
 from autopar.sharding.mesh import Mesh
-from autopar.space.space import Space, source_of
+from autopar.space.space import Space
 
 
 @dataclass(frozen=True, slots=True)

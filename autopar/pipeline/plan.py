@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
 from autopar.plans.plan import PIPELINE_FORMAT, Plan
+from autopar.plans.views import view
 from autopar.sharding.mesh import Mesh
 
 FORMAT = 1
@@ -67,9 +68,7 @@ class PipelinePlan:
         assert [stage.number for stage in self.stages] == list(range(self.schedule.num_stages)), "a plan per stage"
 
     def __str__(self) -> str:
-        from autopar.report.pipeline_table import pipeline_table
-
-        return pipeline_table(self)
+        return view("PipelinePlan.__str__")(self)
 
     @property
     def microbatches(self) -> int:
@@ -165,9 +164,7 @@ class PipelinePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan, with the formulas of its stages, to a JSON file."""
-        from autopar.formulas.formulas import with_formulas
-
-        stages = tuple(replace(stage, plan=with_formulas(stage.plan)) for stage in self.stages)
+        stages = tuple(replace(stage, plan=stage.plan.with_formulas()) for stage in self.stages)
         Path(path).write_text(replace(self, stages=stages).to_json(), encoding="utf-8")
 
     @classmethod
@@ -177,15 +174,11 @@ class PipelinePlan:
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one page, with a Gantt chart of the step, that a browser opens without a network."""
-        from autopar.report.pipeline_html import page
-
-        Path(path).write_text(page(self), encoding="utf-8")
+        Path(path).write_text(view("PipelinePlan.to_html")(self), encoding="utf-8")
 
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-        from autopar.report.pipeline_html import trace
-
-        Path(path).write_text(trace(self), encoding="utf-8")
+        Path(path).write_text(view("PipelinePlan.to_trace")(self), encoding="utf-8")
 
 
 def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> None:

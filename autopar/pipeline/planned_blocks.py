@@ -41,7 +41,7 @@ class PlannedBlocks:
     def places(self) -> dict[int, int]:
         """Block → its stage, where the user says it or its parameters have been dealt out before."""
         asked = self.request
-        ranges = allowed(self.blocks, asked.annotations, asked.stages, asked.schedule.num_stages)
+        ranges = allowed(self.blocks, asked.annotations, asked.wanted.stages, asked.schedule.num_stages)
         said = {block: stages[0] for block, stages in enumerate(ranges) if len(stages) == 1}
         return said | _held_already(asked, self.blocks)
 
@@ -50,7 +50,7 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     """Plan the whole model, and count for each of at least so many blocks what it takes."""
     blocks = blocks_of(request.program, at_least)
     space = request.space(request.program, {})
-    pins = pins_of(request.annotations, space, request.mode, request.storage)
+    pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
     settings, runs = request.settings, Microbatches(request.num_microbatches)
     recompute = "none" if settings.recompute == "auto" else settings.recompute
     plan, choices = make_plan(space, pins, None, settings.solver, settings.time_limit, recompute, microbatches=runs)

@@ -27,11 +27,12 @@ from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.simulation import simulate
+from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import refined
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.planner import choices_of, make_plan
-from autopar.planning.step_seconds import stage_seconds, step_parts
+from autopar.planning.planner import make_plan
+from autopar.planning.record import choices_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -72,15 +73,12 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
 
 def stored_layouts(program: Program, plan: Plan) -> dict[str, Layout]:
     """Parameter → the layout in which a stage's plan stores it."""
-    return {
-        name: Layout.parse(plan.choices[placeholder].removesuffix(" kept"))
-        for name, placeholder in program.parameters.items()
-    }
+    return {name: plan.layout_of(placeholder) for name, placeholder in program.parameters.items()}
 
 
 def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple[Space, tuple[int, ...]]:
     """The space of a stage that was planned before, and the choices of its plan."""
-    space = request.space(program, {name: Layout.parse(plan.choices[name]) for name in program.received})
+    space = request.space(program, {name: plan.layout_of(name) for name in program.received})
     return space, choices_of(plan, space)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.annotations.pins import Mode
-from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.errors import PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.planning.planner import Settings
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import Settings
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.space.build import build_space
 from autopar.space.space import Space
 
 ONE_DEVICE = "dp"
@@ -40,30 +38,49 @@ def stage_mesh(mesh: Mesh, axis: str) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRequest:
-    """What a pipeline is to be planned for."""
+    """What a pipeline is to be planned for: a program, a mesh and a schedule, and what is wanted of any plan."""
 
     program: Program
     """Of one micro-batch."""
     mesh: Mesh
     axis: str
-    hardware: Hardware
     schedule: Schedule
+    wanted: PlanRequest = field(default_factory=PlanRequest)
     annotations: tuple[Annotation, ...] = ()
-    mode: Mode = "auto"
-    stages: tuple[str, ...] | None = None
-    """Modules with which the stages after the first begin, where the user says so."""
-    settings: Settings = field(default_factory=Settings)
-    optimizer: Optimizer = ADAMW
-    whole_outputs: bool = False
+    """About the program on the mesh of a stage, those of the preset too."""
     input_layouts: Mapping[str, Layout] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
     """Parameter → the layout in which it is stored already."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter or buffer → the stages that hold it already."""
 
+    @classmethod
+    def of(
+        cls,
+        wanted: PlanRequest,
+        program: Program,
+        mesh: Mesh,
+        axis: str,
+        schedule: Schedule,
+        input_layouts: Mapping[str, Layout] | None = None,
+        storage: Mapping[str, Layout] | None = None,
+        owners: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> PipelineRequest:
+        """The request with what is said about the program; StrategyError where the preset has no place in it."""
+        said = wanted.annotations_about(program, stage_mesh(mesh, axis))
+        return cls(program, mesh, axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {})
+
     @property
     def stage_mesh(self) -> Mesh:
         return stage_mesh(self.mesh, self.axis)
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.wanted.hardware_of(self.mesh)
+
+    @property
+    def settings(self) -> Settings:
+        return self.wanted.settings
 
     @property
     def num_microbatches(self) -> int:
@@ -73,5 +90,4 @@ class PipelineRequest:
         """The space of a stage, or of the whole program, which receives nothing."""
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
-        layouts = {**inputs, **received}
-        return build_space(program, self.stage_mesh, self.hardware, self.whole_outputs, layouts, self.optimizer)
+        return self.wanted.space(program, self.stage_mesh, {**inputs, **received})

@@ -18,6 +18,7 @@ from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import stages_of_blocks
+from autopar.planning.request import PlanRequest
 from autopar.sharding.mesh import Mesh
 
 TRIED = 6
@@ -33,6 +34,10 @@ class Wish:
     name: str | None = None
     num_microbatches: int | None = None
     chunks: int | None = None
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Wish:
+        return cls(request.schedule, request.microbatches, request.chunks)
 
     def schedule(self, num_ranks: int) -> Schedule | None:
         """The schedule, where nothing is left open that matters."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.memory.model import MemoryModel, Modes
-from autopar.memory.peak import Row, node_bytes, wire_bytes
+from autopar.memory.moments import Row, node_bytes, wire_bytes
 from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.space.space import Decision, Space, Wire
@@ -47,7 +47,7 @@ class Statement:
             if number in pins:
                 seconds = np.where(pins[number], seconds, np.inf)
             held = (self.memory.nothing(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
-            segment = segments.get(self.memory.segment[number])
+            segment = segments.get(self.memory.lifetimes.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
             if segment is None or (len(held) == 1 and again is None):
                 nodes.append(Node(self._names[number], seconds, held[0]))
@@ -61,7 +61,7 @@ class Statement:
         for wire in self.space.wires:
             seconds = self._reshard(wire)
             held = None if row is None else wire_bytes(self.memory, wire, row)
-            segment = segments.get(self.memory.segment[wire.target])
+            segment = segments.get(self.memory.lifetimes.segment[wire.target])
             if held is None:
                 edges.append(Edge((wire.source, wire.target), seconds))
             elif len(held) == 1 or segment is None:

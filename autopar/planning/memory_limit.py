@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.memory.peak import Row, memory_use
+from autopar.memory.moments import Row
+from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Pins, Statement
-from autopar.plans.plan import MemoryUse
+from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError
@@ -124,7 +125,7 @@ class _Search:
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
-        last = len(self.statement.memory.calls) - 1
+        last = len(self.statement.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto":
             return None
         problem = self._problem(Row(((last, 1),)), limit, modes)

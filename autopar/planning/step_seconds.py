@@ -8,13 +8,10 @@ once        optimizer, casts of weights, moves of weights that are held, and the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
-from autopar.pipeline.schedules.simulation import StageSeconds
-from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
 
 
@@ -51,7 +48,9 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
 
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         again = memory.recompute_seconds(number)
-        recomputed = float(again[MODES.index(modes.get(memory.segment[number], MODES[0]))][choice]) if again else 0.0
+        recomputed = (
+            float(again[MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0]))][choice]) if again else 0.0
+        )
         whole = float(decision.menu.seconds[choice])
         if more.once(number):
             found.append(StepParts(0.0, 0.0, whole + recomputed))
@@ -69,45 +68,3 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
         forward = parts.forward + path.seconds - back
         found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back)
     return found
-
-
-def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
-    """Seconds of one micro-batch's backward in which calls compute the gradients of weights.
-
-    A call's backward takes as long as its forward for each input that needs a gradient.
-    """
-    space, total = memory.space, 0.0
-    for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        call = decision.menu.call
-        if call is None or memory.accumulation.once(number) or not any(each.requires_grad for each in call.outputs):
-            continue
-        wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
-        weights = sum(wire is not None and wire.tensor.bucketed and wire.tensor.requires_grad for wire in wires)
-        total += weights * float(decision.menu.forward_seconds[choice])
-    return total
-
-
-def step_parts(plan: Plan) -> StepParts:
-    """Seconds of one micro-batch's forward and backward, and once a step; PlanError for a plan that was loaded."""
-    context = _context(plan)
-    return parts_of(context.memory_model, context.choices, plan.recompute)
-
-
-def stage_seconds(plan: Plan, send_forward: float = 0.0, send_backward: float = 0.0) -> StageSeconds:
-    """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
-
-    The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
-    recomputation and collectives too, counts for the gradients of inputs, which others wait for.
-    """
-    context, parts = _context(plan), step_parts(plan)
-    weight = min(weight_seconds(context.memory_model, context.choices), parts.backward)
-    return StageSeconds(parts.forward, parts.backward - weight, weight, send_forward, send_backward, parts.once)
-
-
-def _context(plan: Plan) -> Any:
-    if plan.context is None:
-        raise PlanError(
-            "the parts of a step need the model that the plan is for, and a plan that was loaded does not bring it "
-            "along; plan the stage again, or read them from the pipeline's plan (`stage.seconds`)."
-        )
-    return plan.context

@@ -5,13 +5,11 @@ Choices are compared decision by decision where both plans have one of that name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from autopar.plans.plan import Plan, PlanRow
-from autopar.program.folding import folded
 from autopar.units import format_bytes, format_seconds
 
 MAX_LINES = 40  # of the table of choices
@@ -115,95 +113,6 @@ class Difference:
         return tabulate(table, headers=headers, colalign=alignment, maxcolwidths=widths, disable_numparse=True)
 
 
-def difference(before: Plan, after: Plan) -> Difference:
-    """What differs from one plan to another; whatever cannot be compared is among the mismatches."""
-    axes = [axis for axis in before.mesh.names if axis in after.mesh.axes]
-    keys = sorted({*before.traffic, *after.traffic})
-    return Difference(
-        Amount(before.seconds, after.seconds),
-        Amount(before.bound, after.bound),
-        Amount(before.peak_bytes, after.peak_bytes),
-        {key: Amount(before.traffic.get(key, 0), after.traffic.get(key, 0)) for key in keys},
-        tuple(_changes(before, after, axes)),
-        tuple(_mismatches(before, after, axes)),
-        tuple(axes),
-    )
-
-
-def _changes(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[Change]:
-    """The choices that differ; a hub is no choice of its own to a reader, and stands for no call."""
-    rows = {row.name: row for row in after.rows}
-    found: list[tuple[str, tuple[str, str, str], tuple[PlanRow, PlanRow]]] = []
-    for row in before.rows:
-        other = rows.get(row.name)
-        if other is None or row.kind == "hub" or not axes:
-            continue
-        words = choice_words(before, row, axes), choice_words(after, other, axes)
-        if words[0] != words[1]:
-            operation = row.operation if row.kind == "call" else f"({row.kind})"
-            found.append((row.module, (operation, *words), (row, other)))
-    for fold in folded(found):
-        operation, was, now = fold.kind  # type: ignore[misc]  # the kinds made above
-        seconds = Amount(sum(one.seconds for one, _ in fold.items), sum(other.seconds for _, other in fold.items))
-        yield Change(".".join(fold.path), operation, was, now, len(fold.items), seconds)
-    again = [
-        (segment, ("(recomputed)", before.recompute.get(segment, "none"), after.recompute.get(segment, "none")), None)
-        for segment in dict.fromkeys((*before.recompute, *after.recompute))
-    ]
-    for fold in folded([each for each in again if each[1][1] != each[1][2]]):
-        operation, was, now = fold.kind  # type: ignore[misc]
-        yield Change(".".join(fold.path), operation, was, now, len(fold.items), Amount(0.0, 0.0))
-
-
-def choice_words(plan: Plan, row: PlanRow, axes: Sequence[str] | None = None) -> str:
-    """What a plan chose for a decision: "dp=data, tp=column" for a call, "S(0) on dp" for a tensor."""
-    names = plan.mesh.names
-    shown = names if axes is None else axes
-    if row.kind == "call":
-        return ", ".join(f"{axis}={role}" for axis, role in zip(names, row.roles, strict=True) if axis in shown)
-    kept = ", kept for the backward" if plan.choices.get(row.name, "").endswith(" kept") else ""
-    return layout_words(row.layout, names, shown) + kept
-
-
-def layout_words(layout: str, names: Sequence[str], shown: Sequence[str] | None = None) -> str:
-    """A layout as people say it.
-
-    >>> layout_words("S(0) R P", ("dp", "sp", "tp")), layout_words("I", ("dp",))
-    ('S(0) on dp, partial on tp', 'whole')
-    """
-    words = [
-        f"{'partial' if placement == 'P' else placement} on {axis}"
-        for placement, axis in zip(layout.split(), names, strict=True)
-        if placement not in ("I", "R") and (shown is None or axis in shown)
-    ]
-    return ", ".join(words) or "whole"
-
-
-def _mismatches(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[str]:
-    if (before.mesh.axes, before.mesh.names) != (after.mesh.axes, after.mesh.names):
-        compared = f"choices are compared on {', '.join(axes)} alone" if axes else "choices are not compared"
-        yield f"the mesh, {before.mesh} before and {after.mesh} after; {compared}"
-    if before.mesh.hardware != after.mesh.hardware:
-        yield f"the hardware, {before.mesh.hardware} before and {after.mesh.hardware} after"
-    if before.memory_limit != after.memory_limit:
-        yield f"the memory limit, {_limit(before)} before and {_limit(after)} after"
-    if before.fingerprint == after.fingerprint:
-        return
-    names = dict.fromkeys((*before.descriptions, *after.descriptions))
-    alone = [sum(name not in plan.descriptions for name in names) for plan in (after, before)]
-    shared = [name for name in names if name in before.descriptions and name in after.descriptions]
-    other = [name for name in shared if before.descriptions[name] != after.descriptions[name]]
-    yield (
-        f"the model or its inputs: {alone[0]} decisions only in the plan before, {alone[1]} only in the plan after, "
-        f"and of {len(shared)} in both {len(other)} are about another operation or shape"
-        + (f", first {other[0]} ({before.descriptions[other[0]]}, {after.descriptions[other[0]]})" if other else "")
-    )
-
-
-def _limit(plan: Plan) -> str:
-    return "none" if plan.memory_limit is None else format_bytes(plan.memory_limit)
-
-
 def share_words(amount: Amount) -> str:
     """A relative difference: "+1.5%", or "25 times" where a percentage is no longer read."""
     return f"{amount.share:+.1%}" if amount.share < MAX_SHARE else f"{amount.after / amount.before:.3g} times"
@@ -233,3 +142,11 @@ def _bytes_words(amount: Amount) -> tuple[str, str, str]:
         format_bytes(amount.after) if amount.after else "-",
         signed_bytes(amount.delta) + share,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a step: seconds, and bytes per device that it moves (NCCL's convention)."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0

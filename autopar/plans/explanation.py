@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from tabulate import tabulate
 
-from autopar.inspection.breakdown import Share
-from autopar.plans.difference import Amount, Change, Difference, share_words, signed_bytes, signed_seconds
-from autopar.plans.plan import Moved, Plan
-from autopar.report.table import MAIN_OPERATION
+from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
+from autopar.plans.rows import Moved
+from autopar.sharding.operation import MAIN_OPERATION
 from autopar.units import format_bytes, format_seconds
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
 MAX_PLACES = 3  # of a collective that a runner-up runs more or less
 MOVED_WIDTH = 60
 SHOWN_GAP = 5e-5  # a smaller one reads 0.00%
+
+
+class _Proven(Protocol):
+    @property
+    def gap(self) -> float: ...
+
+
+P = TypeVar("P", bound=_Proven)
+"""The plan: its file imports this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,11 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerUp:
+class RunnerUp(Generic[P]):
     """The best plan without the chosen strategy of the decision."""
 
     strategy: str
-    plan: Plan
+    plan: P
     step: Amount
     memory: Amount
     parts: Mapping[str, Share]
@@ -66,7 +74,7 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Generic[P]):
     """Why a decision is as it is: `str` gives it as text."""
 
     name: str
@@ -94,7 +102,7 @@ class Explanation:
     stored_bytes: int
     seconds: float
     """The step of the plan."""
-    runner_up: RunnerUp | None
+    runner_up: RunnerUp[P] | None
     reason: str
     """Why there is no runner-up, "" where there is one."""
     without_limit: tuple[str, float] | None

@@ -9,18 +9,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import PlanError
 from autopar.plans.repriced import Repriced
+from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
+from autopar.plans.strategy_names import is_kept, layout_named
+from autopar.plans.views import view
+from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from autopar.inspection.verify import Verification
     from autopar.plans.difference import Difference
     from autopar.plans.explanation import Explanation
+    from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
 
 FORMAT = 2
@@ -28,63 +32,16 @@ PIPELINE_FORMAT = "pipeline format"
 """The field that plans of pipelines have in place of "format"."""
 
 
-class Moved(NamedTuple):
-    """One collective of a step: `num_bytes` in NCCL's convention, `seconds` as far as they are not hidden."""
+class Context(Protocol):
+    """What a plan was made from (`planning.settings.PlanContext`): the plan carries it, and does not look inside.
 
-    collective: str
-    axis: str
-    num_bytes: int
-    seconds: float = 0.0
-    backward: bool = False
+    Who answers for a plan takes it by `planning.settings.context_of`.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """One decision as the table shows it."""
-
-    name: str
-    kind: str
-    module: str
-    operation: str
-    roles: tuple[str, ...]
-    """Per mesh axis: "data", "column", … , "replicated", "partial", or the factor where it has no role."""
-    layout: str
-    """Layout of the (first) output."""
-    seconds: float
-    """Everything this decision costs in a step: compute, its own collectives, inbound reshards, recomputation."""
-    transfers: tuple[Moved, ...]
-    """Everything that this decision and its inbound reshards move in a step."""
-    forward_seconds: float = 0.0
-    """Compute of the forward alone."""
-    backward_seconds: float = 0.0
-    """Compute of the backward alone, without recomputation."""
-    recompute_seconds: float = 0.0
-    """Compute of the forward that is run again in the backward."""
-    saved_bytes: int = 0
-    """Bytes per device kept from the forward to the backward on account of this decision."""
-    stored_bytes: int = 0
-    """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
-    segment: str = ""
-    """The segment (layer) that the call is recomputed with, whatever its mode."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """Bytes per device that are alive while a row's forward or backward runs."""
-
-    name: str
-    backward: bool
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """What fills a device at the peak, and how the live bytes go up and down over a step."""
-
-    parts: Mapping[str, int]
-    """"parameters", "gradients", "optimizer", "activations", "gathered weights", … → bytes at the peak."""
-    timeline: tuple[Instant, ...] = ()
-    """The calls in the order they run, forward and then backward."""
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The number of the chosen strategy, per decision."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +79,35 @@ class Plan:
 
     Both follow from the choices; they are made when they are asked for, and when the plan is saved.
     """
-    context: Any = field(default=None, compare=False, repr=False)
+    context: Context | None = field(default=None, compare=False, repr=False)
     """What the plan was made from, as long as it lives in the process that made it; not saved."""
 
     def __str__(self) -> str:
-        from autopar.report.table import plan_table
-
-        return plan_table(self)
+        return view("Plan.__str__")(self)
 
     @property
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
 
+    def is_kept(self, parameter: str) -> bool:
+        """Whether a parameter (its placeholder) that is stored in parts stays gathered for the backward."""
+        return is_kept(self.choices.get(parameter, ""))
+
+    def layout_of(self, decision: str) -> Layout:
+        """The layout of a decision that is no call: of a parameter, an input, an output or a hub."""
+        return layout_named(self.choices[decision])
+
+    def with_formulas(self) -> Plan:
+        """The plan with its symbols and formulas, which are made when they are asked for."""
+        return view("Plan.with_formulas")(self)
+
     def formula(self, name: str) -> Any:
         """What is formulated under `name` ("seconds", "all_reduce", "all_reduce/tp", …) as a sympy expression.
 
         Its symbols are positive integers. Raises PlanError with the names there are.
         """
-        from autopar.formulas.formulas import with_formulas
-        from autopar.formulas.reprice import formula
-
-        return formula(with_formulas(self), name)
+        return view("Plan.formula")(self.with_formulas(), name)
 
     def reprice(self, **values: int) -> Repriced:
         """The predictions with other values of the plan's symbols (batch=…, sequence=…, dp=…), without a model.
@@ -151,10 +115,7 @@ class Plan:
         The choices stay, so that another plan may be better there. Raises PlanError for a symbol that the plan has
         not, or values that do not divide as it splits them.
         """
-        from autopar.formulas.formulas import with_formulas
-        from autopar.formulas.reprice import reprice
-
-        return reprice(with_formulas(self), values)
+        return view("Plan.reprice")(self.with_formulas(), values)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -179,7 +140,7 @@ class Plan:
         try:
             values["mesh"] = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
             values["traffic"] = {(collective, axis): count for collective, axis, count in values["traffic"]}
-            values["rows"] = tuple(map(_row, values["rows"]))
+            values["rows"] = tuple(map(row_of, values["rows"]))
             if values["memory"] is not None:
                 timeline = tuple(Instant(**each) for each in values["memory"]["timeline"])
                 values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
@@ -192,9 +153,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan, with its formulas, to a JSON file."""
-        from autopar.formulas.formulas import with_formulas
-
-        Path(path).write_text(with_formulas(self).to_json())
+        Path(path).write_text(self.with_formulas().to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -203,63 +162,35 @@ class Plan:
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one page that a browser opens without a network."""
-        from autopar.report.html import page
-
-        Path(path).write_text(page(self), encoding="utf-8")
+        Path(path).write_text(view("Plan.to_html")(self), encoding="utf-8")
 
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-        from autopar.report.trace import trace
+        Path(path).write_text(view("Plan.to_trace")(self), encoding="utf-8")
 
-        Path(path).write_text(trace(self), encoding="utf-8")
-
-    def explain(self, name: str, alternatives: bool = True) -> Explanation:
+    def explain(self, name: str, alternatives: bool = True) -> Explanation[Plan]:
         """Why the decision that a name means is as it is: its cost, the runner-up and what that would cost.
 
         The name is that of a module, a parameter or an operation, with `*` where it means one alone. `alternatives`
         plans once more for every other role on every axis. Raises InputError for a name that means none or several.
         """
-        from autopar.inspection.explain import explain
-
-        return explain(self, self._context("explain"), name, alternatives)
+        return view("Plan.explain")(self, name, alternatives)
 
     def diff(self, other: Plan) -> Difference:
         """What differs from this plan to another one; `print` shows it as tables."""
-        from autopar.plans.difference import difference
-
-        return difference(self, other)
+        return view("Plan.diff")(self, other)
 
     def what_if(self, *said: str | Annotation, **options: Any) -> Plan:
         """The plan with something more said about the model, as by `annotate(model, pattern, **options)`.
 
         >>> plan.what_if("layers.*.mlp.down_proj", tp="row")  # doctest: +SKIP
         """
-        from autopar.inspection.what_if import annotations_from, what_if
-
-        return what_if(self._context("what_if"), annotations_from(said, options))
+        return view("Plan.what_if")(self, said, options)
 
     def verify(self) -> Verification:
         """Check all that the plan claims, without solving; PlanError where a claim does not hold."""
-        from autopar.inspection.verify import verify
-
-        return verify(self, self._context("verify"))
+        return view("Plan.verify")(self)
 
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
         """A loaded plan with its model, so that it can be asked; options as `autopar.plan` had them (see `attach`)."""
-        from autopar.compiler.attach import attach
-
-        return attach(self, model, example_inputs, **options)
-
-    def _context(self, asked: str) -> Any:
-        if self.context is None:
-            raise PlanError(
-                f"plan.{asked} needs the model that the plan is for, and a plan that was loaded does not bring it "
-                "along; call plan.attach(model, example_inputs), with the options it was made with, and ask what that "
-                "returns."
-            )
-        return self.context
-
-
-def _row(values: Mapping[str, Any]) -> PlanRow:
-    transfers = tuple(Moved(*each) for each in values["transfers"])
-    return PlanRow(**{**values, "roles": tuple(values["roles"]), "transfers": transfers})
+        return view("Plan.attach")(self, model, example_inputs, **options)

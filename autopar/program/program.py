@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 
@@ -102,15 +102,22 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the graph with its shapes and dtypes: equal for equal models on equal inputs."""
+        """A hash of the graph with its shapes and dtypes: equal for equal models on equal inputs, on any device."""
         digest = hashlib.sha256()
         index: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             index[node] = len(index)
-            args = map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+            args = map_aggregate((node.args, node.kwargs), lambda leaf: _named(leaf, index))
             digest.update(f"{node.op} {node.target} {args!r} {node.meta.get('tensor')}\n".encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
         return digest.hexdigest()[:16]
+
+
+def _named(leaf: Any, index: Mapping[fx.Node, int]) -> Any:
+    """An argument as the fingerprint has it: nodes by their place, and every device as the CPU."""
+    if isinstance(leaf, fx.Node):
+        return f"%{index[leaf]}"
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.program.paths import prefix_of
 from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
@@ -61,17 +62,6 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
             name = prefix if seen[prefix] == 1 else f"{prefix}#{seen[prefix]}"
             found.append(Segment(name, tuple(nodes)))
     return tuple(found)
-
-
-def prefix_of(module: str) -> str:
-    """A module path up to its first number, "" where it has none.
-
-    >>> prefix_of("model.layers.3.mlp.up_proj")
-    'model.layers.3'
-    """
-    parts = module.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def recomputation(program: Program, segment: Segment, mode: str) -> Recomputation:

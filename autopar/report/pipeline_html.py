@@ -12,77 +12,23 @@ Trace: Trace Event Format, as in `trace`; times in microseconds.
 
 from __future__ import annotations
 
-import json
 import re
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.simulation import Slice
 from autopar.report.html import TEMPLATE as PLAN_TEMPLATE
 from autopar.report.html import html_table, memory_section, time_section
 from autopar.report.pipeline_table import HEADERS, facts, stage_rows
+from autopar.report.pipeline_trace import KINDS, slice_label
 from autopar.units import format_bytes, format_seconds
 
 TEMPLATE = Path(__file__).with_name("pipeline.html")
-KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, gradient of the input",
-    "W": "backward, gradient of the weights",
-    "once": "once a step",
-}
-TRACE_COLOURS = {"F": "rail_response", "B": "rail_animation", "I": "good", "W": "yellow", "once": "grey"}
-"""Names of colours that chrome://tracing has."""
-PROCESS = 1
-MICROSECONDS = 1e6
 WIDTH, LANE, GAP, LEFT, BOTTOM = 1000, 26, 6, 60, 22  # of the chart, in its own units
 NUM_TICKS = 6
 LETTER_WIDTH = 6.0  # of a slice's label
 LIGHTEST = 0.5  # opacity of the last stage of a rank
-
-Event = dict[str, Any]
-
-
-def trace(plan: PipelinePlan) -> str:
-    """The predicted step as JSON text that Perfetto and chrome://tracing open."""
-    events: list[Event] = [{"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "predicted step"}}]
-    for rank in range(plan.schedule.num_ranks):
-        stages = ", ".join(str(stage) for stage in plan.schedule.stages_of(rank))
-        name = {"name": f"rank {rank} (stage {stages})"}
-        events.append({"ph": "M", "pid": PROCESS, "tid": rank, "name": "thread_name", "args": name})
-        events.append(
-            {"ph": "M", "pid": PROCESS, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-        )
-    events += [_event(plan, each) for each in plan.timeline.slices if each.end > each.start]
-    about = {
-        "mesh": str(plan.mesh),
-        "hardware": plan.mesh.hardware,
-        "schedule": plan.schedule.name,
-        "predicted seconds": plan.seconds,
-        "bubble": plan.bubble,
-    }
-    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":"))
-
-
-def _event(plan: PipelinePlan, each: Slice) -> Event:
-    args = {"stage": each.stage, "microbatch": each.microbatch, "blocks": plan.stages[each.stage].range}
-    return {
-        "ph": "X",
-        "pid": PROCESS,
-        "tid": each.rank,
-        "name": _label(each),
-        "cat": KINDS[each.kind],
-        "cname": TRACE_COLOURS[each.kind],
-        "ts": each.start * MICROSECONDS,
-        "dur": (each.end - each.start) * MICROSECONDS,
-        "args": args,
-    }
-
-
-def _label(each: Slice) -> str:
-    return each.kind if each.microbatch is None else f"{each.kind}{each.microbatch}"
 
 
 def page(plan: PipelinePlan) -> str:
@@ -137,7 +83,7 @@ def _slice(plan: PipelinePlan, each: Slice, scale: float) -> str:
     place = stages.index(each.stage)
     opacity = 1 - (1 - LIGHTEST) * place / max(len(stages) - 1, 1)
     x, width = LEFT + each.start * scale, (each.end - each.start) * scale
-    y, label = each.rank * (LANE + GAP), _label(each)
+    y, label = each.rank * (LANE + GAP), slice_label(each)
     of = "" if each.microbatch is None else f" of micro-batch {each.microbatch}"
     title = (
         f"{label}: {KINDS[each.kind]}{of} on stage {each.stage} ({plan.stages[each.stage].range}), rank {each.rank}, "

@@ -7,7 +7,6 @@ anything (views, elementwise) are one line at the end, unless the table is verbo
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +14,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autopar.plans.plan import Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import PlanRow
 from autopar.program.folding import folded, ranges
+from autopar.sharding.operation import MAIN_OPERATION
 from autopar.units import format_bytes, format_seconds
 
 MODULE_WIDTH = 42
 MOVED_WIDTH = 30
 SHORT_NAMES = {"scaled_dot_product_attention": "sdpa"}
-MAIN_OPERATION = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
 
 Transfers = tuple[tuple[Any, ...], ...]
 """(collective, axis, bytes, …) each."""
@@ -136,7 +136,7 @@ def _storages(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         if row.kind == "parameter":
             module, _, name = row.module.rpartition(".")
-            kept = ",\nkept" if plan.choices.get(row.name, "").endswith(" kept") else ""
+            kept = ",\nkept" if plan.is_kept(row.name) else ""
             found[module][name] = _storage(row.layout, plan.mesh.names) + kept
     return {
         module: (

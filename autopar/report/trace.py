@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.plans.plan import Moved, Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import Moved, PlanRow
 
 PROCESS = 1
 COMPUTE_TRACK = 0

@@ -6,6 +6,7 @@ function of the `Call` that returns either (None: no rule fits, the call runs re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,3 +128,6 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
         elif argument.has_default_value():
             named[argument.name] = argument.default_value
     return named
+
+
+MAIN_OPERATION = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")

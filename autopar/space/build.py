@@ -15,17 +15,18 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.messages import ALONE, sharing
+from autopar.cost.moves import Tensor
 from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
-from autopar.cost.reshard import Tensor
 from autopar.hardware.profile import Hardware
+from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.layout import Layout, P, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import ROLE_OF_FACTOR
 from autopar.space.menu import Menu, call_menu, gathered_or_kept, split_layouts, whole_menu
-from autopar.space.space import Decision, Roles, Space, Wire, carries_pin, is_call, is_cast, source_of
+from autopar.space.space import Decision, Roles, Space, Wire, carries_pin
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 

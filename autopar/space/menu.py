@@ -19,6 +19,7 @@ from autopar.cost.operations import bandwidth, flops, forward_seconds, num_backw
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.errors import RuleError
 from autopar.hardware.profile import Hardware
+from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
@@ -40,7 +41,7 @@ class Strategy:
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
     def __str__(self) -> str:
-        return " ".join((*self.choices, "kept")) if self.kept else " ".join(self.choices)
+        return strategy_name(self.choices, self.kept)
 
     def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         """Split factors → the names of the mesh axes that split them, outer first."""

@@ -7,7 +7,6 @@ with several consumers. `build` makes the space of a program.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +14,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.cost.moves import Tensor
 from autopar.cost.optimizer import ADAMW, Optimizer
-from autopar.cost.reshard import Path, ReshardTable, Tensor, reshard_table
+from autopar.cost.reshard import Path, ReshardTable, reshard_table
 from autopar.hardware.profile import Hardware
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -153,26 +153,14 @@ def _split_dims(source: Menu, output: int, target: Menu, position: int) -> froze
     return frozenset(p.dim for layout in layouts for p in layout if p.is_split)
 
 
-def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The call or placeholder that makes a tensor, and which of its outputs (without the absent ones) it is."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        parent, position = node.args
-        assert isinstance(parent, fx.Node) and isinstance(position, int)
-        infos = parent.meta["tensor"]
-        return parent, sum(info is not None for info in infos[:position])
-    return node, 0
-
-
 def carries_pin(node: fx.Node) -> bool:
     """Whether the node is an `autopar.constrain`, which says a layout and computes nothing."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
 
 
-def is_cast(node: fx.Node) -> bool:
-    """Whether a call only changes the dtype of a tensor."""
-    return node.target in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
-
-
-def is_call(node: fx.Node) -> bool:
-    """Whether a node is a decision of its own: a call that is no `getitem`."""
-    return node.op == "call_function" and node.target is not operator.getitem
+def outputs_without_gradient(space: Space) -> frozenset[int]:
+    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
+    outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
+    infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
+    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
+    return frozenset(outputs) - losses if losses else frozenset()

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.messages import joined_layers, layer_of, messages
-from autopar.cost.reshard import Path, is_gather
+from autopar.cost.messages import joined_layers, messages
+from autopar.cost.moves import is_gather
+from autopar.cost.reshard import Path
+from autopar.program.paths import layer_of
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import joined_name
 from autopar.space.space import Decision, Space, Wire

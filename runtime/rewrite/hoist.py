@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.program.calls import is_cast
 from autopar.runtime.collectives import buckets, functions
-from autopar.space.space import is_cast
 
 MODULES = (buckets.__name__, functions.__name__)
 """Where the functions are that move tensors."""

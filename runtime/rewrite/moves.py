@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.cost.reshard import Move
+from autopar.cost.moves import Move
 from autopar.runtime.collectives import functions
 from autopar.sharding.mesh import Mesh
 

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.cost.reshard import Move, Tensor
+from autopar.cost.moves import Move, Tensor
 from autopar.errors import PlanError
-from autopar.pipeline.stages.blocks import writes
+from autopar.program.calls import is_call, source_of
+from autopar.program.effects import writes
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
 from autopar.program.recompute_segments import MODES, is_contraction, segments_of
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
@@ -30,7 +31,7 @@ from autopar.runtime.rewrite.moves import move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.sharding.layout import I, Layout, Placement
 from autopar.sharding.mesh import Mesh, joined_name
-from autopar.space.space import Space, carries_pin, is_call, source_of
+from autopar.space.space import Space, carries_pin
 
 Value = tuple[int, int]
 """(decision, output position)"""

@@ -15,7 +15,7 @@ from autopar.annotations.annotate import annotate_plan, annotations_of, pins_of
 from autopar.annotations.tp_plans import ForeignPlan, translate
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from tests.support.families import FAMILIES

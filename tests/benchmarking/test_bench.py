@@ -26,7 +26,7 @@ from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_pro
 from autopar.benchmarking.trainers import AUTO, Contestant, Terms, contestant, strategy_names
 from autopar.cli import main
 from autopar.errors import AutoparError, InputError
-from autopar.hardware.profile import PROFILES, load
+from autopar.hardware.load import PROFILES, load
 from autopar.models.named import trainable
 from autopar.models.plain import Perceptron
 from autopar.runtime.ranks import launch

@@ -17,12 +17,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.calibration import calibrate as module
-from autopar.calibration.calibrate import CalibrationError, add_arguments, calibrate, check, few_numbers, run
+from autopar.calibration.calibrate import CalibrationError, calibrate, check, few_numbers
+from autopar.calibration.command import add_arguments, run
 from autopar.calibration.fit import Fit, Line, Sample
 from autopar.calibration.timing import COLLECTIVES, FEW_BYTES, SHORTEST, Effort, Timer
 from autopar.errors import InputError
 from autopar.hardware.collectives import Transfer, levels_of, pieces, steps_and_share, transfer_seconds
-from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, load, parse
+from autopar.hardware.load import load, parse
+from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link
 from autopar.runtime.collectives.axes import Axis, record_traffic
 from autopar.runtime.ranks.launch import RankError
 from autopar.sharding.mesh import Mesh

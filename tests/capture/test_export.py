@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar.capture import export
-from autopar.capture.export import capture, run, skeleton
+from autopar.capture.export import capture, skeleton
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
-from tests.support.eager import assert_as_eager, calls
+from tests.support.eager import assert_as_eager, calls, run
 from tests.support.families import FAMILIES
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ class Reversed(torch.autograd.Function):
 
 def test_an_autograd_function_is_refused_by_name() -> None:
     model = _forward(lambda self, x: Reversed.apply(x * self.w), w=_weight(3))
-    with pytest.raises(CaptureError, match=r"autograd.Function tests\.test_capture\.Reversed.*custom_op"):
+    with pytest.raises(CaptureError, match=r"autograd.Function tests\.capture\.test_export\.Reversed.*custom_op"):
         capture(model, (_x(2, 3),), {})
     assert torch.equal(Reversed.apply(torch.ones(1)), torch.ones(1)), "the guard ends with the capture"
 

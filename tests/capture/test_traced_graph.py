@@ -8,11 +8,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.capture.export import capture, run
+from autopar.capture.export import capture
 from autopar.capture.passes.autocast import Casts
 from autopar.capture.passes.inline import add_placeholder
 from autopar.capture.passes.traced_graph import Draft, Source, aten, call_key, value_of
 from autopar.program.program import info_of
+from tests.support.eager import run
 
 
 def _draft(**sizes: tuple[int, ...]) -> tuple[Draft, list[fx.Node]]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import api
+from autopar.compiler import offline
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import InfeasibleError
+from autopar.planning import request
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +41,14 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: dict[str, bool] = {}
-    for name in ("capture", "build_space", "make_plan"):
-        stage = getattr(api, name)
+    for module, name in ((offline, "capture"), (request, "build_space"), (request, "make_plan")):
+        stage = getattr(module, name)
 
         def noted(*args: object, stage=stage, name: str = name, **kwargs: object) -> object:
             was_on[name] = gc.isenabled()
             return stage(*args, **kwargs)
 
-        monkeypatch.setattr(api, name, noted)
+        monkeypatch.setattr(module, name, noted)
     with pytest.raises(InfeasibleError):
         autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}, hardware="h100"), (torch.ones(2, 4),), memory=1)
     assert was_on == {"capture": False, "build_space": False, "make_plan": False}

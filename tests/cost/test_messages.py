@@ -13,16 +13,13 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import capture
-from autopar.cost.messages import (
-    SMALLEST_MESSAGE,
-    Sharing,
-    joined_layers,
-    layer_of,
-    messages,
-    sharing,
-)
-from autopar.cost.reshard import Tensor, in_bucket, reshard_table
-from autopar.hardware.profile import Overlap, load
+from autopar.cost.messages import SMALLEST_MESSAGE, Sharing, joined_layers, messages, sharing
+from autopar.cost.moves import Tensor, in_bucket
+from autopar.cost.reshard import reshard_table
+from autopar.hardware.load import load
+from autopar.hardware.profile import Overlap
+from autopar.planning.settings import context_of
+from autopar.program.paths import layer_of
 from autopar.runtime.rewrite import bucketing
 from autopar.sharding.layout import I, Layout, R, S
 from autopar.sharding.mesh import Mesh
@@ -118,7 +115,7 @@ def test_what_joins_a_layer_pays_least_and_the_layer_what_equal_ones_pay() -> No
 )
 def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective: str) -> None:
     model, inputs = _model()
-    context = autopar.plan(model, Mesh({"dp": 2}), inputs, strategy=strategy).context
+    context = context_of(autopar.plan(model, Mesh({"dp": 2}), inputs, strategy=strategy))
     space, choices = context.space, context.choices
     paths = [space.path(wire, choices) for wire in space.wires]
     shares = sum(

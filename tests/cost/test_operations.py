@@ -22,7 +22,8 @@ from autopar.cost.operations import (
     peak_flops,
 )
 from autopar.cost.optimizer import Optimizer
-from autopar.hardware.profile import Hardware, Link, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware, Link
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.cost.reshard import Move, Path, Tensor, in_bucket, reshard_table, transfers
-from autopar.hardware.profile import load
+from autopar.cost.moves import Move, Tensor, in_bucket, transfers
+from autopar.cost.reshard import Path, reshard_table
+from autopar.hardware.load import load
 from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.rewrite.moves import move_call
 from autopar.sharding.layout import I, Layout, P, Placement, R, S

@@ -26,10 +26,12 @@ from autopar.formulas.repetition import stacks_of
 from autopar.formulas.reprice import RATE, rate_name
 from autopar.formulas.symbolic_shapes import input_keys, symbolic_shapes
 from autopar.formulas.symbols import Polynomial
-from autopar.hardware.profile import Hardware, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
-from autopar.planning.planner import evaluate, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.record import evaluate
 from autopar.plans.plan import Plan
 from autopar.program.saved_tensors import saved_in
 from autopar.sharding.mesh import Mesh

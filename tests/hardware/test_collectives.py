@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import MeshError
 from autopar.hardware.collectives import Level, Transfer, collective_seconds, levels_of, pieces, transfer_seconds
-from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol, known_profiles, load
+from autopar.hardware.load import known_profiles, load
+from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol
 from autopar.sharding.mesh import Mesh
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")

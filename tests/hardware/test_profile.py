@@ -11,17 +11,8 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.hardware.profile import (
-    PROFILES,
-    Efficiencies,
-    Hardware,
-    Link,
-    Overlap,
-    Protocol,
-    known_profiles,
-    load,
-    parse,
-)
+from autopar.hardware.load import PROFILES, known_profiles, load, parse
+from autopar.hardware.profile import Efficiencies, Hardware, Link, Overlap, Protocol
 
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
 

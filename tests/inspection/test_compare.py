@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
+from autopar.inspection.compare import difference
 from autopar.planning.planner import make_plan
-from autopar.plans.difference import MAX_LINES, Amount, Difference, difference
+from autopar.plans.difference import MAX_LINES, Amount, Difference
 from autopar.plans.plan import Plan
 from autopar.program.folding import folded
 from autopar.space.space import Space

@@ -11,11 +11,14 @@ from torch import nn
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.errors import InputError, PlanError
-from autopar.hardware.profile import Hardware, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
 from autopar.inspection.breakdown import breakdown, parting
 from autopar.inspection.explain import explain
 from autopar.memory.peak import memory_use
-from autopar.planning.planner import evaluate, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.record import evaluate
+from autopar.planning.settings import context_of
 from autopar.plans.difference import Amount
 from autopar.plans.explanation import SHOWN_GAP, Explanation
 from autopar.plans.plan import Plan
@@ -42,7 +45,7 @@ def plan_of(model: nn.Module, hardware: Hardware = SLOW_DEVICES, **axes: int) ->
     space = space_of(model, (IDS_BS,), hardware, **axes)
     pins = pins_of(annotations_of(model), space, "auto", {})
     plan, _ = make_plan(space, pins)
-    return replace(plan, context=replace(plan.context, annotations=annotations_of(model)))
+    return replace(plan, context=replace(context_of(plan), annotations=annotations_of(model)))
 
 
 @HARDWARE
@@ -50,7 +53,7 @@ def test_no_plan_without_the_strategy_is_better_than_the_runner_up(hardware: Har
     space = space_of(TwoLinears(), (X_BD,), hardware)
     plan, choices = make_plan(space, {})
     for name in ("up", "down.weight"):
-        found = explain(plan, plan.context, name, alternatives=False)
+        found = explain(plan, name, alternatives=False)
         number = space.index[found.decision]
         assert found.runner_up is not None
         assert found.runner_up.step.after == pytest.approx(best_without(space, number, choices[number]), rel=1e-9)
@@ -179,8 +182,8 @@ def test_a_pinned_decision_names_the_annotation_that_leaves_no_other() -> None:
 
 def test_a_decision_with_one_strategy_has_no_runner_up() -> None:
     plan = plan_of(Net(), tp=2)
-    number = next(n for n, d in enumerate(plan.context.space.decisions) if len(d.menu.strategies) == 1)
-    found = plan.explain(plan.context.space.decisions[number].name)
+    number = next(n for n, d in enumerate(context_of(plan).space.decisions) if len(d.menu.strategies) == 1)
+    found = plan.explain(context_of(plan).space.decisions[number].name)
     assert found.runner_up is None and "there is no other strategy" in found.reason
     assert "no runner-up: there is no other strategy" in str(found)
 
@@ -202,7 +205,7 @@ def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_ru
     space = space_of(TwoLinears(), (X_BD,), load("h100"))
     limit = int(0.7 * make_plan(space, {})[0].peak_bytes)
     plan, choices = make_plan(space, {}, limit)
-    memory, number = plan.context.memory_model, space.index[plan.explain("up", False).decision]
+    memory, number = context_of(plan).memory_model, space.index[plan.explain("up", False).decision]
     menus = [range(len(decision.menu.strategies)) for decision in space.decisions]
     best = min(
         evaluate(space, each)

@@ -12,10 +12,11 @@ from torch import nn
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError, PlanError
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.inspection.verify import check
 from autopar.planning import memory_limit
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
@@ -31,7 +32,7 @@ def plan_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], mo
     space = build_space(capture(model, *inputs), Mesh({"dp": 2, "tp": 2}, "h100"), H100)
     annotations = annotations_of(model)
     plan, _ = make_plan(space, pins_of(annotations, space, mode, {}))  # type: ignore[arg-type]
-    return replace(plan, context=replace(plan.context, annotations=annotations, mode=mode))
+    return replace(plan, context=replace(context_of(plan), annotations=annotations, mode=mode))
 
 
 def _split_llama() -> nn.Module:
@@ -84,8 +85,8 @@ def test_a_plan_attached_with_other_options_does_not_hold(llama: Plan) -> None:
 
 def other_choice(plan: Plan) -> dict[str, str]:
     """The choices with another strategy for one of them."""
-    number = next(n for n, d in enumerate(plan.context.space.decisions) if d.name.startswith("linear"))
-    decision = plan.context.space.decisions[number]
+    number = next(n for n, d in enumerate(context_of(plan).space.decisions) if d.name.startswith("linear"))
+    decision = context_of(plan).space.decisions[number]
     other = next(str(s) for s in decision.menu.strategies if str(s) != plan.choices[decision.name])
     return {**plan.choices, decision.name: other}
 
@@ -128,7 +129,7 @@ def test_a_plan_worse_than_the_best_does_not_pass_for_the_best(llama: Plan) -> N
 
 def test_a_choice_that_an_annotation_rules_out_is_found(llama: Plan) -> None:
     pinned = llama.what_if("layers.0.mlp.down_proj", tp="row")
-    found = check(replace(llama, bound=0.0), pinned.context)
+    found = check(replace(llama, bound=0.0), context_of(pinned))
     assert "which its annotations rule out" in found.problems[0]
     assert "and what keeps to its pins and limit at least" in found.problems[1]
 
@@ -164,7 +165,7 @@ def test_what_if_is_the_plan_of_the_annotated_model(pattern: str, said: dict[str
     asked = net.what_if(pattern, **said)
     assert asked == plan_of(annotate(Net(), pattern, **said), ((IDS_BS,), {}))
     assert asked.seconds >= net.seconds * (1 - 1e-12)
-    assert asked.verify().ok and net.to_json() == before and net.context.annotations == ()
+    assert asked.verify().ok and net.to_json() == before and context_of(net).annotations == ()
 
 
 def test_what_is_asked_one_after_the_other_is_what_is_asked_together(net: Plan) -> None:
@@ -175,7 +176,7 @@ def test_what_is_asked_one_after_the_other_is_what_is_asked_together(net: Plan) 
 
 
 def test_what_is_asked_does_not_loosen_pins_that_no_annotation_made(net: Plan) -> None:
-    space, name = net.context.space, next(row.name for row in net.rows if row.module == "layers.0.up")
+    space, name = context_of(net).space, next(row.name for row in net.rows if row.module == "layers.0.up")
     decision = space.decisions[space.index[name]]
     rows = [[decision.role(choice, axis) for axis in range(2)] for choice in range(len(decision.menu.strategies))]
     pinned, _ = make_plan(space, {space.index[name]: np.array([dp == "row" for dp, _ in rows])})

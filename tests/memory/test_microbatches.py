@@ -17,14 +17,17 @@ import autopar
 from autopar.benchmarking.meters import peak_bytes
 from autopar.capture.export import capture
 from autopar.errors import PipelineError, PlanError
-from autopar.hardware.profile import Hardware, Link, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware, Link
 from autopar.memory.microbatches import END, Microbatches, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.peak import Row, memory_use, node_bytes, wire_bytes
+from autopar.memory.moments import Row, node_bytes, wire_bytes
+from autopar.memory.peak import memory_use
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.formulation import Statement
 from autopar.planning.planner import make_plan
+from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.runtime.module.module import ParallelModule
@@ -159,7 +162,7 @@ def test_at_the_end_gradients_that_are_reduced_are_there_twice() -> None:
     use = memory_use(MemoryModel(alone, Microbatches(4)), whole(alone), {})[1]
     assert use.timeline[-1].num_bytes == 4 * (8 * 8 * 4) * 4 + 4 * (4 * 8 * 4)
     model = Chain()
-    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy="data_parallel").context
+    context = context_of(autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy="data_parallel"))
     space, choices = context.space, context.choices
     use = memory_use(MemoryModel(space, Microbatches(4)), choices, {})[1]
     size, inputs = 8 * 8 * 4, 4 * 8 * 4
@@ -199,7 +202,7 @@ def test_a_row_counts_what_the_prediction_counts(model: nn.Module, microbatches:
         assert sum(use.parts.values()) == peak
         if len(microbatches.phases) == 2:  # the timeline is that of the only backward that can be the fullest
             backward = [each.num_bytes for each in use.timeline if each.backward][:-1]
-            assert [at_moment(memory, choices, place) for place in range(len(memory.calls))] == backward[::-1]
+            assert [at_moment(memory, choices, place) for place in range(len(memory.lifetimes.calls))] == backward[::-1]
 
 
 def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:
@@ -267,7 +270,7 @@ def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: str) -> None:
     space = space_of(model, (inputs,), load("h100"), dp=2, tp=2)
     for microbatches in (None, Microbatches(5, 2)):
         plan, choices = make_plan(space, {}, recompute=recompute, microbatches=microbatches)
-        parts = parts_of(plan.context.memory_model, choices, plan.recompute)
+        parts = parts_of(context_of(plan).memory_model, choices, plan.recompute)
         assert parts.seconds == pytest.approx(plan.seconds, rel=1e-9)
         assert min(parts) > 0 and plan.bound <= plan.seconds * (1 + 1e-9)
         assert parts.forward + parts.once >= sum(row.forward_seconds for row in plan.rows) * (1 - 1e-9)
@@ -360,7 +363,7 @@ def _predicted_and_real(strategy: str, batch: int, num_microbatches: int, in_fli
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     held = [*model.parameters(), x_BD, *states]
     real = peak_bytes(step, optimizer.zero_grad, lambda: held)
-    context = executable.plan.context
+    context = context_of(executable.plan)
     if context is None:
         return 0, real
     memory = MemoryModel(context.space, Microbatches(num_microbatches, in_flight))

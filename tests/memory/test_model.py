@@ -12,17 +12,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.capture.export import capture, run, skeleton
+from autopar.capture.export import capture, skeleton
 from autopar.cost.optimizer import Optimizer
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.peak import COMPUTING, GATHERING, REDUCING, At, Row, memory_use, moment_of, node_bytes, wire_bytes
+from autopar.memory.moments import COMPUTING, GATHERING, REDUCING, At, Row, moment_of, node_bytes, wire_bytes
+from autopar.memory.peak import memory_use
+from autopar.planning.settings import context_of
 from autopar.program.program import TensorInfo
 from autopar.runtime.module.inputs import canonical_arguments
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.space import Space, Wire
+from tests.support.eager import run
 from tests.support.families import FAMILIES, Family
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 
@@ -204,7 +207,7 @@ def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequen
     """A layer of two matrices and a layer of one, on two devices."""
     layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model = nn.Sequential(layer, nn.Linear(8, 8, bias=False))
-    context = autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy=strategy).context
+    context = context_of(autopar.plan(model, Mesh({"dp": 2}), (X_BD,), strategy=strategy))
     return MemoryModel(context.space), context.choices
 
 
@@ -225,7 +228,7 @@ def test_a_gradient_to_be_reduced_is_held_after_its_calls_backward_to_the_end_of
 def _moments(memory: MemoryModel) -> dict[int, list[int]]:
     """Kind of moment → the places that have one."""
     return {
-        COMPUTING: list(range(len(memory.calls))),
+        COMPUTING: list(range(len(memory.lifetimes.calls))),
         GATHERING: list(memory.weights.last_gather.values()),
         REDUCING: list(memory.weights.first_reduction.values()),
     }
@@ -234,7 +237,7 @@ def _moments(memory: MemoryModel) -> dict[int, list[int]]:
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3"])
 def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
     memory, choices = _three_linears(strategy)
-    count = len(memory.calls)
+    count = len(memory.lifetimes.calls)
     timeline = memory_use(memory, choices, {})[1].timeline
     backward = [each.num_bytes for each in timeline if each.backward][::-1]
     rows: dict[int, list[int]] = defaultdict(list)

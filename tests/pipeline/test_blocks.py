@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from autopar.capture.export import capture
 from autopar.errors import PipelineError
-from autopar.pipeline.stages.blocks import blocks_of, changed_buffers, shared_calls
+from autopar.pipeline.stages.blocks import blocks_of, shared_calls
+from autopar.program.effects import changed_buffers
 from autopar.program.program import Program
 from tests.support.eager import calls
 from tests.support.families import FAMILIES

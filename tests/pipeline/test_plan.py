@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
+from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.planning.planner import make_plan
-from autopar.planning.step_seconds import stage_seconds, step_parts
-from autopar.plans.plan import MemoryUse, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.rows import MemoryUse
 from autopar.sharding.mesh import Mesh
 from tests.support.planned import IDS_BS, Attention, space_of
 

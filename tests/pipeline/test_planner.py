@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture, skeleton
 from autopar.cli import main
-from autopar.compiler.pipelined import check_wish, pipeline_plan
+from autopar.compiler.pipelined import check_wish, pipeline_plan_of
 from autopar.errors import AnnotationError, InputError, PipelineError, PlanError
 from autopar.pipeline.block_costs import _blocks_of_decisions
 from autopar.pipeline.plan import PipelinePlan
@@ -32,10 +32,13 @@ from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedule_search import Wish
 from autopar.pipeline.schedules.choice import RECOMMENDED
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stage_seconds import step_parts
 from autopar.pipeline.stages.blocks import shared_calls
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.step_seconds import StepParts, parts_by_decision, step_parts
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import StepParts, parts_by_decision
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
@@ -103,7 +106,7 @@ def program_of(num_layers: int = 6, vocabulary: int = 64, plain: bool = True, ba
 
 def request(axes: dict[str, int], schedule: Schedule, **model: Any) -> PipelineRequest:
     """What is asked for by a plan of one micro-batch's program."""
-    return PipelineRequest(program_of(**model), Mesh(axes), "pp", SLOW_DEVICES, schedule)
+    return PipelineRequest(program_of(**model), Mesh(axes), "pp", schedule, PlanRequest(hardware=SLOW_DEVICES))
 
 
 MESHES = ({"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2})
@@ -124,7 +127,7 @@ def _beyond(asked: PipelineRequest) -> list[dict[str, float]]:
     home = {decision.name: place for decision, place in places}
     found = []
     for stage, (start, end) in zip(plan.stages, pairwise((*plan.starts, len(planned.blocks))), strict=True):
-        context = stage.plan.context
+        context = context_of(stage.plan)
         parts = parts_by_decision(context.memory_model, context.choices, stage.plan.recompute)
         named = dict(zip((decision.name for decision in context.space.decisions), parts, strict=True))
         own = _sum([each for name, each in named.items() if home.get(name) in range(start, end)])
@@ -172,7 +175,7 @@ def test_cuts_of_a_model_with_a_big_head_are_the_best_of_all(ranks: int) -> None
     for starts in _all_starts(len(planned.blocks), ranks):
         named = tuple(planned.blocks[start].name for start in starts[1:])
         by_formula[starts] = best_cuts(replace(problem, starts=starts)).seconds
-        by_simulation[starts] = plan_pipeline(replace(asked, stages=named)).seconds
+        by_simulation[starts] = plan_pipeline(replace(asked, wanted=replace(asked.wanted, stages=named))).seconds
     assert best_cuts(problem).seconds == pytest.approx(min(by_formula.values()), rel=1e-9)
     assert plan.seconds == pytest.approx(by_simulation[plan.starts], rel=1e-9)
     assert plan.seconds <= (1 + FORMULA_ERROR) * min(by_simulation.values())
@@ -315,7 +318,7 @@ def test_a_plan_that_is_read_again_is_equal_and_can_be_run(tmp_path: Path) -> No
     programs = split(asked.program, planned_blocks(asked, 2).blocks, loaded.starts)
     for program, stage in zip(programs, loaded.stages, strict=True):
         _, choices = stage_space(asked, program, stage.plan)
-        assert choices == plan.stages[stage.number].plan.context.choices
+        assert choices == context_of(plan.stages[stage.number].plan).choices
 
 
 def test_a_plan_is_the_same_twice_and_in_another_process() -> None:
@@ -341,8 +344,8 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_a_plan_in_one_piece_is_refused_where_there_is_a_pipeline() -> None:
     plan = autopar.plan(Layered(2), Mesh({"dp": 2}), inputs())
     with pytest.raises(PipelineError, match="the plan is a Plan without stages; plan again"):
-        pipeline_plan(plan)
-    assert pipeline_plan(None) is None
+        pipeline_plan_of(plan)
+    assert pipeline_plan_of(None) is None
 
 
 def test_a_wish_beside_a_plan_must_be_that_of_the_plan() -> None:

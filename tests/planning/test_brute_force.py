@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.errors import InfeasibleError
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.planning.planner import make_plan

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-import autopar.api
+import autopar
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture
 from autopar.errors import InfeasibleError, MeshError
-from autopar.hardware.profile import Hardware, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
 from autopar.planning.mesh_search import best_mesh, factorizations, meshes_of
 from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
@@ -129,7 +130,7 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
         captured.append(arguments)
         return capture(*arguments, **options)
 
-    monkeypatch.setattr(autopar.api, "capture", counting)
+    monkeypatch.setattr("autopar.compiler.offline.capture", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
     assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[0]
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]

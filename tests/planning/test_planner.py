@@ -20,11 +20,13 @@ import autopar
 from autopar.annotations.annotate import annotate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware.collectives import Transfer
-from autopar.hardware.profile import Hardware, load
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.planning import memory_limit as search
-from autopar.planning.planner import choices_of, evaluate, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.record import choices_of, evaluate
 from autopar.sharding.mesh import Mesh
 from autopar.space.space import Space
 from tests.support.families import BATCH, FAMILIES, HIDDEN, LAYERS, SEQUENCE
@@ -126,7 +128,7 @@ def test_the_traffic_of_a_plan_is_that_of_its_rows() -> None:
 
 
 PLAN_AGAIN = """
-from tests.test_planner import plans_as_text
+from tests.planning.test_planner import plans_as_text
 print(plans_as_text())
 """
 

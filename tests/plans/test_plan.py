@@ -14,9 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
-from autopar.hardware.profile import load
-from autopar.planning.planner import choices_of, make_plan
-from autopar.plans.plan import Instant, MemoryUse, Moved, Plan, PlanRow
+from autopar.hardware.load import load
+from autopar.planning.planner import make_plan
+from autopar.planning.record import choices_of
+from autopar.plans.plan import Plan
+from autopar.plans.rows import Instant, MemoryUse, Moved, PlanRow
 from autopar.program.program import Program, TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh

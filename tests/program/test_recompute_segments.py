@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
+from autopar.program.paths import prefix_of
 from autopar.program.program import Program
-from autopar.program.recompute_segments import Recomputation, is_contraction, prefix_of, recomputation, segments_of
+from autopar.program.recompute_segments import Recomputation, is_contraction, recomputation, segments_of
 from tests.support.eager import calls
 
 X_BD = torch.ones(4, 8)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from autopar.plans.plan import Instant, MemoryUse, Moved, Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import Instant, MemoryUse, Moved, PlanRow
 from autopar.report.html import colour_of, page
 from autopar.sharding.mesh import Mesh
 

@@ -14,7 +14,8 @@ import pytest
 
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.report.pipeline_html import LEFT, WIDTH, page, trace
+from autopar.report.pipeline_html import LEFT, WIDTH, page
+from autopar.report.pipeline_trace import trace
 from tests.pipeline.test_plan import SCHEDULES, pipeline
 from tests.report.test_html import EVIL, _in_chromium, _Reader, needs_chromium
 

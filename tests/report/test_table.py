@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from autopar.plans.plan import MemoryUse, Moved, Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import MemoryUse, Moved, PlanRow
 from autopar.report.table import plan_table
 from autopar.sharding.mesh import Mesh
 

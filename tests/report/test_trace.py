@@ -14,7 +14,8 @@ import torch
 import autopar
 from autopar.errors import PlanError
 from autopar.models.catalogue import language_model
-from autopar.plans.plan import Instant, MemoryUse, Moved, Plan, PlanRow
+from autopar.plans.plan import Plan
+from autopar.plans.rows import Instant, MemoryUse, Moved, PlanRow
 from autopar.report.trace import trace
 from autopar.sharding.mesh import Mesh
 

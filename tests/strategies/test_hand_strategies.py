@@ -10,7 +10,7 @@ import pytest
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture, skeleton
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.models.catalogue import built_in
 from autopar.planning.planner import make_plan
 from autopar.sharding.mesh import Mesh

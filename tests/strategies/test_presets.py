@@ -18,6 +18,7 @@ import autopar
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError, InputError, StrategyError
 from autopar.models.catalogue import built_in
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
@@ -217,7 +218,7 @@ def test_in_semi_auto_a_preset_fills_in_what_the_user_leaves_open() -> None:
 def test_the_solver_decides_what_a_part_of_a_preset_leaves_open() -> None:
     """The calls as Megatron has them, and whichever storage of their parameters is fastest."""
     free = autopar.plan(named(), ONE, ids())
-    said = annotations_for("megatron", free.context.space.program, ONE)
+    said = annotations_for("megatron", context_of(free).space.program, ONE)
     calls = [each for each in said if not each.pattern.startswith("%p_")]
     mixed, whole = free.what_if(*calls), autopar.plan(named(), ONE, ids(), strategy="megatron")
     assert roles(mixed) == roles(whole) != roles(free)

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.export import capture, run
+from autopar.capture.export import capture
 from autopar.program.program import Program
+
+
+def run(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    flat_inputs: Sequence[Any],
+) -> Any:
+    """Run a program as it is, on one device: the user's outputs; mutated buffers are written into `buffers`."""
+    values: dict[str, Any] = {
+        **{placeholder: parameters[name] for name, placeholder in program.parameters.items()},
+        **{placeholder: buffers[name] for name, placeholder in program.buffers.items()},
+        **program.constants,
+        **{name: leaf for name, leaf in zip(program.inputs, flat_inputs, strict=True) if name is not None},
+    }
+    module = fx.GraphModule(nn.Module(), program.graph)
+    outputs = module(*(values[name] for name in program.placeholders()))
+    with torch.no_grad():
+        for name, value in zip(program.mutations, outputs[program.num_outputs :], strict=True):
+            buffers[name].copy_(value)
+    return pytree.tree_unflatten(list(outputs[: program.num_outputs]), program.out_spec)
 
 
 def assert_as_eager(

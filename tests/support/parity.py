@@ -154,16 +154,16 @@ def train_alone(
 _programs: dict[tuple[Any, ...], Program] = {}
 
 
-def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.api",)) -> Any:
+def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.compiler.whole",)) -> Any:
     """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh.
 
     It is found so in `modules`, which call it.
     """
 
-    def find(*args: Any, training: bool) -> Program:
+    def find(*args: Any, training: bool, device: torch.device) -> Program:
         key = (*graph, training)
         if key not in _programs:
-            _programs[key] = capture(*args, training=training)
+            _programs[key] = capture(*args, training=training, device=device)
         return _programs[key]
 
     patches = contextlib.ExitStack()

@@ -13,7 +13,7 @@ from autopar.annotations.annotate import annotations_of, pins_of
 from autopar.annotations.pins import Mode
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError
-from autopar.hardware.profile import load
+from autopar.hardware.load import load
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space

@@ -134,7 +134,7 @@ def test_a_dtensor_as_result_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_error_comes_back_with_rank_and_traceback(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed in tests\.test_ranks\._fail_on") as caught:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed in tests\.support\.test_ranks\._fail_on") as caught:
         ranks.run(_fail_on, 1)
     assert caught.value.rank == 1
     assert "in _fail_on" in str(caught.value)
@@ -168,7 +168,7 @@ def _kill_the_parent_and_hang() -> None:
 
 @pytest.mark.slow
 def test_hanging_ranks_die_with_the_process_that_started_them() -> None:
-    script = "import tests.ranks, tests.test_ranks as t; tests.ranks.Ranks().run(t._kill_the_parent_and_hang)"
+    script = "from tests.support import ranks, test_ranks as t; ranks.Ranks().run(t._kill_the_parent_and_hang)"
     # The ranks hold the write end of the pipe too, so its end is reached only when they are gone.
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=120)
     assert done.returncode == -signal.SIGKILL

@@ -16,12 +16,12 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar.errors import PipelineError
+from autopar.program.effects import changed_buffers, is_random
+from autopar.program.paths import prefix_of
 from autopar.program.program import Program
-from autopar.program.recompute_segments import prefix_of
 
 Run = tuple[str, list[fx.Node]]
 Call = tuple[fx.Node, ...]
@@ -78,26 +78,6 @@ def shared_calls(program: Program) -> frozenset[fx.Node]:
 def is_call(node: fx.Node) -> bool:
     """Whether a node is a call that is no `getitem`."""
     return node.op == "call_function" and node.target is not operator.getitem
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a call may draw random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """The running statistics that a call changes in place; every other change is an output of the graph."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    named = zip(node.target._schema.arguments, node.args, strict=False)
-    return [value for argument, value in named if argument.name.startswith("running_") and isinstance(value, fx.Node)]
-
-
-def changed_buffers(program: Program) -> frozenset[str]:
-    """Placeholders of the buffers that the forward changes, in place or by an output of the graph."""
-    changed = {program.buffers[name] for name in program.mutations if name in program.buffers}
-    changed.update(buffer.name for node in program.graph.nodes for buffer in writes(node))
-    return frozenset(changed)
 
 
 def _held_together(program: Program) -> list[set[fx.Node]]:

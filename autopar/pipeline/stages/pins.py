@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.annotations.matching import ancestors, matches
 from autopar.errors import PipelineError
 from autopar.pipeline.stages.blocks import Block
 from autopar.program.folding import folded
+from autopar.program.paths import ancestors, matches
 from autopar.sharding.annotation import NODE, Annotation
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PipelineError
-from autopar.pipeline.stages.blocks import Block, changed_buffers, is_random, writes
+from autopar.pipeline.stages.blocks import Block
+from autopar.program.effects import changed_buffers, of_weights_alone, writes
 from autopar.program.program import Program
 
 
@@ -86,19 +87,6 @@ def _readers(program: Program, stage: dict[fx.Node, int]) -> dict[str, set[int]]
 
 def _new_values(program: Program) -> tuple[object, ...]:
     return program.output[program.num_outputs :]
-
-
-def of_weights_alone(program: Program) -> frozenset[fx.Node]:
-    """Calls whose inputs are parameters, or computed from parameters alone, without random numbers."""
-    names = set(program.parameters.values())
-    weights = {node for node in program.graph.nodes if node.name in names}
-    found: set[fx.Node] = set()
-    for node in program.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "call_function" and inputs and weights.issuperset(inputs) and not is_random(node):
-            weights.add(node)
-            found.add(node)
-    return frozenset(found)
 
 
 def _stage(

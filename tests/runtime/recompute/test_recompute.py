@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.errors import InputError, PlanError
+from autopar.program.calls import source_of
 from autopar.program.program import Program, tensor_inputs
 from autopar.program.recompute_segments import MODES, recomputation, segments_of
 from autopar.program.saved_tensors import saved_in
@@ -28,7 +29,6 @@ from autopar.runtime.recompute import saved_handles
 from autopar.runtime.recompute.run import run, steps_of
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
-from autopar.space.space import source_of
 from tests.runtime.module.test_parity import modes
 from tests.runtime.rewrite import test_simulated
 from tests.support.families import FAMILIES

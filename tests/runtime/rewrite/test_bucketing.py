@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost import messages as shared_messages
 from autopar.memory.model import MemoryModel
+from autopar.planning.settings import context_of
 from autopar.runtime.rewrite import bucketing
 from autopar.sharding.mesh import Mesh
 from autopar.space.space import Space
@@ -29,7 +30,7 @@ class _Model(nn.Module):
 
 
 def _buckets() -> tuple[Space, tuple[bucketing.Bucket, ...]]:
-    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="data_parallel").context
+    context = context_of(autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="data_parallel"))
     return context.space, bucketing.buckets_of(context.space, context.choices)
 
 
@@ -47,7 +48,7 @@ def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.Monke
 
 def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_messages, "SMALLEST_MESSAGE", 0)  # every layer by itself
-    context = autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3").context
+    context = context_of(autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3"))
     buckets = bucketing.buckets_of(context.space, context.choices)
     (linear,) = (b for b in buckets if "linear.weight" in _parameters(context.space, b))
     names = _parameters(context.space, linear)
@@ -73,7 +74,7 @@ class _Decoder(nn.Module):
 
 def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
     inputs = (torch.zeros(8, 4, dtype=torch.int64),)
-    context = autopar.plan(_Decoder(), Mesh({"dp": 2}), inputs, strategy="zero3").context
+    context = context_of(autopar.plan(_Decoder(), Mesh({"dp": 2}), inputs, strategy="zero3"))
     space = context.space
     messages = [set(_parameters(space, bucket)) for bucket in bucketing.buckets_of(space, context.choices)]
     assert messages == [
@@ -83,7 +84,9 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
         {"norm.weight", "norm.bias", "head.weight", "head.bias"},
     ]
     memory = MemoryModel(space)
-    layer_of_call = {space.decisions[number].node.meta["module"]: memory.layer[number] for number in memory.calls}
+    layer_of_call = {
+        space.decisions[number].node.meta["module"]: memory.lifetimes.layer[number] for number in memory.calls
+    }
     assert layer_of_call["norm"] == layer_of_call["head"] == "head"
     assert layer_of_call["table"] == "table"
 
@@ -101,7 +104,7 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
 def test_a_bucket_moves_over_the_axes_that_its_parameters_have_in_common(
     strategy: str, axes: dict[str, int], moved: set[tuple[str, bool]]
 ) -> None:
-    context = autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy).context
+    context = context_of(autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy))
     buckets = bucketing.buckets_of(context.space, context.choices)
     assert {(step.axis, step.gathers) for bucket in buckets for step in bucket.steps} == moved
     assert sum(len(bucket.sources) for bucket in buckets) == 5

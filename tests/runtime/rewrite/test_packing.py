@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 import autopar
 from autopar.models.catalogue import built_in
+from autopar.planning.settings import context_of
 from autopar.runtime.rewrite.packing import OUTPUT_DIM, pack_products
 from autopar.runtime.rewrite.rewrite import rewrite
 from autopar.sharding.mesh import Mesh
@@ -81,6 +82,6 @@ def test_a_packed_projection_is_one_product_where_no_piece_is_split() -> None:
     found = {}
     for strategy in ("data_parallel", "megatron"):
         plan = autopar.plan(model, Mesh({"tp": 2}, "cpu"), inputs, strategy=strategy)
-        graph = rewrite(plan.context.space, plan.context.choices).module.graph
+        graph = rewrite(context_of(plan).space, context_of(plan).choices).module.graph
         found[strategy] = sum(node.target is aten.matmul.default for node in graph.nodes)
     assert found == {"data_parallel": 4, "megatron": 6}  # with the projection of attention and the two of the MLP

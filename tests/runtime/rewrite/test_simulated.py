@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar import api
+from autopar.compiler import whole as whole_model
+from autopar.planning import request
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.simulate import from_ranks, local_values, simulate
@@ -61,8 +62,8 @@ def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytes
 
             return run
 
-        for name in ("capture", "build_space", "make_plan"):
-            monkeypatch.setattr(api, name, unsimulated(getattr(api, name)))
+        for module, name in ((whole_model, "capture"), (request, "build_space"), (request, "make_plan")):
+            monkeypatch.setattr(module, name, unsimulated(getattr(module, name)))
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         compiled = autopar.compile(model, mesh, kwargs or args, mode="semi_auto", hardware=SLOW_DEVICES)
         loss = whole(FAMILIES[family].loss(compiled(*on_all_ranks(args), **on_all_ranks(kwargs))))

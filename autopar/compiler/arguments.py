@@ -1,0 +1,129 @@
+"""What a user gave to `compile`, `plan` or `attach`, read and checked before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.annotations.annotate import annotations_of
+from autopar.annotations.pins import Mode
+from autopar.cost.optimizer import Optimizer
+from autopar.errors import InputError, MeshError, PipelineError
+from autopar.hardware.profile import Hardware
+from autopar.pipeline.plan import PipelinePlan
+from autopar.planning.request import Outputs, PlanRequest
+from autopar.planning.settings import TIME_LIMIT, Settings
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.units import parse_bytes
+
+Recompute = Literal["auto", "none", "selective", "full"]
+Solver = Literal["auto", "ilp"]
+ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a compiled module runs, beside its plan: `plan` is one that was made before."""
+
+    plan: Plan | PipelinePlan | None = None
+    deterministic: bool = False
+    seed: int | None = None
+
+
+def plan_request(
+    model: nn.Module,
+    *,
+    mode: Mode = "auto",
+    strategy: str | None = None,
+    memory: str | int | None = None,
+    recompute: Recompute = "auto",
+    optimizer: str = "adamw",
+    master_copies: bool = False,
+    outputs: Outputs = "dtensor",
+    hardware: str | Hardware | None = None,
+    solver: Solver = "auto",
+    time_limit: float = TIME_LIMIT,
+    gap: float = 0.0,
+    microbatches: int | None = None,
+    pipeline: str | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    stages: Sequence[str] | None = None,
+) -> PlanRequest:
+    """The options of `compile` and `plan`, with what was said about the model, as one value."""
+    return PlanRequest(
+        annotations_of(model),
+        strategy,
+        mode,
+        Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap),
+        Optimizer(optimizer, master_copies),
+        hardware,
+        outputs,
+        microbatches,
+        pipeline,
+        schedule,
+        chunks,
+        None if stages is None else tuple(stages),
+    )
+
+
+def example_arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    raise InputError(
+        f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional inputs, (x,), "
+        "or a dict of keyword inputs."
+    )
+
+
+def check_one_decides(plan: object, strategy: str | None) -> None:
+    """Raise InputError where a plan and a preset are given."""
+    if plan is not None and strategy is not None:
+        raise InputError(f"strategy={strategy!r} beside a plan, which has decided everything; give one of them.")
+
+
+def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> None:
+    """Raise PipelineError for what is said about a pipeline on a mesh without one."""
+    said: dict[str, object] = {
+        "schedule": request.schedule,
+        "chunks": request.chunks,
+        "stages": request.stages,
+        "annotate(stage=…)": next((each for each in request.annotations if each.stage is not None), None),
+    }
+    for name, value in said.items():
+        if value is not None:
+            raise PipelineError(
+                f"{name} is given ({value}), but no axis of the mesh {mesh} is a pipeline; name one, as in "
+                f'pipeline="{mesh.names[0]}", or call an axis "pp".'
+            )
+    if isinstance(plan, PipelinePlan):
+        raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise MeshError for what `compile` cannot run on."""
+    if isinstance(mesh, str):
+        raise MeshError(
+            f'compile needs a DeviceMesh, found mesh={mesh!r}; find one with plan = autopar.plan(model, "auto", …), '
+            "make it with init_device_mesh(device_type, plan.mesh.sizes, mesh_dim_names=plan.mesh.names), and compile "
+            "with both: compile(model, mesh, …, plan=plan)."
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"compile needs a DeviceMesh over ranks of a process group, found {type(mesh).__name__}; "
+            'make one with init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).'
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh, whose ranks are {mesh.mesh.flatten().tolist()}; the process "
+            f"group has {dist.get_world_size()} ranks. Make a mesh of all of them, or compile on the mesh's ranks only."
+        )

@@ -1,0 +1,88 @@
+"""`plan`: capture and plan without running, on a mesh, on every mesh of so many devices, or on one with a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.export import capture, skeleton
+from autopar.compiler.arguments import ExampleInputs, check_no_pipeline, example_arguments
+from autopar.compiler.garbage_collection import uncollected
+from autopar.errors import PipelineError
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.planner import plan_pipeline
+from autopar.pipeline.request import PipelineRequest, pipeline_axis
+from autopar.pipeline.schedule_search import Wish, best_schedule
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.planning.mesh_search import best_mesh
+from autopar.planning.request import PlanRequest
+from autopar.plans.plan import Plan
+from autopar.program.program import Program
+from autopar.progress import stages as progress
+from autopar.runtime.module.batches import batch_size, split_batch
+from autopar.runtime.module.inputs import canonical_arguments
+from autopar.sharding.mesh import Mesh
+
+
+def plan_offline(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | str,
+    example_inputs: ExampleInputs,
+    request: PlanRequest,
+    devices: int | None,
+    max_axes: int,
+) -> Plan | PipelinePlan:
+    """The best plan on the mesh; on "auto", on the best mesh of `devices` in up to `max_axes` axes."""
+    planner = _Planner(model, example_inputs, request)
+    if isinstance(mesh, str):
+        if request.pipeline is not None:
+            raise PipelineError(
+                f'mesh="{mesh}" arranges devices for plans without a pipeline, and pipeline="{request.pipeline}" is '
+                f'given; give the mesh, as in Mesh({{"{request.pipeline}": 4, "tp": 8}}).'
+            )
+        return best_mesh(planner.on, mesh, devices, request.hardware, max_axes)
+    abstract = Mesh.of(mesh)
+    axis = pipeline_axis(abstract, request.pipeline)
+    return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
+
+
+class _Planner:
+    """Plans one model on one mesh after another; it is captured once for each number of micro-batches."""
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
+        self.model, self.request = model, request
+        self.batch = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+        self.programs: dict[int, Program] = {}
+
+    def captured(self, count: int) -> Program:
+        """The program of one of so many micro-batches."""
+        if count not in self.programs:
+            with progress("planning", 1) as step, uncollected():
+                step("capture")
+                part = split_batch(self.batch, count)[0]
+                self.programs[count] = capture(skeleton(self.model), *part, training=self.model.training)
+        return self.programs[count]
+
+    def on(self, mesh: Mesh) -> Plan:
+        """The best plan on a mesh without a pipeline."""
+        check_no_pipeline(self.request, mesh)
+        program = self.captured(self.request.microbatches or 1)
+        with progress(f"planning on {mesh}", 2) as step, uncollected():
+            step("strategies and costs")
+            space = self.request.space(program, mesh)
+            step("solving")
+            return self.request.plan(space)
+
+    @uncollected()
+    def in_stages(self, mesh: Mesh, axis: str) -> PipelinePlan:
+        """The best plan on a mesh with a pipeline."""
+
+        def requested(schedule: Schedule) -> PipelineRequest:
+            program = self.captured(schedule.num_microbatches)
+            return PipelineRequest.of(self.request, program, mesh, axis, schedule)
+
+        limited = self.request.settings.memory is not None
+        chosen = best_schedule(Wish.of(self.request), batch_size(self.batch), mesh, axis, requested, limited)
+        return plan_pipeline(requested(chosen))

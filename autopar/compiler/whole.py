@@ -1,0 +1,97 @@
+"""`compile` on a mesh without a pipeline: capture, plan, rewrite, run."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.export import capture, freeze, skeleton
+from autopar.compiler.arguments import RunOptions, check_no_pipeline
+from autopar.compiler.garbage_collection import uncollected
+from autopar.planning.record import choices_of
+from autopar.planning.request import PlanRequest
+from autopar.plans.plan import Context, Plan
+from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
+from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.module.parameters import attach
+from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
+from autopar.sharding.layout import Layout, replicated
+from autopar.sharding.mesh import Mesh
+from autopar.space.space import Space
+
+
+def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run: RunOptions) -> ParallelModule:
+    """Parallelize `model` over `mesh`; planned when the first inputs are given."""
+    check_no_pipeline(request, Mesh.of(mesh), run.plan)
+    compiler = _Compiler(model, mesh, request, run.plan if isinstance(run.plan, Plan) else None)
+    compiler.module = ParallelModule(
+        inspect.signature(model.forward),
+        mesh,
+        compiler.prepare,
+        whole_outputs=request.whole_outputs,
+        deterministic=run.deterministic,
+        seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
+        num_microbatches=request.microbatches or 1,
+    )
+    compiler.module.train(model.training)
+    return compiler.module
+
+
+class _Compiler:
+    """Makes the executables of one module: one for each kind of inputs, mode and set of frozen parameters."""
+
+    module: ParallelModule
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None) -> None:
+        self.mesh, self.request, self.plan = mesh, request, plan
+        self.traced = skeleton(model)
+        self.original: nn.Module | None = model
+        """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
+        self.storage: dict[str, Layout] = {}
+        """Parameter → the layout in which it is stored, since the first plan."""
+
+    def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
+        """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
+        freeze(self.traced, frozen)
+        space = on_all_ranks(lambda: self._capture(arguments, training), lambda found: found.program.summary, self.mesh)
+        plan = self._plan(space)
+        local = rewrite(space, choices_of(plan, space), plan.recompute)
+        self._lay_out(space, local)
+        return Executable.of(space.program, plan, local, self.mesh)
+
+    @uncollected()
+    def _capture(self, arguments: Arguments, training: bool) -> Space:
+        device = torch.device(self.mesh.device_type)
+        program = capture(self.traced, *without_placements(arguments), training=training, device=device)
+        return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
+
+    def _plan(self, space: Space) -> Plan:
+        """The plan that was given, for the first inputs, or that of the first rank, which alone can explain it."""
+        contexts: list[Context | None] = []
+
+        @uncollected()
+        def solved() -> str:
+            if self.plan is not None and self.original is not None:
+                return self.plan.to_json()
+            made = self.request.plan(space, self.storage)
+            contexts.append(made.context)
+            return made.to_json()
+
+        agreed = Plan.from_json(from_first_rank(solved, self.mesh))
+        return replace(agreed, context=contexts[0]) if contexts else agreed
+
+    def _lay_out(self, space: Space, local: LocalProgram) -> None:
+        """Store the parameters as the first plan says."""
+        if self.original is None:
+            return
+        whole = replicated(self.mesh.ndim)
+        self.storage.update({name: whole for name, _ in self.traced.named_parameters()})
+        self.storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
+        original, self.original = self.original, None
+        attach(self.module, original, self.storage, self.mesh, whole)

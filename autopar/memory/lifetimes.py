@@ -1,0 +1,136 @@
+"""When each decision is first used, in which segment and layer, and what the backward needs of it.
+
+A segment is computed again as one (`program.recompute_segments`); a layer's weights are gathered, and its gradients
+reduced, in one message (`cost.messages`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from torch import fx
+
+from autopar.cost.messages import joined_layers
+from autopar.program.recompute_segments import MODES, Recomputation, recomputation, segments_of
+from autopar.program.saved_tensors import Saved, saved_in
+from autopar.space.space import Decision, Space, Wire
+
+LATE = 1 << 40  # the position of what no call uses
+
+
+class Lifetimes:
+    """The order of the calls of a space, and who needs what; without bytes, which are in the other files."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
+        """The calls in the order they run."""
+        self._outgoing: dict[int, list[Wire]] = defaultdict(list)
+        for wire in space.wires:
+            self._outgoing[wire.source].append(wire)
+        self._needs: dict[tuple[int, int], bool] = {}
+        self._again: dict[str, dict[str, Recomputation]] = {}
+        self._segment_of_node: dict[fx.Node, str] = {}
+        self._saved_by_node = saved_in(space.program)
+        for segment in segments_of(space.program):
+            self._again[segment.name] = {mode: recomputation(space.program, segment, mode) for mode in MODES}
+            self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
+        self.segments = tuple(self._again)
+
+    # When.
+
+    @cached_property
+    def position(self) -> list[int]:
+        """For each decision, where in the order of calls it is first used; a call's own place."""
+        found = [LATE] * len(self.space.decisions)
+        for place, number in enumerate(self.calls):
+            found[number] = place
+        for wire in reversed(self.space.wires):  # the wires that leave a hub lie behind the one that enters it
+            if self.space.decisions[wire.source].kind != "call":
+                found[wire.source] = min(found[wire.source], found[wire.target])
+        return found
+
+    @cached_property
+    def segment(self) -> list[str]:
+        """For each call and hub, the segment it is computed again with; "" for none."""
+        return [
+            self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
+            for number, d in enumerate(self.space.decisions)
+        ]
+
+    @cached_property
+    def layer(self) -> list[str]:
+        """For each decision, the layer whose weights are gathered while it runs: of those in a message, the last."""
+        joined = joined_layers(self.space.program)
+        own = [self.segment[n] or _module(self._first_call(n).node) for n in range(len(self.space.decisions))]
+        return [joined.get(layer, layer) for layer in own]
+
+    def _first_call(self, number: int) -> Decision:
+        """The call itself, or the first one that uses the decision."""
+        place = self.position[number]
+        return self.space.decisions[self.calls[place] if place < LATE else number]
+
+    # Who needs what.
+
+    def recomputations(self, number: int) -> tuple[Recomputation, ...]:
+        """What each mode computes again of a decision's segment; nothing where it has none."""
+        name = self.segment[number]
+        return tuple(self._again[name].values()) if name else (Recomputation(frozenset(), frozenset()),)
+
+    def num_modes(self, number: int) -> int:
+        """How many modes of recomputation a decision's segment has: one where it has no segment."""
+        return len(self.recomputations(number))
+
+    def keeps_output(self, number: int, output: int, mode: int) -> bool:
+        """Whether an output of a decision is kept as it is for some backward, in a mode, or what is sent is a copy."""
+        decision = self.space.decisions[number]
+        if decision.node.op == "placeholder" or (mode > 0 and self.reruns(number, mode)):
+            return False
+        saved = self.saved(decision)
+        if output in saved.aliases:
+            return False
+        return (decision.kind == "call" and output in saved.outputs) or self.needs_output(number, output)
+
+    def reruns(self, number: int, mode: int) -> bool:
+        """Whether a call, or a consumer of a hub, is run again in a mode."""
+        decision = self.space.decisions[number]
+        if decision.kind == "hub":
+            return any(self.reruns(wire.target, mode) for wire in self._outgoing[number])
+        if decision.kind != "call" or not self.segment[number]:
+            return False
+        return decision.node in self.recomputations(number)[mode].rerun
+
+    def needs_input(self, wire: Wire) -> bool:
+        """Whether the backward of the wire's target, or of what lies behind a view or hub, needs the tensor."""
+        target = self.space.decisions[wire.target]
+        if target.kind == "output":
+            return False
+        if target.kind == "hub":
+            return self.needs_output(wire.target, 0)
+        if wire.target_input in self.saved(target).inputs:
+            return True
+        return bool(self.saved(target).aliases) and self.needs_output(wire.target, 0)
+
+    def needs_output(self, number: int, output: int) -> bool:
+        """Whether some backward needs an output of a decision."""
+        if (number, output) not in self._needs:
+            wires = (wire for wire in self._outgoing[number] if wire.source_output == output)
+            self._needs[number, output] = any(map(self.needs_input, wires))
+        return self._needs[number, output]
+
+    def is_there_anyway(self, wire: Wire) -> bool:
+        """Whether the tensor that leaves the source is held on account of something else."""
+        source = self.space.decisions[wire.source]
+        if source.kind != "call":
+            return True  # parameters and inputs are always held, and a hub's tensor is counted where it enters
+        saved = self.saved(source)
+        return wire.source_output in saved.aliases or wire.source_output in saved.outputs
+
+    def saved(self, decision: Decision) -> Saved:
+        """What autograd keeps of a call."""
+        return self._saved_by_node[decision.node]
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta.get("module", ""))

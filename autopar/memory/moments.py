@@ -1,0 +1,127 @@
+"""Moments of a step, and the bytes that every choice holds at one: rows of the problem that is solved."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from autopar.memory.microbatches import Microbatches, Phase
+from autopar.memory.model import MemoryModel
+from autopar.memory.tensor_bytes import Modes
+from autopar.space.space import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The bytes at moments of the backward (see `moment_of`), added up with whole weights.
+
+    With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
+    each of the moments, though not every choice that does so fits the row.
+    """
+
+    weights: tuple[tuple[int, int], ...]
+    worst: bool = False
+
+    @property
+    def total(self) -> int:
+        """How often the limit counts in the limit of the row."""
+        return 1 if self.worst else sum(weight for _, weight in self.weights)
+
+
+def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
+    """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
+    more, first_use = memory.accumulation, memory.lifetimes.position[number]
+    gradients, own = more.gradients(number), memory.own(number)
+    moments: list[tuple[int, list[Modes]]] = []
+    for moment, weight in row.weights:
+        at = moment_of(memory, moment)
+        parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
+        if at.phase.end:
+            moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
+            continue
+        if gradients is not None and (at.has_run(first_use) or not at.phase.first):
+            parts.append((gradients,))
+        if own is not None and not at.has_run(first_use):
+            parts.append(own if at.frees(memory, number) else own[:1])
+        if own is not None and at.phase.others:
+            parts.append(more.waiting(own, at.phase.others))
+        if at.place == first_use and at.kind != GATHERING:
+            works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
+            if works_on is not None:
+                parts.append((works_on,))
+        moments.append((weight, parts))
+    num_strategies = len(memory.space.decisions[number].menu.strategies)
+    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
+
+
+def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
+    """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
+    more, place, weights = memory.accumulation, memory.lifetimes.position[wire.target], memory.weights
+    kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
+    held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
+    reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
+    moments: list[tuple[int, list[Modes]]] = []
+    for moment, weight in row.weights:
+        at = moment_of(memory, moment)
+        parts: list[Modes] = [] if held is None else [(held,)]
+        if accumulated is not None and (at.has_run(place) or not at.phase.first):
+            parts.append((accumulated,))
+        if at.phase.end:
+            moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
+            continue
+        if arrived is not None and at.has_run(place) and not at.phase.first:
+            parts.append((arrived,))
+        if kept is not None and not at.has_run(place):
+            parts.append(kept if at.frees(memory, wire.target) else kept[:1])
+        if kept is not None and at.phase.others:
+            parts.append(more.waiting(kept, at.phase.others))
+        if sent is not None:
+            parts.append(more.waiting(sent, at.phase.others + 1))
+        if fresh is not None and at.computes(place):
+            parts.append((fresh,))
+        if memory.lifetimes.layer[wire.target] == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
+            if again is not None and at.kind != REDUCING:
+                parts += [(again,)] * (2 if at.kind == GATHERING else 1)
+            if unreduced is not None and place > at.place:
+                parts.append((unreduced,))
+            if sent_off is not None and at.kind == REDUCING and place >= at.place:
+                parts += [(sent_off,)] * (2 if place == at.place else 1)
+        moments.append((weight, parts))
+    return memory.total(moments, row.worst)
+
+
+COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A moment of a step: on account of the call at which place, in which of its backwards, and what happens."""
+
+    place: int
+    phase: Phase
+    kind: int
+
+    def has_run(self, place: int) -> bool:
+        """Whether the backward of the call at that place is over."""
+        return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
+
+    def computes(self, place: int) -> bool:
+        """Whether it is the call at that place that runs."""
+        return place == self.place and self.kind == COMPUTING
+
+    def frees(self, memory: MemoryModel, number: int) -> bool:
+        """Whether recomputation helps: not while the decision's own segment is computed again."""
+        waits = self.kind in (FORWARD, GATHERING)
+        return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
+
+
+def moment_of(memory: MemoryModel, moment: int) -> At:
+    """The moment of the backward of that number: places, over phases, over kinds."""
+    return _at(moment, len(memory.lifetimes.calls), memory.microbatches)
+
+
+@functools.lru_cache(maxsize=1024)
+def _at(moment: int, num_calls: int, microbatches: Microbatches) -> At:
+    number, place = divmod(moment, num_calls)
+    kind, number = divmod(number, len(microbatches.phases))
+    return At(place, microbatches.phases[number], kind)

@@ -1,0 +1,54 @@
+"""Seconds of a pipeline's stage, from its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.memory.model import MemoryModel
+from autopar.pipeline.schedules.simulation import StageSeconds
+from autopar.planning.settings import PlanContext, context_of
+from autopar.planning.step_seconds import StepParts, parts_of
+from autopar.plans.plan import Plan
+
+
+def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
+    """Seconds of one micro-batch's backward in which calls compute the gradients of weights.
+
+    A call's backward takes as long as its forward for each input that needs a gradient.
+    """
+    space, total = memory.space, 0.0
+    for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
+        call = decision.menu.call
+        if call is None or memory.accumulation.once(number) or not any(each.requires_grad for each in call.outputs):
+            continue
+        wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
+        weights = sum(wire is not None and wire.tensor.bucketed and wire.tensor.requires_grad for wire in wires)
+        total += weights * float(decision.menu.forward_seconds[choice])
+    return total
+
+
+def step_parts(plan: Plan) -> StepParts:
+    """Seconds of one micro-batch's forward and backward, and once a step; PlanError for a plan that was loaded."""
+    context = _context(plan)
+    return parts_of(context.memory_model, context.choices, plan.recompute)
+
+
+def stage_seconds(plan: Plan, send_forward: float = 0.0, send_backward: float = 0.0) -> StageSeconds:
+    """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
+
+    The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
+    recomputation and collectives too, counts for the gradients of inputs, which others wait for.
+    """
+    context, parts = _context(plan), step_parts(plan)
+    weight = min(weight_seconds(context.memory_model, context.choices), parts.backward)
+    return StageSeconds(parts.forward, parts.backward - weight, weight, send_forward, send_backward, parts.once)
+
+
+def _context(plan: Plan) -> PlanContext:
+    if plan.context is None:
+        raise PlanError(
+            "the parts of a step need the model that the plan is for, and a plan that was loaded does not bring it "
+            "along; plan the stage again, or read them from the pipeline's plan (`stage.seconds`)."
+        )
+    return context_of(plan)

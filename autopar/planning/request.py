@@ -1,0 +1,92 @@
+"""What a plan is made for: all that a user says beside the model, the mesh and the inputs.
+
+One value serves `plan`, `compile`, `attach` and the stages of pipelines: they lay out spaces, pin and solve alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from autopar.annotations.pins import Mode, pins_of
+from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.errors import InputError
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
+from autopar.memory.microbatches import Microbatches
+from autopar.planning.planner import make_plan
+from autopar.planning.settings import Settings, context_of
+from autopar.plans.plan import Plan
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+from autopar.space.build import build_space
+from autopar.space.space import Space
+from autopar.strategies.presets import annotations_for
+
+Outputs = Literal["dtensor", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a plan is made for, whatever the program and the mesh; InputError for a word that is not known."""
+
+    annotations: tuple[Annotation, ...] = ()
+    """What was said about the model, without what the preset adds."""
+    strategy: str | None = None
+    """The name of a preset."""
+    mode: Mode = "auto"
+    settings: Settings = field(default_factory=Settings)
+    optimizer: Optimizer = ADAMW
+    hardware: str | Hardware | None = None
+    """Name or path of a profile, or a profile; None: the mesh's own."""
+    outputs: Outputs = "dtensor"
+    microbatches: int | None = None
+    """Into how many parts a batch is split; None: one, or as many as suit a pipeline."""
+    pipeline: str | None = None
+    """The axis of a pipeline; None: the one called "pp", if there is one."""
+    schedule: str | None = None
+    chunks: int | None = None
+    stages: tuple[str, ...] | None = None
+    """Modules with which the second and later stages of a pipeline begin."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "semi_auto", "manual"):
+            raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
+        if self.outputs not in ("dtensor", "full"):
+            raise InputError(f'outputs={self.outputs!r}; outputs are "dtensor" or "full".')
+
+    @property
+    def whole_outputs(self) -> bool:
+        return self.outputs == "full"
+
+    def hardware_of(self, mesh: Mesh) -> Hardware:
+        """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
+        return self.hardware if isinstance(self.hardware, Hardware) else load(self.hardware or mesh.hardware)
+
+    def annotations_about(self, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+        """What the user says, and what the preset adds to it; StrategyError where it has no place here."""
+        if self.strategy is None:
+            return self.annotations
+        return (*self.annotations, *annotations_for(self.strategy, program, mesh))
+
+    def space(self, program: Program, mesh: Mesh, input_layouts: Mapping[str, Layout] | None = None) -> Space:
+        """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
+        return build_space(program, mesh, self.hardware_of(mesh), self.whole_outputs, input_layouts, self.optimizer)
+
+    def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
+        """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""
+        said, settings = self.annotations_about(space.program, space.mesh), self.settings
+        made, _ = make_plan(
+            space,
+            pins_of(said, space, self.mode, storage or {}),
+            settings.memory,
+            settings.solver,
+            settings.time_limit,
+            settings.recompute,
+            settings.gap,
+            Microbatches(self.microbatches or 1),
+        )
+        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))

@@ -1,0 +1,61 @@
+"""How to plan, and what a plan was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.memory.model import MemoryModel
+from autopar.planning.formulation import Pins
+from autopar.plans.plan import Plan
+from autopar.program.recompute_segments import MODES
+from autopar.solver.problem import Problem
+from autopar.space.space import Space
+
+TIME_LIMIT = 120.0  # seconds of solving
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to plan: `memory` in bytes per device, `recompute` "auto" or one mode for every segment."""
+
+    memory: int | None = None
+    recompute: str = "auto"
+    solver: str = "auto"
+    time_limit: float = TIME_LIMIT
+    gap: float = 0.0
+    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("auto", *MODES):
+            raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
+        if not 0 <= self.gap < 1:
+            raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanContext:
+    """What a plan was made from, and how: enough to ask again with something changed."""
+
+    space: Space
+    memory_model: MemoryModel
+    pins: Pins
+    choices: tuple[int, ...]
+    problem: Problem
+    """The problem on which the bound is proven."""
+    settings: Settings
+    annotations: tuple[Any, ...] = ()
+    mode: str = "auto"
+
+
+def context_of(plan: Plan, asked: str = "context") -> PlanContext:
+    """What a plan was made from; PlanError where it was loaded, and what was `asked` needs its model."""
+    if plan.context is None:
+        raise PlanError(
+            f"plan.{asked} needs the model that the plan is for, and a plan that was loaded does not bring it "
+            "along; call plan.attach(model, example_inputs), with the options it was made with, and ask what that "
+            "returns."
+        )
+    assert isinstance(plan.context, PlanContext), f"made from {type(plan.context).__name__}"
+    return plan.context

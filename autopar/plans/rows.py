@@ -1,0 +1,74 @@
+"""What a plan's tables are made of: a row per decision, and the bytes that are alive at every moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    pass
+
+
+class Moved(NamedTuple):
+    """One collective of a step: `num_bytes` in NCCL's convention, `seconds` as far as they are not hidden."""
+
+    collective: str
+    axis: str
+    num_bytes: int
+    seconds: float = 0.0
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One decision as the table shows it."""
+
+    name: str
+    kind: str
+    module: str
+    operation: str
+    roles: tuple[str, ...]
+    """Per mesh axis: "data", "column", … , "replicated", "partial", or the factor where it has no role."""
+    layout: str
+    """Layout of the (first) output."""
+    seconds: float
+    """Everything this decision costs in a step: compute, its own collectives, inbound reshards, recomputation."""
+    transfers: tuple[Moved, ...]
+    """Everything that this decision and its inbound reshards move in a step."""
+    forward_seconds: float = 0.0
+    """Compute of the forward alone."""
+    backward_seconds: float = 0.0
+    """Compute of the backward alone, without recomputation."""
+    recompute_seconds: float = 0.0
+    """Compute of the forward that is run again in the backward."""
+    saved_bytes: int = 0
+    """Bytes per device kept from the forward to the backward on account of this decision."""
+    stored_bytes: int = 0
+    """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
+    segment: str = ""
+    """The segment (layer) that the call is recomputed with, whatever its mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Bytes per device that are alive while a row's forward or backward runs."""
+
+    name: str
+    backward: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What fills a device at the peak, and how the live bytes go up and down over a step."""
+
+    parts: Mapping[str, int]
+    """"parameters", "gradients", "optimizer", "activations", "gathered weights", … → bytes at the peak."""
+    timeline: tuple[Instant, ...] = ()
+    """The calls in the order they run, forward and then backward."""
+
+
+def row_of(values: Mapping[str, Any]) -> PlanRow:
+    transfers = tuple(Moved(*each) for each in values["transfers"])
+    return PlanRow(**{**values, "roles": tuple(values["roles"]), "transfers": transfers})

@@ -1,0 +1,28 @@
+"""The name of a strategy, as plans keep it: a choice per mesh axis, and "kept" where a gathered weight is kept.
+
+"o -"           a call: factor o on the first axis, nothing on the second
+"S(0) I kept"   a parameter: its layout, gathered once and kept for the backward (ZeRO-2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.sharding.layout import Layout
+
+_KEPT = " kept"
+
+
+def strategy_name(choices: Sequence[str], kept: bool) -> str:
+    """The name of a strategy with these choices."""
+    return " ".join(choices) + (_KEPT if kept else "")
+
+
+def is_kept(name: str) -> bool:
+    """Whether a weight that is stored in parts is, once gathered, kept for the backward."""
+    return name.endswith(_KEPT)
+
+
+def layout_named(name: str) -> Layout:
+    """The layout that a strategy of a tensor (a parameter, an input, an output, a hub) is called by."""
+    return Layout.parse(name.removesuffix(_KEPT))
