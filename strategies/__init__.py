@@ -4,9 +4,10 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
 from autopar.sharding.operation import Call, OpRule
-from autopar.strategies import (
+from autopar.strategies import constraint
+from autopar.strategies.notation import Entry
+from autopar.strategies.rules import (
     attention,
-    constraint,
     conv,
     embedding,
     factory,
@@ -19,7 +20,6 @@ from autopar.strategies import (
     reduction,
     view,
 )
-from autopar.strategies.notation import Entry
 
 TABLES = (
     attention,

@@ -19,9 +19,10 @@ from autopar.runtime.collectives.axes import record_traffic
 from autopar.sharding.layout import S
 from autopar.sharding.operation import Call
 from autopar.sharding.rule import Choice, Rule
-from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of, view
+from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of
 from autopar.strategies.notation import broadcast
-from autopar.strategies.view import reshaped
+from autopar.strategies.rules import view
+from autopar.strategies.rules.view import reshaped
 from tests.support.families import FAMILIES
 from tests.support.parts import split
 from tests.support.validate import Whole, check
