@@ -4,7 +4,6 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
 from autopar.sharding.operation import Call, OpRule
-from autopar.strategies import constraint
 from autopar.strategies.notation import Entry
 from autopar.strategies.rules import (
     attention,
@@ -36,7 +35,7 @@ TABLES = (
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
-BY_NAME: dict[str, Entry] = {**matmul.BY_NAME, **constraint.BY_NAME}
+BY_NAME: dict[str, Entry] = matmul.BY_NAME
 """Operations that are not there until another module is imported."""
 
 

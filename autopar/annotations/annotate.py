@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from autopar.annotations.pins import pins_of
 from autopar.annotations.tp_plans import ForeignPlan, translate
 from autopar.errors import AnnotationError
 from autopar.sharding.annotation import Annotation, said_of, slices_of
+from autopar.sharding.constraint import CONSTRAIN
 
 __all__ = ["Annotation", "annotate", "annotate_plan", "annotations_of", "constrain", "pins_of"]
 
@@ -88,7 +88,7 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
     if not axes:
         raise AnnotationError(f"{where}: nothing is said; name a mesh axis and a dim, as in constrain(x, dp=0).")
     dims = [_dim_of(said_of(value, where), x.ndim, axis, where) for axis, value in axes.items()]
-    return torch.ops.autopar.constrain(x, list(axes), dims)
+    return CONSTRAIN(x, list(axes), dims)
 
 
 def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
@@ -106,19 +106,3 @@ def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
 def _remember(model: M, annotation: Annotation) -> M:
     model.__dict__[_KEY] = (*model.__dict__.get(_KEY, ()), annotation)
     return model
-
-
-def _copy(x: Tensor, axes: list[str], dims: list[int]) -> Tensor:
-    return x.clone()
-
-
-# An operator may not return its input: eager runs copy, and the rewrite drops the call. Its derivative is that of the
-# copy, without an autograd.Function, which could not be captured.
-torch.library.define("autopar::constrain", "(Tensor x, str[] axes, int[] dims) -> Tensor")
-torch.library.impl("autopar::constrain", "CompositeExplicitAutograd", _copy)
-torch.library.impl("autopar::constrain", "Autograd", _copy)
-
-
-@torch.library.register_fake("autopar::constrain")
-def _(x: Tensor, axes: list[str], dims: list[int]) -> Tensor:
-    return torch.empty_like(x)

@@ -8,7 +8,6 @@ whole names of modules and parameters, whole names of operations, then both agai
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,13 +15,10 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.cost.operations import base_name
-from autopar.program.calls import is_call
-from autopar.program.paths import ancestors, is_below, matches, relative_to
+from autopar.program.calls import is_call, module_of
+from autopar.program.paths import ancestors, is_below, matches, relative_to, starred
 from autopar.sharding.annotation import NODE, Annotation
 from autopar.space.space import Decision, Space
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class Catalog:
 
     def module(self, number: int) -> str:
         """Path of the module that makes a call."""
-        return module_of(self.space.decisions[number])
+        return module_of(self.space.decisions[number].node)
 
     def find(self, annotation: Annotation) -> Found | None:
         """What an annotation is about; None where no name matches."""
@@ -91,7 +87,7 @@ class Catalog:
             nodes = [f"{NODE}{d.name}" for d in self.space.decisions if d.kind in ("call", "parameter")]
             return difflib.get_close_matches(annotation.pattern, nodes, n=3)
         names = {*self.modules, *self.parameters} - {""}
-        names |= {_NUMBER.sub("*", name) for name in names}
+        names |= {starred(name) for name in names}
         names |= {operation_of(self.space.decisions[number]) for number in self.calls}
         relative = [relative_to(name, annotation.within) for name in names]
         return difflib.get_close_matches(annotation.pattern, sorted({name for name in relative if name}), n=3)
@@ -112,11 +108,7 @@ class Catalog:
         """Whether the value of a call is used outside one of the modules that make it."""
         inside = modules.intersection(ancestors(self.module(number)))
         users = list(_users_of(self.space.decisions[number].node))
-        return any(
-            user.op == "output" or not is_below(str(user.meta.get("module", "")), path)
-            for path in inside
-            for user in users
-        )
+        return any(user.op == "output" or not is_below(module_of(user), path) for path in inside for user in users)
 
     def _users(self, parameters: Iterable[int]) -> list[int]:
         """The calls that compute with the parameters, looking through those that only rearrange or cast one."""
@@ -137,18 +129,13 @@ class Catalog:
         """An operation's own name ("linear"), that of its node, and its own after the path of its module."""
         decision = self.space.decisions[number]
         name = operation_of(decision)
-        return name, decision.node.name, f"{relative_to(module_of(decision), within)}.{name}".removeprefix(".")
-
-
-def module_of(decision: Decision) -> str:
-    """Path of the module that a decision belongs to, "" for the root."""
-    return str(decision.node.meta.get("module", ""))
+        return name, decision.node.name, f"{relative_to(module_of(decision.node), within)}.{name}".removeprefix(".")
 
 
 def operation_of(decision: Decision) -> str:
     """Name of a call's operation, as "linear"."""
     assert decision.menu.call is not None, f"{decision.name} is no call"
-    return base_name(decision.menu.call)
+    return decision.menu.call.name
 
 
 def _unique(numbers: list[int]) -> tuple[int, ...]:

@@ -15,10 +15,12 @@ from typing import Literal
 import numpy as np
 
 from autopar.annotations import refusals
-from autopar.annotations.matching import Catalog, Found, module_of
+from autopar.annotations.matching import Catalog, Found
 from autopar.annotations.offered import is_weighted, offered_roles, offered_slices, output_shapes
 from autopar.errors import AnnotationError
+from autopar.program.calls import module_of
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
+from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R, S
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
@@ -174,11 +176,11 @@ class _Pins:
         """The pin that a call of `autopar.constrain` carries; every other call carries none."""
         decision = self._decision(number)
         call = decision.menu.call
-        if call is None or str(call.target) != "autopar.constrain.default":
+        if call is None or not is_constraint(call.target):
             return
         dims = {axis: None if dim < 0 else dim for axis, dim in zip(call["axes"], call["dims"], strict=True)}
         said = ", ".join(f"{axis}={dim}" for axis, dim in dims.items())
-        text = f"constrain({call.inputs[0]}, {said}) in {module_of(decision) or 'the model'}"
+        text = f"constrain({call.inputs[0]}, {said}) in {module_of(decision.node) or 'the model'}"
         for axis in dims:
             _check_axis(axis, text, self.space)
         indices = {self.space.mesh.index(axis): dim for axis, dim in dims.items()}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.annotations.matching import Found, module_of, operation_of
+from autopar.annotations.matching import Found, operation_of
 from autopar.annotations.offered import offered_roles, offered_slices, output_shapes
+from autopar.program.calls import module_of
 from autopar.program.program import TensorInfo
 from autopar.sharding.annotation import Said, Slices
 from autopar.sharding.layout import P
@@ -146,7 +147,7 @@ def _place(decision: Decision) -> str:
     """Where a decision stands in the model: its module, a parameter's placeholder, or the operation itself."""
     if decision.menu.call is None:
         return decision.name
-    return module_of(decision) or operation_of(decision)
+    return module_of(decision.node) or operation_of(decision)
 
 
 def _signature(decision: Decision) -> str:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.program.paths import is_numbered, layer_of
+from autopar.program.paths import layer_of, layer_or_owner
 from autopar.program.program import Program, info_of
 
 LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
@@ -45,7 +45,7 @@ def sharing(program: Program) -> dict[str, Sharing]:
     infos = {name: info_of(node) for name, node in program.placeholders().items() if name in wanted}
     reduced = [info.num_bytes for info in infos.values() if info.requires_grad]
     each = max(1, round(len(reduced) / max(1, len(messages(reduced)))))
-    layers = {weight: layer_of(name) for name, weight in program.parameters.items()}
+    layers = {weight: layer_or_owner(name) for name, weight in program.parameters.items()}
     joined, in_layer = joined_layers(program), Counter(layers.values())
     return {
         weight: Sharing(min(in_layer[layer], each) if joined[layer] == layer else each, each)
@@ -58,7 +58,7 @@ def joined_layers(program: Program) -> dict[str, str]:
 
     At most `SMALLEST_MESSAGE` joins a layer, since it is whole as long as this is.
     """
-    layers = {weight: layer_of(name) for name, weight in program.parameters.items()}
+    layers = {weight: layer_or_owner(name) for name, weight in program.parameters.items()}
     num_bytes: Counter[str] = Counter()
     for name, node in program.placeholders().items():
         if name in layers:
@@ -67,7 +67,7 @@ def joined_layers(program: Program) -> dict[str, str]:
     found: dict[str, str] = {}
     message, room = "", -1
     for layer in reversed(dict.fromkeys(layers[name] for name in used if name in layers)):
-        if num_bytes[layer] > room or is_numbered(layer):
+        if num_bytes[layer] > room or layer_of(layer):
             message, room = layer, SMALLEST_MESSAGE
         else:
             room -= num_bytes[layer]

@@ -6,6 +6,7 @@ where the bandwidth is that of products of few rows for contractions, which read
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
 memory bounds all of them), and the peak is that of matmuls, of which fused attention reaches the share that the
 hardware states; forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
+What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
 """
 
 from __future__ import annotations
@@ -19,47 +20,34 @@ from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
-from autopar.sharding.operation import Call, OpRule, is_view
+from autopar.sharding.operation import Call, Implementation, OpRule, is_product, is_view
 from autopar.sharding.rule import BoundRule
 
 
-def base_name(call: Call) -> str:
-    """The operation's name without namespace and overload: "linear"."""
-    target = call.target
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
-
-
-def is_contraction(bound: BoundRule) -> bool:
-    """Whether the rule multiplies two tensors and sums a factor away."""
-    factors = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
-    kept = {factor for term in bound.rule.outputs for factor in term.factors}
-    return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
-
-
-def computes_products(call: Call, op: OpRule | None, bound: BoundRule) -> bool:
-    """Whether the call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
-    return (op is not None and op.flops is not None) or (is_contraction(bound) and base_name(call) != "embedding")
-
-
-def flops(call: Call, op: OpRule | None, bound: BoundRule) -> int:
+def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
     """Floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
-    if op is not None and op.flops is not None:
+    if op.flops is not None:
         return op.flops
-    if computes_products(call, op, bound):
+    if is_product(op, bound):
         return 2 * math.prod(bound.sizes.values())
     return sum(output.num_elements for output in call.outputs)
 
 
-def bandwidth(call: Call, op: OpRule | None, bound: BoundRule, hardware: Hardware) -> float:
+def bandwidth(op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
     """The bytes per second at which a call goes through its inputs and outputs."""
-    dense = computes_products(call, op, bound)
-    return hardware.product_bytes_per_s if dense else hardware.elementwise_bytes_per_s
+    return hardware.product_bytes_per_s if is_product(op, bound) else hardware.elementwise_bytes_per_s
 
 
-def peak_flops(call: Call, hardware: Hardware) -> float:
-    """The FLOP/s that a call may reach."""
+def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Implementation | None = None) -> float:
+    """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
     peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else torch.float32)
-    return peak * hardware.attention_efficiency if base_name(call) == "scaled_dot_product_attention" else peak
+    reached = (implementation and implementation.efficiency) or op.efficiency
+    return peak * hardware.attention_efficiency if reached == "attention" else peak
+
+
+def moved_bytes(op: OpRule, inputs: int, outputs: int, implementation: Implementation | None = None) -> int:
+    """Bytes that a call reads and writes in its forward, from those of its inputs and of its outputs."""
+    return ((implementation and implementation.moved_bytes) or op.moved_bytes)(inputs, outputs)
 
 
 def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> int:
@@ -68,14 +56,15 @@ def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> in
 
 def forward_seconds(
     call: Call,
-    total_flops: float,
-    share: float,
+    op: OpRule,
+    num_flops: float,
     layouts: tuple[Sequence[Layout], Sequence[Layout]],
     sizes: Sequence[int],
     hardware: Hardware,
     bytes_per_s: float,
+    implementation: Implementation | None = None,
 ) -> float:
-    """Seconds of the forward of a call that computes `share` of its FLOPs on each device; see `bandwidth`."""
+    """Seconds of the forward of a call that computes `num_flops` on each device; see `bandwidth`."""
     if is_view(call):
         return 0.0
     inputs = sum(
@@ -86,18 +75,9 @@ def forward_seconds(
         local_elements(info, layout, sizes) * info.dtype.itemsize
         for info, layout in zip(call.outputs, layouts[1], strict=True)
     )
-    computing = total_flops * share / peak_flops(call, hardware)
-    forward = max(computing, moved_bytes(call, inputs, outputs) / bytes_per_s)
+    computing = num_flops / peak_flops(call, op, hardware, implementation)
+    forward = max(computing, moved_bytes(op, inputs, outputs, implementation) / bytes_per_s)
     return forward + hardware.op_latency_s
-
-
-def moved_bytes(call: Call, inputs: int, outputs: int) -> int:
-    """Bytes that a call reads and writes in its forward, from those of its inputs and of its outputs."""
-    if base_name(call) == "embedding":
-        return outputs + outputs  # a lookup reads the rows it needs, not the table
-    if base_name(call) == "cross_entropy_loss":
-        return inputs + inputs + outputs  # probabilities as large as the logits are written for the backward
-    return inputs + outputs
 
 
 def num_backward(call: Call) -> int:

@@ -20,12 +20,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
-from autopar.formulas.local_sizes import LocalSizes
+from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
 from autopar.formulas.reprice import COLLECTIVES, FIXED, WHOLE, rate, rate_name
@@ -35,11 +35,10 @@ from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
-from autopar.program.program import TensorInfo
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call, is_view
+from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
-from autopar.space.menu import Strategy
+from autopar.space.menu import Strategy, own_transfers
 from autopar.space.space import Decision, Space, Wire, outputs_without_gradient
 from autopar.strategies import rule_of
 
@@ -191,7 +190,7 @@ class _Ledger:
 
     def _parameter(self, number: int, times: int) -> None:
         decision, optimizer, hardware = self.space.decisions[number], self.space.optimizer, self.space.hardware
-        info = _symbolic(decision.node.meta["tensor"], self.sizes.shape((decision.node.name, 0)))
+        info = symbolic_info(decision.node.meta["tensor"], self.sizes.shape((decision.node.name, 0)))
         count = self.repetition.of_decision(number) * times
         strategy = decision.menu.strategies[self.choices[number]]
         elements = self.sizes.local(info.shape, strategy.outputs[0]).polynomial * count
@@ -219,9 +218,20 @@ class _Ledger:
             self.seconds.add(passes, work.roofline)
             self.seconds.add(passes * self.space.hardware.op_latency_s)
             self.flops.add(passes * work.flops)
+        self._own_waits(work, menu.strategies[self.choices[number]], 1 + operations.num_backward(menu.call), count)
         for transfer in work.transfers:
-            self._wait(transfer, count, bucketed=0)
             self._count(transfer, count)
+
+    def _own_waits(self, work: _Work, strategy: Strategy, passes: int, count: Polynomial) -> None:
+        """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
+        share = strategy.implementation.hidden_share if strategy.implementation is not None else 0.0
+        if not share:
+            for transfer in work.transfers:
+                self._wait(transfer, count, bucketed=0)
+        elif work.transfers:
+            total = " + ".join(self._seconds_of(transfer, bucketed=0) for transfer in work.transfers)
+            computing = f"{passes}*({work.roofline} + {self.space.hardware.op_latency_s!r})"
+            self.seconds.add(count, f"Max({1 - share!r}*({total}), {total} - {computing})")
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
@@ -231,35 +241,21 @@ class _Ledger:
         if is_view(call):
             return _Work(Polynomial(), "", ())
         bound = bound.rule.bind([info.shape for info in call.inputs], [info.shape for info in call.outputs])
-        split = strategy.axes_by_factor(cast(Mesh, self.sizes.axes))
-        parts = math.prod(self.sizes.axes.size(axis) for axes in split.values() for axis in axes)
-        op = rule_of(call)
-        flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(parts)
+        axes, chosen = cast(Mesh, self.sizes.axes), strategy.implementation
+        op = rule_of(call) or OpRule(str(bound.rule))
+        local = strategy.local_sizes(bound.sizes, axes)
+        if chosen is not None and chosen.flops is not None:
+            flops = Size.of(chosen.flops(call, local)).polynomial
+        else:
+            parts = math.prod(axes.size(axis) for each in strategy.axes_by_factor(axes).values() for axis in each)
+            flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(parts)
         hardware = self.space.hardware
-        peak = operations.peak_flops(call, hardware)
-        moved = Size.of(operations.moved_bytes(call, *num_bytes)).polynomial
-        speed = float(operations.bandwidth(call, op, bound, hardware))
+        peak = operations.peak_flops(call, op, hardware, chosen)
+        read, written = num_bytes
+        moved = Size.of(operations.moved_bytes(op, read, written, chosen)).polynomial
+        speed = float(operations.bandwidth(op, bound, hardware))
         roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
-        return _Work(flops, roofline, self._own(call, bound, strategy, split))
-
-    def _own(
-        self, call: Call, bound: BoundRule, strategy: Strategy, split: Mapping[str, tuple[str, ...]]
-    ) -> tuple[Transfer, ...]:
-        """The collectives that the call's implementation runs itself (see `candidates`)."""
-        if not strategy.transfers:
-            return ()
-        op = rule_of(call)
-        assert op is not None and op.implementation is not None and op.implementation.traffic is not None
-        local = {
-            factor: -(-size // math.prod(self.sizes.axes.size(axis) for axis in split.get(factor, ())))
-            for factor, size in bound.sizes.items()
-        }
-        return tuple(
-            Transfer(collective.name, axis, collective.num_bytes, collective.backward)
-            for collective in op.implementation.traffic(call, local)
-            for axis in split.get(collective.factor, ())
-            if self.sizes.axes.size(axis) > 1
-        )
+        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes))
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Equal for wires whose terms are equal."""
@@ -288,28 +284,10 @@ class _Ledger:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
     def _wait(self, transfer: Transfer, count: Polynomial, bucketed: int) -> None:
+        self.seconds.add(count, self._seconds_of(transfer, bucketed))
+
+    def _seconds_of(self, transfer: Transfer, bucketed: int) -> str:
         name = rate_name(transfer.collective, transfer.axis, bucketed)
         if name not in self.rates:
             self.rates[name] = rate(transfer.collective, transfer.axis, bucketed, self.space.mesh, self.space.hardware)
-        self.seconds.add(count, f"{name}({Polynomial.of(transfer.num_bytes)})")
-
-
-def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:
-    """The call with these shapes, also among its arguments."""
-    tensors = tuple(_symbolic(info, shape) for info, shape in zip(call.inputs, inputs, strict=True))
-    left: dict[int, list[TensorInfo]] = defaultdict(list)
-    for info, tensor in zip(call.inputs, tensors, strict=True):
-        left[id(info)].append(tensor)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, TensorInfo):
-            return left[id(value)].pop(0)
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
-
-    arguments = {name: replaced(value) for name, value in call.arguments.items()}
-    results = tuple(_symbolic(info, shape) for info, shape in zip(call.outputs, outputs, strict=True))
-    return Call(call.target, tensors, results, arguments)
-
-
-def _symbolic(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
-    return replace(info, shape=shape)
+        return f"{name}({Polynomial.of(transfer.num_bytes)})"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.formulas.symbolic_shapes import Key, SymbolicShapes
 from autopar.formulas.symbols import Polynomial, Size, axis_symbols
+from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
+from autopar.sharding.operation import Call
 from autopar.space.space import Space, Wire
 
 
@@ -50,3 +54,24 @@ class LocalSizes:
         local = [Size.of(size) for size in layout.local_shape(shape, self.axes.sizes)]
         self.fractions.update(size.polynomial for size in local if size.polynomial.is_fraction)
         return Size.of(math.prod(local))
+
+
+def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:
+    """The call with these shapes, also among its arguments."""
+    tensors = tuple(symbolic_info(info, shape) for info, shape in zip(call.inputs, inputs, strict=True))
+    left: dict[int, list[TensorInfo]] = defaultdict(list)
+    for info, tensor in zip(call.inputs, tensors, strict=True):
+        left[id(info)].append(tensor)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            return left[id(value)].pop(0)
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    arguments = {name: replaced(value) for name, value in call.arguments.items()}
+    results = tuple(symbolic_info(info, shape) for info, shape in zip(call.outputs, outputs, strict=True))
+    return Call(call.target, tensors, results, arguments)
+
+
+def symbolic_info(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    return replace(info, shape=shape)

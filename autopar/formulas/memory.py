@@ -12,9 +12,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
+from typing import cast
 
 from autopar.formulas.autograd_bytes import hidden_bytes
-from autopar.formulas.local_sizes import LocalSizes
+from autopar.formulas.local_sizes import LocalSizes, symbolic_call
 from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
@@ -24,7 +25,10 @@ from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.layout import Layout
-from autopar.space.space import Wire
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.operation import Call
+from autopar.space.menu import Strategy
+from autopar.space.space import Decision, Wire
 
 
 def memory_formulas(
@@ -173,7 +177,11 @@ class _Moment:
         """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input is."""
         decision = self.space.decisions[number]
         call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
-        if not num_bytes or call is None or not call.inputs:
+        if call is None or not call.inputs:
+            return Size.of(0)
+        if strategy.implementation is not None and strategy.implementation.saved_bytes is not None:
+            return self._saved_by_implementation(decision, call, strategy)
+        if not num_bytes:
             return Size.of(0)
         largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
         shapes = tuple(self.sizes.shape(key) for key in input_keys(self.space, decision))
@@ -182,6 +190,15 @@ class _Moment:
             self._hidden_bytes[key] = hidden_bytes(decision, call, shapes, num_bytes, self.sizes.symbols)
         elements = Size.of(math.prod(shapes[largest]))
         return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
+
+    def _saved_by_implementation(self, decision: Decision, call: Call, strategy: Strategy) -> Size:
+        shapes = [self.sizes.shape(key) for key in input_keys(self.space, decision)]
+        results = [self.sizes.shape((decision.name, position)) for position in range(len(call.outputs))]
+        assert strategy.implementation is not None and strategy.implementation.saved_bytes is not None
+        assert decision.menu.bound is not None
+        bound = decision.menu.bound.rule.bind(shapes, results)
+        local = strategy.local_sizes(bound.sizes, cast(Mesh, self.sizes.axes))
+        return Size.of(strategy.implementation.saved_bytes(symbolic_call(call, shapes, results), local))
 
     def _wire(self, wire: Wire) -> None:
         """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""

@@ -7,18 +7,16 @@ layers - 1  what stands between two layers, or in all but one of them
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from autopar.cost.operations import base_name
 from autopar.formulas.symbols import LAYERS, Polynomial
+from autopar.program.calls import module_of
+from autopar.program.paths import split_at_number
 from autopar.program.program import Program
 from autopar.space.space import Space, Wire
-
-_NUMBERED = re.compile(r"^((?:[^.\d][^.]*\.)*?)(\d+)(?:\.(.*))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,10 @@ class Stack:
 
     def place(self, name: str) -> tuple[int, str] | None:
         """Which layer a module or parameter belongs to, and its name inside; None outside the stack."""
-        match = _NUMBERED.match(name)
-        if not match or match.group(1) != self.prefix or match.group(2) not in self.numbers:
+        found = split_at_number(name)
+        if found is None or found[0] != self.prefix or found[1] not in self.numbers:
             return None
-        return self.numbers.index(match.group(2)), match.group(3) or ""
+        return self.numbers.index(found[1]), found[2]
 
 
 def stacks_of(program: Program) -> tuple[Stack, ...]:
@@ -44,13 +42,14 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
     below: dict[str, dict[str, set[Hashable]]] = defaultdict(lambda: defaultdict(set))
     placeholders = program.placeholders()
     for name, placeholder in program.parameters.items():
-        match = _NUMBERED.match(name)
-        if match:
+        found = split_at_number(name)
+        if found is not None:
+            prefix, number, inside = found
             shape = placeholders[placeholder].meta["tensor"].shape
-            below[match.group(1)][match.group(2)].add((match.group(3), shape))
-    found = [Stack(prefix, tuple(layers)) for prefix, layers in below.items() if len(layers) > 1 and _alike(layers)]
-    longest = max((len(stack.numbers) for stack in found), default=0)
-    return tuple(stack for stack in found if len(stack.numbers) == longest)
+            below[prefix][number].add((inside, shape))
+    stacks = [Stack(prefix, tuple(layers)) for prefix, layers in below.items() if len(layers) > 1 and _alike(layers)]
+    longest = max((len(stack.numbers) for stack in stacks), default=0)
+    return tuple(stack for stack in stacks if len(stack.numbers) == longest)
 
 
 def _alike(layers: dict[str, set[Hashable]]) -> bool:
@@ -123,13 +122,13 @@ class Repetition:
             if decision.kind == "hub":
                 hubs.append(number)
                 continue
-            module = parameters.get(decision.node.name) or str(decision.node.meta.get("module", ""))
+            module = parameters.get(decision.node.name) or module_of(decision.node)
             place = next(((stack.prefix, at) for stack in stacks if (at := stack.place(module))), None)
             if place is None:
                 self._places[number] = _Place(None, number)
                 continue
             prefix, (layer, inside) = place
-            kind = (prefix, inside, base_name(decision.menu.call) if decision.menu.call else decision.kind)
+            kind = (prefix, inside, decision.menu.call.name if decision.menu.call else decision.kind)
             counts[kind, layer] += 1
             self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
         for number in reversed(hubs):  # a hub's consumers first, which may be hubs themselves

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.cost.operations import base_name
 from autopar.formulas.equations import Equation, Equations
 from autopar.formulas.repetition import Stack
 from autopar.formulas.size_rules import SIZE_RULES
@@ -142,7 +141,7 @@ class _Walk:
         inputs = [self._dims[key] for key in input_keys(self._space, decision)]
         outputs = [self._variables((name, i), info) for i, info in enumerate(call.outputs)]
         self._factors(bound, [*inputs, *outputs], name)
-        operation = base_name(call)
+        operation = call.name
         if operation == "slice" and call["step"] == 1:
             dim = call["dim"] % len(inputs[0])
             end = END if call["end"] is None else call["end"]
@@ -205,7 +204,7 @@ class _Walk:
 
 
 def _is_table(parameter: fx.Node) -> bool:
-    return any(is_call(user) and base_name(Call.of(user)) == "embedding" for user in parameter.users)
+    return any(is_call(user) and Call.of(user).name == "embedding" for user in parameter.users)
 
 
 def input_keys(space: Space, decision: Decision) -> list[Key]:

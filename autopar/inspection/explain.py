@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.annotations.matching import Catalog, module_of, operation_of
+from autopar.annotations.matching import Catalog, operation_of
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
 from autopar.inspection.breakdown import parting, places
@@ -26,6 +26,7 @@ from autopar.plans.difference import Amount
 from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved
+from autopar.program.calls import module_of
 from autopar.progress import progress
 from autopar.space.space import Decision, Space, Wire
 
@@ -62,8 +63,8 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         recompute_seconds=row.recompute_seconds,
         optimizer_seconds=float(decision.menu.seconds[context.choices[number]]) if is_parameter else 0.0,
         own=tuple(
-            Moved(t.collective, t.axis, t.num_bytes, transfer_seconds(t, space.mesh, space.hardware), t.backward)
-            for t in strategy.transfers
+            Moved(t.collective, t.axis, t.num_bytes, wait, t.backward)
+            for t, wait in zip(strategy.transfers, strategy.waits, strict=True)
         ),
         reshards=(*_inbound(context, number), *_outbound(context, number)),
         saved_bytes=row.saved_bytes,
@@ -82,7 +83,7 @@ def label(space: Space, number: int) -> str:
     parameters = space.program.parameter_names
     if decision.kind == "parameter":
         return parameters[decision.node.name]
-    return module_of(decision) or decision.name if decision.kind == "call" else decision.name
+    return module_of(decision.node) or decision.name if decision.kind == "call" else decision.name
 
 
 # What it costs.
@@ -95,7 +96,7 @@ def _tensor(space: Space, wire: Wire) -> str:
     source = space.decisions[wire.source]
     if source.kind != "call":
         return label(space, wire.source)
-    return f"{operation_of(source)} of {module_of(source) or 'the model'}"
+    return f"{operation_of(source)} of {module_of(source.node) or 'the model'}"
 
 
 def _inbound(context: PlanContext, number: int) -> Iterator[Reshard]:

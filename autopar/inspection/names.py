@@ -13,7 +13,7 @@ from autopar.annotations.matching import Catalog, operation_of
 from autopar.annotations.offered import is_weighted
 from autopar.errors import InputError
 from autopar.program.paths import is_below
-from autopar.sharding.operation import MAIN_OPERATION
+from autopar.sharding.operation import is_main
 from autopar.space.space import Space
 
 SHOWN = 6  # names in an error
@@ -56,7 +56,7 @@ def _main_call(catalog: Catalog, module: str) -> int:
     for calls in (own, inside):
         for main in (
             [number for number in calls if is_weighted(decisions[number])],
-            [number for number in calls if MAIN_OPERATION.search(operation_of(decisions[number]))],
+            [number for number in calls if is_main(operation_of(decisions[number]))],
         ):
             if len({catalog.module(number) for number in main}) == 1:
                 return max(main, key=lambda number: float(decisions[number].menu.seconds.max()))

@@ -12,9 +12,11 @@ from functools import cached_property
 from torch import fx
 
 from autopar.cost.messages import joined_layers
+from autopar.program.calls import module_of
 from autopar.program.recompute_segments import MODES, Recomputation, recomputation, segments_of
 from autopar.program.saved_tensors import Saved, saved_in
 from autopar.space.space import Decision, Space, Wire
+from autopar.strategies.roles import RoledProgram
 
 LATE = 1 << 40  # the position of what no call uses
 
@@ -33,8 +35,10 @@ class Lifetimes:
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
         self._saved_by_node = saved_in(space.program)
+        matmuls = RoledProgram.of(space.program).matmuls
         for segment in segments_of(space.program):
-            self._again[segment.name] = {mode: recomputation(space.program, segment, mode) for mode in MODES}
+            again = {mode: recomputation(space.program, segment, mode, matmuls) for mode in MODES}
+            self._again[segment.name] = again
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
 
@@ -63,7 +67,7 @@ class Lifetimes:
     def layer(self) -> list[str]:
         """For each decision, the layer whose weights are gathered while it runs: of those in a message, the last."""
         joined = joined_layers(self.space.program)
-        own = [self.segment[n] or _module(self._first_call(n).node) for n in range(len(self.space.decisions))]
+        own = [self.segment[n] or module_of(self._first_call(n).node) for n in range(len(self.space.decisions))]
         return [joined.get(layer, layer) for layer in own]
 
     def _first_call(self, number: int) -> Decision:
@@ -130,7 +134,3 @@ class Lifetimes:
     def saved(self, decision: Decision) -> Saved:
         """What autograd keeps of a call."""
         return self._saved_by_node[decision.node]
-
-
-def _module(node: fx.Node) -> str:
-    return str(node.meta.get("module", ""))

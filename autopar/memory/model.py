@@ -26,6 +26,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
 from autopar.program.saved_tensors import Saved
+from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space, Wire
 
 
@@ -86,7 +87,8 @@ class MemoryModel(TensorBytes):
                 states.append((outputs, True))
             else:
                 states.append((saved.outputs, True))
-        if not any(outputs or (hidden and saved.other_bytes) for outputs, hidden in states):
+        besides = saved.other_bytes or any(map(_saves_otherwise, decision.menu.strategies))
+        if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
         arrays = tuple(self._own(decision, saved, *state) for state in states)
         talking = self._talks(decision)
@@ -108,7 +110,8 @@ class MemoryModel(TensorBytes):
 
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
         outputs = outputs - saved.aliases
-        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0)
+        hides = hidden and any(map(_saves_otherwise, decision.menu.strategies))
+        key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides)
         return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden))
 
     def _own_bytes(self, decision: Decision, outputs: frozenset[int], hidden: bool) -> Bytes:
@@ -122,12 +125,21 @@ class MemoryModel(TensorBytes):
     def _hidden(self, decision: Decision) -> Bytes:
         """Bytes of what a call keeps beside its inputs and outputs: split as its largest input is."""
         call, strategies, other = _call(decision), decision.menu.strategies, self.lifetimes.saved(decision).other_bytes
-        if not other or not call.inputs:
+        if not call.inputs or not (other or any(map(_saves_otherwise, strategies))):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
         info = call.inputs[largest]
         local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
-        return np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
+        found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)
+        for number, strategy in enumerate(strategies):
+            if _saves_otherwise(strategy):
+                found[number] = self._saved_by_implementation(decision, strategy)
+        return found
+
+    def _saved_by_implementation(self, decision: Decision, strategy: Strategy) -> int:
+        bound, implementation = decision.menu.bound, strategy.implementation
+        assert bound is not None and implementation is not None and implementation.saved_bytes is not None
+        return implementation.saved_bytes(_call(decision), strategy.local_sizes(bound.sizes, self.space.mesh))
 
     def wire(self, wire: Wire) -> Modes | None:
         """Bytes that a tensor takes on account of a wire, by mode and strategies at its ends; None where none."""
@@ -238,6 +250,11 @@ class MemoryModel(TensorBytes):
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
+
+
+def _saves_otherwise(strategy: Strategy) -> bool:
+    """Whether what a call keeps beside inputs and outputs is said by the implementation that runs it."""
+    return strategy.implementation is not None and strategy.implementation.saved_bytes is not None
 
 
 def _call(decision: Decision):

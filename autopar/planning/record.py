@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.operations import base_name, num_backward
+from autopar.cost.operations import num_backward
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
@@ -13,6 +13,7 @@ from autopar.planning.memory_limit import Answer
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved, PlanRow
+from autopar.program.calls import module_of
 from autopar.program.recompute_segments import MODES
 from autopar.space.space import Decision, Space, outputs_without_gradient
 
@@ -72,11 +73,11 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     rows = []
     parameters = space.program.parameter_names
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        own = decision.menu.strategies[choice].transfers
-        every = (*moved[number], *((t, transfer_seconds(t, space.mesh, space.hardware)) for t in own))
+        own = decision.menu.strategies[choice]
+        every = (*moved[number], *zip(own.transfers, own.waits, strict=True))
         for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
-        module = parameters.get(decision.node.name) or str(decision.node.meta.get("module", ""))
+        module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], held[number]))
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
@@ -125,7 +126,7 @@ def _row(
         name=decision.name,
         kind=decision.kind,
         module=module,
-        operation=base_name(call) if call else decision.kind,
+        operation=call.name if call else decision.kind,
         roles=tuple(decision.role(choice, axis) for axis in range(space.mesh.ndim)),
         layout=str(strategy.outputs[0]) if strategy.outputs else "",
         seconds=float(decision.menu.seconds[choice]) + wait + recomputed,
@@ -143,7 +144,7 @@ def _descriptions(space: Space) -> dict[str, str]:
     def describe(decision: Decision) -> str:
         found = decision.node.meta["tensor"]
         infos = found if isinstance(found, tuple) else (found,)
-        operation = base_name(decision.menu.call) if decision.menu.call else decision.kind
+        operation = decision.menu.call.name if decision.menu.call else decision.kind
         return f"{operation} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}

@@ -55,8 +55,9 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
         if more.once(number):
             found.append(StepParts(0.0, 0.0, whole + recomputed))
             continue
-        own = decision.menu.strategies[choice].transfers
-        there = float(decision.menu.forward_seconds[choice]) + sum(seconds_of(t) for t in own if not t.backward)
+        own = decision.menu.strategies[choice]
+        waits = sum(wait for t, wait in zip(own.transfers, own.waits, strict=True) if not t.backward)
+        there = float(decision.menu.forward_seconds[choice]) + waits
         found.append(StepParts(there, whole - there + recomputed, 0.0))
     for wire in space.wires:
         path, parts = space.path(wire, choices), found[wire.target]

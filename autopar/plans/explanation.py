@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
 from autopar.plans.rows import Moved
-from autopar.sharding.operation import MAIN_OPERATION
+from autopar.sharding.operation import is_main
 from autopar.units import format_bytes, format_seconds
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
@@ -218,7 +218,7 @@ class Explanation(Generic[P]):
 
 def _place(change: Change) -> int:
     """Calls that compute much come first, then how parameters are stored, then the rest."""
-    return 0 if MAIN_OPERATION.search(change.operation) else 1 if change.operation == "(parameter)" else 2
+    return 0 if is_main(change.operation) else 1 if change.operation == "(parameter)" else 2
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str], num_left: int = 1) -> str:

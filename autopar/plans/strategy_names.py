@@ -1,6 +1,7 @@
 """The name of a strategy, as plans keep it: a choice per mesh axis, and "kept" where a gathered weight is kept.
 
 "o -"           a call: factor o on the first axis, nothing on the second
+"s - via ring"  the same by an implementation that is not the first of its rule
 "S(0) I kept"   a parameter: its layout, gathered once and kept for the backward (ZeRO-2)
 """
 
@@ -13,9 +14,9 @@ from autopar.sharding.layout import Layout
 _KEPT = " kept"
 
 
-def strategy_name(choices: Sequence[str], kept: bool) -> str:
+def strategy_name(choices: Sequence[str], kept: bool, implementation: str = "") -> str:
     """The name of a strategy with these choices."""
-    return " ".join(choices) + (_KEPT if kept else "")
+    return " ".join(choices) + (_KEPT if kept else "") + (f" via {implementation}" if implementation else "")
 
 
 def is_kept(name: str) -> bool:

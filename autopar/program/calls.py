@@ -26,3 +26,8 @@ def is_cast(node: fx.Node) -> bool:
 def is_call(node: fx.Node) -> bool:
     """Whether a node is a decision of its own: a call that is no `getitem`."""
     return node.op == "call_function" and node.target is not operator.getitem
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the module that makes a call, "" for the root."""
+    return str(node.meta.get("module", ""))

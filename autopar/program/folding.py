@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from autopar.program.paths import is_number
+
 Item = TypeVar("Item")
 Path = tuple[str, ...]
 
@@ -43,7 +45,7 @@ def folded(items: Iterable[tuple[str, Hashable, Item]]) -> list[Fold[Item]]:
 
 
 def _numbered(path: Path, place: int) -> bool:
-    return place < len(path) and path[place].isdecimal()
+    return place < len(path) and is_number(path[place])
 
 
 def _merged(group: Sequence[Fold[Item]], place: int) -> Fold[Item]:

@@ -6,27 +6,40 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 
-def prefix_of(module: str) -> str:
-    """A module path up to its first number, "" where it has none.
+def is_number(part: str) -> bool:
+    """Whether a part of a path is the number of one of several modules, as of a list of layers."""
+    return part.isdecimal()
 
-    >>> prefix_of("model.layers.3.mlp.up_proj")
+
+def split_at_number(path: str) -> tuple[str, str, str] | None:
+    """What lies before the first number of a path, the number, and what lies behind it; None where it has none.
+
+    >>> split_at_number("model.layers.3.mlp.up_proj")
+    ('model.layers', '3', 'mlp.up_proj')
+    """
+    parts = path.split(".")
+    place = next((i for i, part in enumerate(parts) if is_number(part)), None)
+    return None if place is None else (".".join(parts[:place]), parts[place], ".".join(parts[place + 1 :]))
+
+
+def layer_of(path: str) -> str:
+    """The layer that a module or parameter belongs to: its path up to the first number, "" where it has none.
+
+    >>> layer_of("model.layers.3.mlp.up_proj")
     'model.layers.3'
     """
-    parts = module.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
+    found = split_at_number(path)
+    return "" if found is None else f"{found[0]}.{found[1]}".removeprefix(".")
 
 
-def layer_of(name: str) -> str:
-    """The layer of a parameter: its name up to the first number, or the module that owns it."""
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: number + 1] if number is not None else parts[:-1])
+def layer_or_owner(parameter: str) -> str:
+    """The layer of a parameter, or the module that owns it where it lies outside of numbered layers."""
+    return layer_of(parameter) or parameter.rpartition(".")[0]
 
 
-def is_numbered(layer: str) -> bool:
-    """Whether a layer is one of several, as of a list of modules."""
-    return any(part.isdigit() for part in layer.split("."))
+def starred(path: str) -> str:
+    """A path with `*` for every number: "model.layers.*.mlp"."""
+    return ".".join("*" if is_number(part) else part for part in path.split("."))
 
 
 def is_below(path: str, module: str) -> bool:

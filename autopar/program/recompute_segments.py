@@ -13,18 +13,17 @@ Results of collectives are kept in every mode: nothing communicates twice. Chen 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.program.paths import prefix_of
+from autopar.program.calls import module_of
+from autopar.program.paths import layer_of
 from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
 MODES = ("none", "selective", "full")
-_PRODUCTS = ("linear", "mm", "matmul", "bmm", "addmm", "baddbmm", "einsum")
-_CONVOLUTIONS = ("convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
-CONTRACTIONS = frozenset((*_PRODUCTS, *_CONVOLUTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        prefix = prefix_of(str(node.meta.get("module", "")))
+        prefix = layer_of(module_of(node))
         if runs and runs[-1][0] == prefix:
             runs[-1][1].append(node)
         else:
@@ -64,8 +63,11 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def recomputation(program: Program, segment: Segment, mode: str) -> Recomputation:
-    """What a mode runs again and keeps: only what the backward, or something that runs again, asks for."""
+def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collection[fx.Node]) -> Recomputation:
+    """What a mode runs again and keeps: only what the backward, or something that runs again, asks for.
+
+    `matmuls` are the calls whose outputs the selective mode keeps.
+    """
     if mode == "none":
         return Recomputation(frozenset(), frozenset())
     saved_by = saved_in(program)
@@ -82,18 +84,12 @@ def recomputation(program: Program, segment: Segment, mode: str) -> Recomputatio
         needed.update(inputs[i] for i in saved.inputs)
         if node not in needed and not saved.outputs and not saved.other_bytes:
             continue
-        if mode == "selective" and is_contraction(node):
+        if mode == "selective" and node in matmuls:
             kept.add(node)
         else:
             rerun.add(node)
             needed.update(inputs)
     return Recomputation(frozenset(rerun), frozenset(kept))
-
-
-def is_contraction(node: fx.Node) -> bool:
-    """Whether a call is a matmul or a convolution; attention is not."""
-    name = str(getattr(node.target, "_schema", node.target))
-    return name.split("(")[0].split("::")[-1].split(".")[0] in CONTRACTIONS
 
 
 def _learns(node: fx.Node) -> bool:

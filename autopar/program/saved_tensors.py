@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.program.calls import source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 
 Strides = tuple[int, ...]
@@ -64,9 +65,7 @@ def _saved_in(program: Program) -> dict[fx.Node, Saved]:
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
-            parent, position = node.args
-            assert isinstance(parent, fx.Node) and isinstance(position, int)
-            output = sum(info is not None for info in parent.meta["tensor"][:position])
+            parent, output = source_of(node)
             strides[node] = found[parent].strides[output]
             continue
         inputs = tensor_inputs(node)

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow
-from autopar.sharding.operation import MAIN_OPERATION
+from autopar.sharding.operation import is_main
 from autopar.units import format_bytes, format_seconds
 
 TEMPLATE = Path(__file__).with_name("plan.html")
@@ -215,11 +215,11 @@ def _data(plan: Plan) -> dict[str, Any]:
 
 
 def _columns(plan: Plan, row: PlanRow, texts: _Texts, choices: _Texts, moves: _Texts) -> list[Any]:
-    is_main = row.kind != "call" or MAIN_OPERATION.search(row.operation) is not None
+    main = row.kind != "call" or is_main(row.operation)
     roles = tuple((role, colour_of(role)) for role in row.roles)
     kept = row.kind == "parameter" and plan.is_kept(row.name)
     mode = plan.recompute.get(row.segment, "none") if row.segment else "none"
-    choice = (texts(row.operation), row.kind, roles, row.layout, is_main, kept, mode)
+    choice = (texts(row.operation), row.kind, roles, row.layout, main, kept, mode)
     moved = [
         (each.collective, each.axis, each.num_bytes, _short(each.seconds), each.backward) for each in row.transfers
     ]

@@ -17,7 +17,8 @@ from tabulate import tabulate
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
 from autopar.program.folding import folded, ranges
-from autopar.sharding.operation import MAIN_OPERATION
+from autopar.program.paths import is_number
+from autopar.sharding.operation import is_main
 from autopar.units import format_bytes, format_seconds
 
 MODULE_WIDTH = 42
@@ -87,7 +88,7 @@ def _recomputed(plan: Plan) -> list[str]:
         names[mode, stem].append(number)
     words = [
         f"{mode} in {stem}.{ranges(sorted(map(int, numbers)))}"
-        if all(map(str.isdecimal, numbers))
+        if all(map(is_number, numbers))
         else f"{mode} in {', '.join(f'{stem}.{number}' for number in numbers)}"
         for (mode, stem), numbers in names.items()
         if mode != "none"
@@ -121,7 +122,7 @@ def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
 
 
 def _is_main(row: PlanRow) -> bool:
-    return row.kind == "call" and MAIN_OPERATION.search(row.operation) is not None
+    return row.kind == "call" and is_main(row.operation)
 
 
 def _line(row: PlanRow, storage: str) -> _Line:

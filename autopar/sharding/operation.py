@@ -7,15 +7,16 @@ function of the `Call` that returns either (None: no rule fits, the call runs re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.program.program import TensorInfo, tensor_inputs
+from autopar.sharding.rule import BoundRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +33,34 @@ class Collective:
     backward: bool = False
 
 
-Traffic = Callable[["Call", Mapping[str, int]], tuple[Collective, ...]]
-"""(call, local size of every factor) → the collectives of a strategy that splits the implementation's factors."""
+LocalSizes = Mapping[str, int]
+"""The size on one device of every factor of a rule."""
+Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
+"""The collectives of a strategy that splits an implementation's factors."""
+MovedBytes = Callable[[int, int], int]
+"""(bytes of all inputs, bytes of all outputs) → bytes that a forward reads and writes, on one device."""
+Efficiency = Literal["matmul", "attention"]
+"""Whose share of the peak FLOP/s is reached (see `hardware.profile`)."""
+
+
+def read_and_written(inputs: int, outputs: int) -> int:
+    """Everything once."""
+    return inputs + outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A runtime function that replaces the ATen call where splitting needs more than resharding.
+    """A runtime function that replaces the ATen call where splitting needs more than resharding, and what it costs.
 
     It is called with the local arguments of the ATen call and the keywords
     `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
     `sizes` (factor → global size); a `random` one also with `key`, a number unique to the call.
+
+    A rule may have several, which the menu of a call offers side by side. A cost that is None is that of the ATen call.
     """
 
     function: str
-    """`module:name` below `autopar.runtime`, for example "loss:cross_entropy"."""
+    """`module:name` below `autopar.runtime.implementations`, for example "loss:cross_entropy"."""
     factors: frozenset[str] | None
     """Used when one of these factors is split; None: used always."""
     joined: frozenset[str] = frozenset()
@@ -55,6 +69,19 @@ class Implementation:
     """Factors missing on the right whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
     random: bool = False
+    name: str = ""
+    """What plans call it, beside others of the same rule; the first of a rule needs none."""
+    flops: Callable[[Call, LocalSizes], int] | None = None
+    """Floating point operations of its forward on one device."""
+    moved_bytes: MovedBytes | None = None
+    saved_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that it keeps for its backward beside inputs and outputs."""
+    efficiency: Efficiency | None = None
+    hidden_share: float = 0.0
+    """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +89,75 @@ class OpRule:
     """A rule's text with what the notation does not say."""
 
     rule: str
-    implementation: Implementation | None = None
+    implementations: tuple[Implementation, ...] = ()
     shape_argument: int | None = None
     """Position of the argument that states the output's shape, to be made local (view, expand, zeros …)."""
     flops: int | None = None
     """Floating point operations of the whole forward call; None: derived from the rule (2 × product of factors)."""
+    moved_bytes: MovedBytes = read_and_written
+    efficiency: Efficiency = "matmul"
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.implementations]
+        assert len(set(names)) == len(names), f"implementations of one rule need names of their own, found {names}"
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """Factors missing on the right whose padding some implementation leaves out of its results."""
+        return frozenset().union(*(each.padded for each in self.implementations))
+
+    def ways(self, split: Collection[str]) -> tuple[Implementation | None, ...]:
+        """How a call may run whose factors `split` are split: by these implementations, or (None) as the ATen call.
+
+        A factor that some implementation serves needs one that serves it; where several such are split, one for all.
+        """
+        served = frozenset().union(*(each.factors or () for each in self.implementations))
+        needed = served.intersection(split)
+        found = tuple(e for e in self.implementations if e.factors is None or (needed and needed <= e.factors))
+        return found or (() if needed else (None,))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """An ATen call: `inputs` are its tensor arguments in the order of `tensor_inputs`, `arguments` all by schema name.
 
-    In `arguments` a tensor is a TensorInfo, and defaults are filled in.
+    In `arguments` a tensor is a TensorInfo, and defaults are filled in. Equal calls have equal targets, tensors and
+    texts of their arguments.
     """
 
     target: Callable[..., Any]
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     arguments: Mapping[str, Any]
+    _text: str = field(default="", init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
+
+    def __hash__(self) -> int:
+        return hash((self.target, self.inputs, self.outputs, self.text))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Call)
+            and self.target is other.target
+            and self.inputs == other.inputs
+            and self.outputs == other.outputs
+            and self.text == other.text
+        )
+
+    @property
+    def text(self) -> str:
+        """The arguments as text, made once."""
+        if not self._text:
+            object.__setattr__(self, "_text", repr(sorted(self.arguments.items(), key=lambda item: item[0])))
+        return self._text
+
+    @property
+    def name(self) -> str:
+        """The operation's name without namespace and overload: "linear"."""
+        target = self.target
+        return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
 
     @classmethod
     def of(cls, node: fx.Node) -> Call:
@@ -96,6 +171,23 @@ class Call:
             tuple(output for output in outputs if output is not None),
             _arguments(node),
         )
+
+
+def is_contraction(bound: BoundRule) -> bool:
+    """Whether the rule multiplies two tensors and sums a factor away."""
+    factors = [set(term.factors) for term in bound.rule.inputs if term.mark != "+"]
+    kept = {factor for term in bound.rule.outputs for factor in term.factors}
+    return any(left & right - kept for i, left in enumerate(factors) for right in factors[i + 1 :])
+
+
+def is_product(op: OpRule, bound: BoundRule) -> bool:
+    """Whether a call multiplies and sums, as matmuls, convolutions and attention do; a lookup only reads."""
+    return op.flops is not None or is_contraction(bound)
+
+
+def is_matmul(op: OpRule, bound: BoundRule) -> bool:
+    """Whether a call is a matmul or a convolution, as selective recomputation keeps; attention is not."""
+    return is_product(op, bound) and op.efficiency == "matmul"
 
 
 def is_view(call: Call) -> bool:
@@ -130,4 +222,9 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return named
 
 
-MAIN_OPERATION = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
+_MAIN = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
+
+
+def is_main(operation: str) -> bool:
+    """Whether a reader looks for an operation of this name: products, lookups, norms, losses."""
+    return _MAIN.search(operation) is not None

@@ -22,11 +22,12 @@ from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
+from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import Layout, P, replicated
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.rule import ROLE_OF_FACTOR
-from autopar.space.menu import Menu, call_menu, gathered_or_kept, split_layouts, whole_menu
-from autopar.space.space import Decision, Roles, Space, Wire, carries_pin
+from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
+from autopar.space.space import Decision, Roles, Space, Wire
+from autopar.strategies.roles import RoledProgram, Value
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 
@@ -65,17 +66,13 @@ class _Builder:
         self.program = space.program
         self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
-        self.parameters = frozenset(space.program.parameters.values())
+        self.roled = RoledProgram.of(space.program)
+        self.space.dim_roles.update(self.roled.dims)
         self._saved = saved_in(space.program)
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
-        self.padded: dict[tuple[str, int], frozenset[int]] = {}
-        self.infos: dict[tuple[str, int], TensorInfo] = {}
-        self.uses: dict[tuple[str, int], list[_Use]] = defaultdict(list)
-        self.learned: set[str] = {*self.parameters, *self.program.received}
-        """Names of nodes whose value depends on a parameter, on this stage or an earlier one."""
-        self.from_inputs: set[str | None] = {*self.program.inputs, *self.program.received}
-        """Names of nodes whose value depends on a sample."""
+        self.padded: dict[Value, frozenset[int]] = {}
+        self.uses: dict[Value, list[_Use]] = defaultdict(list)
 
     def build(self) -> Space:
         for node in self.program.graph.nodes:
@@ -92,13 +89,10 @@ class _Builder:
         info = node.meta["tensor"]
         if not isinstance(info, TensorInfo):
             return
-        self.infos[node.name, 0] = info
-        parameter = node.name in self.parameters
+        parameter = node.name in self.roled.parameters
         is_input = node.name in self.program.inputs or node.name in self.program.received
         mesh, hardware = self.space.mesh, self.space.hardware
         self.padded[node.name, 0] = frozenset(range(len(info.shape))) if parameter else frozenset()
-        roles = _input_roles(info) if is_input else (None,) * len(info.shape)
-        self.space.dim_roles[node.name, 0] = roles
         if parameter:
             menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
             if self._is_regathered(node):
@@ -106,32 +100,25 @@ class _Builder:
         else:
             layout = self.input_layouts.get(node.name, replicated(mesh.ndim))
             menu, kind = whole_menu((layout,)), "input" if is_input else "buffer"
-        self.space.add(Decision(node.name, kind, menu, node, _roles_by_placement(roles)))
+        roles = _roles_by_placement(self.roled.dims[node.name, 0])
+        self.space.add(Decision(node.name, kind, menu, node, roles))
 
     def _call(self, node: fx.Node) -> None:
-        sources = [source_of(argument) for argument in tensor_inputs(node)]
-        keys = [(source.name, position) for source, position in sources]
-        for known in (self.learned, self.from_inputs):
-            if any(name in known for name, _ in keys):
-                known.add(node.name)
-        learned, weight_only = node.name in self.learned, node.name not in self.from_inputs
-        padded = [self.padded[key] for key in keys]
-        menu = call_menu(node, padded, self.space.mesh, self.space.hardware, learned and weight_only)
-        if not learned and not carries_pin(node):
+        found = self.roled.calls[node.name]
+        padded = tuple([self.padded[key] for key in found.inputs])
+        only_weights = found.learned and found.weight_only
+        menu = menu_of(found.ruled, padded, self.space.mesh, self.space.hardware, only_weights)
+        if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
-        if is_cast(node) and keys[0][0] in self.parameters:
-            self.space.weight_casts[node.name] = keys[0][0]
+        if is_cast(node) and found.inputs[0][0] in self.roled.parameters:
+            self.space.weight_casts[node.name] = found.inputs[0][0]
             if self._is_regathered(node):
                 menu = gathered_or_kept(menu)
-        assert menu.call is not None and menu.bound is not None and menu.op is not None
-        roles = _factor_roles(menu, tuple([self.space.dim_roles[key] for key in keys]))
-        for position, (term, info) in enumerate(zip(menu.bound.rule.outputs, menu.call.outputs, strict=True)):
-            self.infos[node.name, position] = info
+        for position, term in enumerate(found.bound.rule.outputs):
             dims = (dim for dim, names in enumerate(term.dims) if names[0] in menu.paddable)
             self.padded[node.name, position] = frozenset(dims)
-            self.space.dim_roles[node.name, position] = tuple(roles.get(names[0]) for names in term.dims)
-        decision = self.space.add(Decision(node.name, "call", menu, node, roles))
-        for position, key in enumerate(keys):
+        decision = self.space.add(Decision(node.name, "call", menu, node, found.roles))
+        for position, key in enumerate(found.inputs):
             self.uses[key].append(_Use(decision, position, (node.target, position)))
 
     def _outputs(self) -> None:
@@ -145,17 +132,17 @@ class _Builder:
             if not isinstance(value, fx.Node):
                 continue
             source, position = source_of(value)
-            info = self.infos[source.name, position]
+            info = self.roled.infos[source.name, position]
             returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
             layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
-            roles = _roles_by_placement(self.space.dim_roles[source.name, position])
+            roles = _roles_by_placement(self.roled.dims[source.name, position])
             decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
         """Connect a tensor with its consumers, through hubs where there are several."""
         name, position = key
-        info = self.infos[key]
+        info = self.roled.infos[key]
         number = self.space.index[name]
         weight = self.space.is_weight(number)
         regather = weight and self._is_regathered(self.space.decisions[number].node)
@@ -246,31 +233,6 @@ def _auxiliary(menu: Menu) -> Menu:
         seconds=menu.seconds[number : number + 1],
         forward_seconds=menu.forward_seconds[number : number + 1],
     )
-
-
-def _input_roles(info: TensorInfo) -> Roles:
-    """Dim 0 of an input is data; dim 1 of token ids (batch, sequence) and of embedded tokens is sequence."""
-    rank = len(info.shape)
-    tokens = (rank == 2 and not info.dtype.is_floating_point) or rank == 3
-    return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))
-
-
-@functools.lru_cache(maxsize=4096)
-def _factor_roles(menu: Menu, dim_roles: tuple[Roles, ...]) -> Mapping[str, str]:
-    """Roles of a call's factors: by their name (o, k, x), else that of the first input dim they stand on."""
-    assert menu.bound is not None
-    found: dict[str, str] = {}
-    for factor in menu.bound.splittable:
-        if factor in ROLE_OF_FACTOR:
-            found[factor] = ROLE_OF_FACTOR[factor]
-            continue
-        for term, roles in zip(menu.bound.rule.inputs, dim_roles, strict=True):
-            dim = term.dim_of(factor)
-            role = roles[dim] if dim is not None else None
-            if role:
-                found[factor] = role
-                break
-    return found
 
 
 def _roles_by_placement(roles: Roles) -> dict[str, str]:

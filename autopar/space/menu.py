@@ -1,7 +1,8 @@
 """The menu of one call: every strategy it may run by on a mesh, with seconds and the collectives it runs itself.
 
-A strategy takes one choice of the call's rule per mesh axis. A factor is split into whole parts, or, where it comes
-from a parameter alone (the vocabulary), padded to equal ones.
+A strategy takes one choice of the call's rule per mesh axis, and one of the ways to run what is then split: the ATen
+call, or an implementation of the rule. A factor is split into whole parts, or, where it comes from a parameter alone
+(the vocabulary), padded to equal ones.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from torch import fx
 
 from autopar.cost.operations import bandwidth, flops, forward_seconds, num_backward
 from autopar.cost.reshard import Transfer, transfer_seconds
-from autopar.errors import RuleError
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call, OpRule, Traffic
-from autopar.sharding.rule import WHOLE, BoundRule, Choice, Rule, Term
-from autopar.strategies import rule_of
+from autopar.sharding.operation import Call, Implementation, OpRule
+from autopar.sharding.rule import BoundRule, Choice
+from autopar.strategies.ruled import RuledCall, ruled
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,29 @@ class Strategy:
     choices: tuple[str, ...]
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    implemented: bool = False
+    implementation: Implementation | None = None
+    """What runs in place of the ATen call."""
     transfers: tuple[Transfer, ...] = ()
+    """The collectives that the implementation runs itself."""
+    waits: tuple[float, ...] = ()
+    """Seconds of each of them, as far as computing does not hide them."""
     kept: bool = False
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
     def __str__(self) -> str:
-        return strategy_name(self.choices, self.kept)
+        return strategy_name(self.choices, self.kept, self.implementation.name if self.implementation else "")
+
+    @property
+    def implemented(self) -> bool:
+        return self.implementation is not None
+
+    def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+        """The size of every factor on one device."""
+        axes = self.axes_by_factor(mesh)
+        return {
+            factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
+            for factor, size in sizes.items()
+        }
 
     def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         """Split factors → the names of the mesh axes that split them, outer first."""
@@ -76,9 +92,7 @@ def call_menu(
 
     `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
     """
-    call = Call.of(node)
-    key = _Key(call, tuple(padded), weight_only, repr(sorted(call.arguments.items(), key=lambda item: item[0])))
-    return _menu(key, mesh, hardware)
+    return menu_of(ruled(Call.of(node)), tuple(padded), mesh, hardware, weight_only)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,79 +134,75 @@ def _pads_once(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """What a menu depends on; equal for the same call in every layer. Hashed without the argument mapping."""
-
-    call: Call
-    padded: tuple[frozenset[int], ...]
-    weight_only: bool
-    arguments: str
-
-    def __hash__(self) -> int:
-        call = self.call
-        return hash((call.target, call.inputs, call.outputs, self.padded, self.weight_only, self.arguments))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Key)
-            and self.call.target is other.call.target
-            and self.call.inputs == other.call.inputs
-            and self.call.outputs == other.call.outputs
-            and self.padded == other.padded
-            and self.weight_only == other.weight_only
-            and self.arguments == other.arguments
-        )
-
-
 @functools.lru_cache(maxsize=8192)
-def _menu(key: _Key, mesh: Mesh, hardware: Hardware) -> Menu:
-    call = key.call
-    op, bound, reason = _bound_rule(call)
-    implementation = op.implementation
-    joined = implementation.joined if implementation else frozenset()
-    paddable = padded_factors(op, bound, key.padded)
-    total, speed = flops(call, op, bound), bandwidth(call, op, bound, hardware)
-    passes = 1 + num_backward(call)
-    found: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
-    for choices in itertools.product(bound.choices(joined, key.weight_only), repeat=mesh.ndim):
-        if not _divides(choices, bound, paddable, mesh):
-            continue
-        strategy = _strategy(choices, call, op, bound, mesh)
-        share = 1 / math.prod(mesh.sizes[a] for a, choice in enumerate(choices) if choice.factor)
-        layouts = strategy.inputs, strategy.outputs
-        forward = forward_seconds(call, total, share, layouts, mesh.sizes, hardware, speed)
-        seconds = forward * passes + sum(transfer_seconds(each, mesh, hardware) for each in strategy.transfers)
-        same = (strategy.inputs, strategy.outputs, strategy.implemented)
-        if same not in found:
-            found[same] = (strategy, seconds, forward)
-    strategies, times, forwards = zip(*found.values(), strict=True)
-    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, paddable, reason)
+def menu_of(
+    found: RuledCall, padded: tuple[frozenset[int], ...], mesh: Mesh, hardware: Hardware, weight_only: bool = False
+) -> Menu:
+    """The menu of a call: the union of what the ATen call and the implementations of its rule offer."""
+    call, op, bound = found.call, found.op, found.bound
+    offered = {
+        each: _Offer(
+            bound.choices(each.joined if each else frozenset(), weight_only),
+            padded_factors(bound, padded, each.padded if each else frozenset()),
+        )
+        for each in (None, *op.implementations)
+    }
+    num_choices = len(offered[None].choices)
+    total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + num_backward(call)
+    seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
+    for numbers in itertools.product(range(num_choices), repeat=mesh.ndim):
+        split = {choice.factor for choice in map(offered[None].choices.__getitem__, numbers) if choice.factor}
+        for implementation in op.ways(split):
+            offer = offered[implementation]
+            choices = [offer.choices[number] for number in numbers]
+            if not _divides(choices, bound, offer.paddable, mesh):
+                continue
+            strategy = _strategy(choices, call, bound, implementation, mesh)
+            layouts = strategy.inputs, strategy.outputs
+            num_flops = _local_flops(total, strategy, call, bound, mesh)
+            forward = forward_seconds(call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation)
+            if strategy.transfers:
+                strategy = replace(strategy, waits=_waits(strategy, forward * passes, mesh, hardware))
+            same = (strategy.inputs, strategy.outputs, implementation)
+            if same not in seen:
+                seen[same] = (strategy, forward * passes + sum(strategy.waits), forward)
+    strategies, times, forwards = zip(*seen.values(), strict=True)
+    paddable = frozenset().union(*(each.paddable for each in offered.values()))
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, paddable, found.reason)
 
 
-def _bound_rule(call: Call) -> tuple[OpRule, BoundRule, str]:
-    """The call's rule fitted to its shapes; one that keeps every dim whole, and the reason, where there is none."""
-    op = rule_of(call)
-    reason = "no rule"
-    if op is not None:
-        try:
-            shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]
-            return op, Rule.parse(op.rule).bind(*shapes), ""
-        except RuleError as error:
-            reason = str(error)
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one mesh axis may do to a call in one way to run it, and the factors that may then be padded."""
 
-    def whole(info: TensorInfo) -> Term:
-        return Term(((WHOLE,),) * len(info.shape))
-
-    rule = Rule(tuple(map(whole, call.inputs)), tuple(map(whole, call.outputs)))
-    return OpRule(str(rule)), BoundRule(rule, {}), reason
+    choices: tuple[Choice, ...]
+    paddable: frozenset[str]
 
 
-def padded_factors(op: OpRule, bound: BoundRule, padded: Sequence[frozenset[int]]) -> frozenset[str]:
+def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> float:
+    """What one device computes: its share of the whole, or what the implementation says."""
+    implementation = strategy.implementation
+    if implementation is not None and implementation.flops is not None:
+        return implementation.flops(call, strategy.local_sizes(bound.sizes, mesh))
+    axes = strategy.axes_by_factor(mesh).values()
+    return total * (1 / math.prod(mesh.size(axis) for each in axes for axis in each))
+
+
+def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
+    """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide."""
+    seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
+    total = sum(seconds)
+    assert strategy.implementation is not None, "only implementations run collectives of their own"
+    hidden = min(strategy.implementation.hidden_share * total, computing)
+    return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+
+
+def padded_factors(
+    bound: BoundRule, padded: Sequence[frozenset[int]], left_out: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Factors that may be padded: alone on their dims, padded on every input that has them, kept or left out."""
     terms = (*bound.rule.inputs, *bound.rule.outputs)
     grouped = {name for term in terms for dim in term.dims if len(dim) > 1 for name in dim}
-    left_out = op.implementation.padded if op.implementation else frozenset()
     found = set()
     for factor in bound.splittable:
         dims = [term.dim_of(factor) for term in bound.rule.inputs]
@@ -215,7 +225,9 @@ def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[st
     return True
 
 
-def _strategy(choices: Sequence[Choice], call: Call, op: OpRule, bound: BoundRule, mesh: Mesh) -> Strategy:
+def _strategy(
+    choices: Sequence[Choice], call: Call, bound: BoundRule, implementation: Implementation | None, mesh: Mesh
+) -> Strategy:
     def layouts(infos: Sequence[TensorInfo], side: str) -> tuple[Layout, ...]:
         found = []
         for index, info in enumerate(infos):
@@ -223,33 +235,28 @@ def _strategy(choices: Sequence[Choice], call: Call, op: OpRule, bound: BoundRul
             found.append(layout if info.requires_grad else layout.without_gradient)
         return tuple(found)
 
-    split = {choice.factor for choice in choices if choice.factor}
-    implementation = op.implementation
-    implemented = bool(implementation and (implementation.factors is None or split & implementation.factors))
     strategy = Strategy(
         tuple(choice.name for choice in choices),
         layouts(call.inputs, "inputs"),
         layouts(call.outputs, "outputs"),
-        implemented,
+        implementation,
     )
-    if not (implemented and implementation and implementation.traffic):
-        return strategy
+    transfers = own_transfers(strategy, call, bound.sizes, mesh)
+    return replace(strategy, transfers=transfers) if transfers else strategy
+
+
+def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Transfer, ...]:
+    """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names.
+
+    `sizes` are those of the call's factors.
+    """
+    implementation = strategy.implementation
+    if implementation is None or implementation.traffic is None:
+        return ()
     axes = strategy.axes_by_factor(mesh)
-    transfers = _own_transfers(call, implementation.traffic, axes, bound.sizes, mesh)
-    return Strategy(strategy.choices, strategy.inputs, strategy.outputs, True, transfers)
-
-
-def _own_transfers(
-    call: Call, traffic: Traffic, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: Mesh
-) -> tuple[Transfer, ...]:
-    """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names."""
-    local = {
-        factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
-        for factor, size in sizes.items()
-    }
     return tuple(
         Transfer(collective.name, axis, collective.num_bytes, collective.backward)
-        for collective in traffic(call, local)
+        for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
         for axis in axes.get(collective.factor, ())
         if mesh.size(axis) > 1
     )

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import fx
 
 from autopar.cost.moves import Tensor
@@ -22,9 +21,7 @@ from autopar.program.program import Program
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.menu import Menu
-
-Roles = tuple[str | None, ...]
-"""The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
+from autopar.strategies.roles import Roles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,11 +148,6 @@ def _split_dims(source: Menu, output: int, target: Menu, position: int) -> froze
     """The dims that some strategy at either end splits; menus are shared by equal calls and hashed by identity."""
     layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
     return frozenset(p.dim for layout in layouts for p in layout if p.is_split)
-
-
-def carries_pin(node: fx.Node) -> bool:
-    """Whether the node is an `autopar.constrain`, which says a layout and computes nothing."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
 
 
 def outputs_without_gradient(space: Space) -> frozenset[int]:

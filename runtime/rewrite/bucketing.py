@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopar.cost.messages import joined_layers, messages
 from autopar.cost.moves import is_gather
 from autopar.cost.reshard import Path
-from autopar.program.paths import layer_of
+from autopar.program.paths import layer_or_owner
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import joined_name
 from autopar.space.space import Decision, Space, Wire
@@ -139,7 +139,7 @@ def _first_use(space: Space, wire: Wire) -> int:
 def _layers(space: Space) -> dict[str, str]:
     """For each parameter, by placeholder, the layer in whose message it is gathered."""
     joined = joined_layers(space.program)
-    return {placeholder: joined[layer_of(name)] for name, placeholder in space.program.parameters.items()}
+    return {placeholder: joined[layer_or_owner(name)] for name, placeholder in space.program.parameters.items()}
 
 
 def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:

@@ -19,19 +19,21 @@ from torch.fx.node import map_arg
 
 from autopar.cost.moves import Move, Tensor
 from autopar.errors import PlanError
-from autopar.program.calls import is_call, source_of
+from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import MODES, is_contraction, segments_of
+from autopar.program.recompute_segments import MODES, segments_of
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, ROLE, Role
 from autopar.runtime.rewrite.bucketing import Bucket, buckets_of
 from autopar.runtime.rewrite.moves import move_call
 from autopar.runtime.rewrite.packing import pack_products
+from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement
 from autopar.sharding.mesh import Mesh, joined_name
-from autopar.space.space import Space, carries_pin
+from autopar.space.space import Space
+from autopar.strategies.roles import RoledProgram
 
 Value = tuple[int, int]
 """(decision, output position)"""
@@ -95,6 +97,7 @@ class _Rewriter:
         self.section = ""
         self.segment: tuple[str, str] | None = None
         """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
+        self.matmuls = RoledProgram.of(space.program).matmuls
         self.weights: set[fx.Node] = set()
         """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
@@ -110,7 +113,7 @@ class _Rewriter:
             if bucket.at_entry:
                 self._bucket(bucket)
         for node in self.space.program.graph.nodes:
-            self.section = str(node.meta.get("module", ""))
+            self.section = module_of(node)
             if is_call(node):
                 self.segment = self.modes.get(node)
                 self._call(node)
@@ -163,7 +166,7 @@ class _Rewriter:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), local)
         op, call, bound = decision.menu.op, decision.menu.call, decision.menu.bound
         assert op is not None and call is not None and bound is not None
-        if carries_pin(node):
+        if is_constraint(node.target):
             self.values[number, 0] = args[0]
             return
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -172,12 +175,11 @@ class _Rewriter:
         if op.shape_argument is not None:
             shape = list(strategy.outputs[0].local_shape(call.outputs[0].shape, self.mesh.sizes))
             args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
-        if strategy.implemented:
-            assert op.implementation is not None
-            target = _runtime_function(op.implementation.function)
+        if strategy.implementation is not None:
+            target = _runtime_function(strategy.implementation.function)
             split = strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes)}
-            if op.implementation.random:
+            if strategy.implementation.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
         layout = strategy.outputs[0] if strategy.outputs else None
@@ -190,17 +192,15 @@ class _Rewriter:
         elif self.segment is not None:
             mode = self.segment[1]
             communicates = any(not transfer.backward for transfer in strategy.transfers)
-            self._mark(new, communicates or (mode == "selective" and is_contraction(node)))
+            self._mark(new, communicates or (mode == "selective" and node in self.matmuls))
 
     def _getitem(self, node: fx.Node) -> None:
-        parent, position = node.args
-        assert isinstance(parent, fx.Node) and isinstance(position, int)
+        parent, output = source_of(node)
         number = self.space.index[parent.name]
-        output = sum(each is not None for each in parent.meta["tensor"][:position])
         whole = self.values[number, 0] if (number, -1) not in self.values else self.values[number, -1]
         self.values[number, -1] = whole
         layout = self._strategy(number).outputs[output]
-        new = self._emit(operator.getitem, (whole, position), {}, layout, name=node.name)
+        new = self._emit(operator.getitem, (whole, node.args[1]), {}, layout, name=node.name)
         self.values[number, output] = new
         if self.segment is not None:
             self._mark(new, whole.meta[ROLE].kept)

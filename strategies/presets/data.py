@@ -8,8 +8,8 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.graph import Graph
 from autopar.strategies.presets.split import Split, data, whole
+from autopar.strategies.roles import RoledProgram
 
 
 def fully_replicated(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -17,7 +17,7 @@ def fully_replicated(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     It is what all others are measured by: the memory and the time of one device.
     """
-    split = Split(Graph.of(program), mesh, "fully_replicated")
+    split = Split(RoledProgram.of(program), mesh, "fully_replicated")
     for axis in mesh.names:
         split.along(axis, whole)
     return split.annotations()
@@ -92,7 +92,7 @@ def hsdp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
 
 def _batch_split(strategy: str, program: Program, mesh: Mesh) -> Split:
-    graph = Graph.of(program)
+    graph = RoledProgram.of(program)
     axes.need_batch(strategy, graph.samples, mesh, mesh.names)
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:

@@ -6,10 +6,10 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.graph import Graph, Step
 from autopar.strategies.presets.regions import COLUMN, INNER, LOSS, ROW
 from autopar.strategies.presets.split import Split, Wish, data
-from autopar.strategies.presets.tensor import found_blocks
+from autopar.strategies.presets.tensor import found_regions
+from autopar.strategies.roles import RoledCall, RoledProgram
 
 
 def tensor_2d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -67,16 +67,16 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/o = T/(s·i) + 3·R/(s·i)
     """
     axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
-    graph = Graph.of(program)
+    graph = RoledProgram.of(program)
     samples, inputs, outputs = mesh.names
     axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
     axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
-    regions = found_blocks("tensor_3d", graph, mesh, outputs).regions
+    regions = found_regions("tensor_3d", graph, mesh, outputs).by_call
 
     def over(inner: str, column: str, row: str, outer: str) -> Wish:
         """A role for each region."""
         roles = {INNER: inner, LOSS: inner, COLUMN: column, ROW: row}
-        return lambda step: step.factor_of(roles.get(regions[step.name], outer))
+        return lambda call: call.factor_of(roles.get(regions[call.name], outer))
 
     split = Split(graph, mesh, "tensor_3d")
     split.along(samples, data)
@@ -87,7 +87,7 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
 def _grid(strategy: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """The batch over all axes but the last, features over the last; weights stored over the last but one, too."""
-    graph = Graph.of(program)
+    graph = RoledProgram.of(program)
     *batch, columns = mesh.names
     axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
     split = Split(graph, mesh, strategy)
@@ -96,6 +96,6 @@ def _grid(strategy: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]
     return split.along(columns, features).stored_over((batch[-1],), True).annotations()
 
 
-def features(step: Step) -> str | None:
+def features(call: RoledCall) -> str | None:
     """Every product by columns, and features, heads and classes where they are."""
-    return step.factor_of("column")
+    return call.factor_of("column")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.strategies.presets.graph import CLASS_LOSSES, Graph, Step, Value
+from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 
 OUTER, COLUMN, INNER, ROW, LOSS = "outer", "column", "inner", "row", "loss"
 """Regions: a call outside all pairs; a column; between a column and its rows; a row; a loss over split classes."""
@@ -30,10 +30,10 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class Regions:
     """The region of every call that makes activations, and why products by weights are no columns."""
 
-    regions: Mapping[str, str]
+    by_call: Mapping[str, str]
     factors: Mapping[str, str]
     """Factor of each call outside OUTER that is split."""
     reasons: Mapping[str, str]
@@ -42,14 +42,14 @@ class Blocks:
     """Call on a way → the columns where the way begins."""
 
     def names(self, region: str) -> list[str]:
-        return [name for name, each in self.regions.items() if each == region]
+        return [name for name, each in self.by_call.items() if each == region]
 
     @property
     def heads(self) -> frozenset[str]:
         """The calls that make a loss over split classes, from their product on."""
         columns = frozenset().union(*(self.origins[name] for name in self.names(LOSS)))
         return frozenset(
-            name for name, origins in self.origins.items() if origins & columns and self.regions[name] != ROW
+            name for name, origins in self.origins.items() if origins & columns and self.by_call[name] != ROW
         )
 
 
@@ -67,12 +67,12 @@ class _Walk:
     """Columns from which a way comes to a row or a loss."""
 
 
-def blocks_of(graph: Graph, parts: int) -> Blocks:
+def regions_of(graph: RoledProgram, parts: int) -> Regions:
     """The pairs of a graph for an axis of `parts` devices.
 
     All products are taken for columns at first; those that come to nothing are taken out until none is left to be.
     """
-    columns = {step.name for step in graph.learned if weight_of(graph, step) is not None}
+    columns = {call.name for call in graph.learned if weight_of(graph, call) is not None}
     reasons: dict[str, str] = {}
     while True:
         walk = _walk(graph, parts, columns)
@@ -80,93 +80,93 @@ def blocks_of(graph: Graph, parts: int) -> Blocks:
         used = {name for name, region in walk.regions.items() if region == COLUMN}
         lost |= {name: "nothing sums over its outputs" for name in used - walk.arrived if name not in lost}
         if not lost:
-            return Blocks(walk.regions, walk.factors, reasons, walk.origins)
+            return Regions(walk.regions, walk.factors, reasons, walk.origins)
         reasons |= lost
         columns -= lost.keys()
 
 
-def weight_of(graph: Graph, step: Step) -> int | None:
+def weight_of(graph: RoledProgram, call: RoledCall) -> int | None:
     """The position of the weight in a product of an activation (or an input) and a weight; None for other calls."""
-    if step.weight_only or step.is_lookup or not {"o", "k"} <= set(step.bound.splittable):
+    if call.weight_only or call.is_lookup or not {"o", "k"} <= set(call.bound.splittable):
         return None
     weights = [
         position
-        for position, term in enumerate(step.in_terms)
-        if {"o", "k"} <= set(term.factors) and graph.is_weight(step.inputs[position])
+        for position, term in enumerate(call.in_terms)
+        if {"o", "k"} <= set(term.factors) and graph.is_weight(call.inputs[position])
     ]
     return weights[0] if len(weights) == 1 else None
 
 
-def _walk(graph: Graph, parts: int, columns: set[str]) -> _Walk:
+def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
     walk = _Walk()
-    for step in graph.learned:
-        if step.weight_only:
+    for call in graph.learned:
+        if call.weight_only:
             continue
-        weight = weight_of(graph, step)
-        held = {position: walk.splits[value] for position, value in enumerate(step.inputs) if value in walk.splits}
-        summed = {p: split for p, split in held.items() if step.in_terms[p].dims[split.dim][0] == "k"}
+        weight = weight_of(graph, call)
+        held = {position: walk.splits[value] for position, value in enumerate(call.inputs) if value in walk.splits}
+        summed = {p: split for p, split in held.items() if call.in_terms[p].dims[split.dim][0] == "k"}
         if weight is not None and summed:
-            _arrive(walk, step, summed, ROW, "k")
-        elif weight is not None and not held and step.name in columns and _divides(step, "o", parts, True):
-            _enter(walk, step, COLUMN, "o", frozenset({step.name}))
-            _go_on(walk, step, "o", step.bound.sizes["o"] % parts != 0)
+            _arrive(walk, call, summed, ROW, "k")
+        elif weight is not None and not held and call.name in columns and _divides(call, "o", parts, True):
+            _enter(walk, call, COLUMN, "o", frozenset({call.name}))
+            _go_on(walk, call, "o", call.bound.sizes["o"] % parts != 0)
         elif held:
-            _through(walk, graph, step, held, parts)
+            _through(walk, graph, call, held, parts)
         else:
-            walk.regions[step.name] = OUTER
+            walk.regions[call.name] = OUTER
     return walk
 
 
-def _through(walk: _Walk, graph: Graph, step: Step, held: Mapping[int, _Split], parts: int) -> None:
+def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[int, _Split], parts: int) -> None:
     """One call on a way: it keeps the dim split, joins it as a loss does, or ends the way."""
     position, split = next(iter(held.items()))
-    factor = step.in_terms[position].dims[split.dim][0]
+    factor = call.in_terms[position].dims[split.dim][0]
     uneven = any(each.padded for each in held.values())
     reason = ""
-    if factor not in step.bound.splittable:
-        reason = f"{step.name} needs it whole"
-    elif not _divides(step, factor, parts, uneven):
-        reason = f"{step.name} has {step.bound.sizes[factor]} of it, which do not divide into {parts}"
-    for other, value in enumerate(step.inputs):
-        if not reason and graph.is_activation(value) and factor in step.in_terms[other].factors:
-            same = other in held and step.in_terms[other].dim_of(factor) == held[other].dim
-            reason = "" if same else f"{step.name} adds to it what is whole"
-    joined = step.call.target in CLASS_LOSSES and factor in step.padded
-    if not reason and not joined and any(term.dim_of(factor) is None for term in step.out_terms):
-        reason = f"{step.name} sums over it"
+    if factor not in call.bound.splittable:
+        reason = f"{call.name} needs it whole"
+    elif not _divides(call, factor, parts, uneven):
+        reason = f"{call.name} has {call.bound.sizes[factor]} of it, which do not divide into {parts}"
+    for other, value in enumerate(call.inputs):
+        if not reason and graph.is_activation(value) and factor in call.in_terms[other].factors:
+            same = other in held and call.in_terms[other].dim_of(factor) == held[other].dim
+            reason = "" if same else f"{call.name} adds to it what is whole"
+    joined = call.call.target in CLASS_LOSSES and factor in call.op.padded
+    if not reason and not joined and any(term.dim_of(factor) is None for term in call.out_terms):
+        reason = f"{call.name} sums over it"
     if reason:
-        walk.regions[step.name] = OUTER
+        walk.regions[call.name] = OUTER
         walk.ended |= dict.fromkeys(_origins(held), reason)
     elif joined:
-        _arrive(walk, step, held, LOSS, factor)
+        _arrive(walk, call, held, LOSS, factor)
     else:
-        _enter(walk, step, INNER, factor, _origins(held))
-        _go_on(walk, step, factor, uneven)
+        _enter(walk, call, INNER, factor, _origins(held))
+        _go_on(walk, call, factor, uneven)
 
 
 def _origins(held: Mapping[int, _Split]) -> frozenset[str]:
     return frozenset().union(*(split.origins for split in held.values()))
 
 
-def _enter(walk: _Walk, step: Step, region: str, factor: str, origins: frozenset[str]) -> None:
-    walk.regions[step.name], walk.factors[step.name], walk.origins[step.name] = region, factor, origins
+def _enter(walk: _Walk, call: RoledCall, region: str, factor: str, origins: frozenset[str]) -> None:
+    walk.regions[call.name], walk.factors[call.name], walk.origins[call.name] = region, factor, origins
 
 
-def _arrive(walk: _Walk, step: Step, held: Mapping[int, _Split], region: str, factor: str) -> None:
-    _enter(walk, step, region, factor, _origins(held))
+def _arrive(walk: _Walk, call: RoledCall, held: Mapping[int, _Split], region: str, factor: str) -> None:
+    _enter(walk, call, region, factor, _origins(held))
     walk.arrived |= _origins(held)
 
 
-def _go_on(walk: _Walk, step: Step, factor: str, padded: bool) -> None:
-    for position, term in enumerate(step.out_terms):
+def _go_on(walk: _Walk, call: RoledCall, factor: str, padded: bool) -> None:
+    for position, term in enumerate(call.out_terms):
         dim = term.dim_of(factor)
         if dim is not None:
-            walk.splits[step.name, position] = _Split(dim, walk.origins[step.name], padded)
+            walk.splits[call.name, position] = _Split(dim, walk.origins[call.name], padded)
 
 
-def _divides(step: Step, factor: str, parts: int, paddable: bool) -> bool:
+def _divides(call: RoledCall, factor: str, parts: int, paddable: bool) -> bool:
     """Whether a factor has equal parts, or may be padded: it is in no group, and nothing but parameters fixed it."""
-    size = step.bound.sizes[factor]
-    terms = (*step.in_terms, *step.out_terms)
+    size = call.bound.sizes[factor]
+    terms = (*call.in_terms, *call.out_terms)
     grouped = any(len(dim) > 1 and factor in dim for term in terms for dim in term.dims)
     return size % parts == 0 or (paddable and not grouped and size >= parts)

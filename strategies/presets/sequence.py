@@ -7,9 +7,9 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.graph import Graph, Step
-from autopar.strategies.presets.regions import LOSS, blocks_of
+from autopar.strategies.presets.regions import LOSS, regions_of
 from autopar.strategies.presets.split import Split, data
+from autopar.strategies.roles import RoledCall, RoledProgram
 
 
 def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -44,22 +44,22 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
 
 def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: str) -> tuple[Annotation, ...]:
-    graph = Graph.of(program)
+    graph = RoledProgram.of(program)
     sequence = axes.axis_of(mesh, axes.SEQUENCE)
     batch = axes.others(mesh, sequence)
     axes.need_batch(strategy, graph.samples, mesh, batch)
     axes.need_positions(strategy, graph.positions, mesh, sequence)
-    attentions = [step for step in graph.learned if step.is_attention]
+    attentions = [call for call in graph.learned if call.is_attention]
     if not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
-    for step in attentions:
-        _check_attention(strategy, step, in_attention, mesh, sequence)
+    for call in attentions:
+        _check_attention(strategy, call, in_attention, mesh, sequence)
     classes = _class_factors(graph, mesh.size(sequence))
 
-    def wish(step: Step) -> str | None:
-        if step.name in classes:
-            return classes[step.name]
-        return step.factor_of(in_attention if step.is_attention else "sequence")
+    def wish(call: RoledCall) -> str | None:
+        if call.name in classes:
+            return classes[call.name]
+        return call.factor_of(in_attention if call.is_attention else "sequence")
 
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
@@ -67,31 +67,31 @@ def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: s
     return split.annotations()
 
 
-def _check_attention(strategy: str, step: Step, role: str, mesh: Mesh, axis: str) -> None:
+def _check_attention(strategy: str, call: RoledCall, role: str, mesh: Mesh, axis: str) -> None:
     """Raise StrategyError where a call cannot be split by its heads, or by its queries."""
     what = "heads" if role == "column" else "queries"
-    factor = step.factor_of(role)
+    factor = call.factor_of(role)
     if factor is None:
         raise StrategyError(
-            f"{strategy} splits the {what} of attention over {axis}; {step.name} has none. "
+            f"{strategy} splits the {what} of attention over {axis}; {call.name} has none. "
             f"Use {'ulysses' if role == 'sequence' else 'gather_kv'} or megatron_sequence."
         )
-    if step.bound.sizes[factor] % mesh.size(axis):
+    if call.bound.sizes[factor] % mesh.size(axis):
         raise StrategyError(
-            f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {step.name} has "
-            f"{step.bound.sizes[factor]} of them{' (of keys and values)' if what == 'heads' else ''}. "
+            f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {call.name} has "
+            f"{call.bound.sizes[factor]} of them{' (of keys and values)' if what == 'heads' else ''}. "
             "Use an axis whose size divides them."
         )
 
 
-def _class_factors(graph: Graph, parts: int) -> dict[str, str]:
+def _class_factors(graph: RoledProgram, parts: int) -> dict[str, str]:
     """The factors of the calls that make a loss whose rows are no positions any more, split by classes.
 
     A loss over (batch, positions) flattened to rows cannot keep the positions split, unless the batch is one sample:
     its classes are split instead, from the product that makes the logits on.
     """
-    blocks = blocks_of(graph, parts)
-    losses = [graph.steps[name] for name in blocks.names(LOSS)]
-    if not losses or all(step.factor_of("sequence") for step in losses):
+    regions = regions_of(graph, parts)
+    losses = [graph.calls[name] for name in regions.names(LOSS)]
+    if not losses or all(call.factor_of("sequence") for call in losses):
         return {}
-    return {name: blocks.factors[name] for name in blocks.heads}
+    return {name: regions.factors[name] for name in regions.heads}

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable
 
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets.graph import Graph, Step, Value
+from autopar.strategies.roles import RoledCall, RoledProgram, Value
 
 WHOLE = "replicated"
 
-Wish = Callable[[Step], str | None]
+Wish = Callable[[RoledCall], str | None]
 """The factor of a call that an axis is to split; None: none."""
 
 
 class Split:
     """What has been said so far about the nodes of one graph on one mesh."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, strategy: str) -> None:
+    def __init__(self, graph: RoledProgram, mesh: Mesh, strategy: str) -> None:
         self.graph = graph
         self.mesh = mesh
         self.strategy = strategy
@@ -37,12 +37,12 @@ class Split:
 
     def along(self, axis: str, wish: Wish) -> Split:
         """Split every call on an axis as `wish` says, where the factor divides; weights follow."""
-        for step in self.graph.learned:
-            if not step.weight_only:
-                factor = wish(step)
-                self.factors[step.name][axis] = factor if factor and self._divides(step, axis, factor) else None
-        for step in reversed([step for step in self.graph.learned if step.weight_only]):
-            self.factors[step.name][axis] = self._wanted_factor(step, axis)
+        for call in self.graph.learned:
+            if not call.weight_only:
+                factor = wish(call)
+                self.factors[call.name][axis] = factor if factor and self._divides(call, axis, factor) else None
+        for call in reversed([call for call in self.graph.learned if call.weight_only]):
+            self.factors[call.name][axis] = self._wanted_factor(call, axis)
         for name in self.graph.parameters:
             dim = self._wanted_dim((name, 0), axis)
             self.dims[name][axis] = dim if dim is not None and self._stores(name, axis, dim) else None
@@ -56,16 +56,16 @@ class Split:
     def annotations(self) -> tuple[Annotation, ...]:
         """What has been said: calls first, then parameters, then their storage."""
         found = []
-        for step in self.graph.learned:
+        for call in self.graph.learned:
             said: list[tuple[str, Said]] = []
-            for axis, factor in self.factors[step.name].items():
+            for axis, factor in self.factors[call.name].items():
                 # Where parameters are stored in parts, what is made from them alone may stay in these parts.
                 if factor is not None:
                     said.append((axis, f"{FACTOR}{factor}"))
-                elif not (step.weight_only and axis in self.stored):
+                elif not (call.weight_only and axis in self.stored):
                     said.append((axis, WHOLE))
             if said:
-                found.append(Annotation(f"{NODE}{step.name}", tuple(said), strategy=self.strategy))
+                found.append(Annotation(f"{NODE}{call.name}", tuple(said), strategy=self.strategy))
         for name in self.graph.program.parameters.values():
             at = tuple((axis, dim) for axis, dim in self.dims[name].items() if axis not in self.stored)
             if any(dim is not None for _, dim in at) and len(self.graph.infos[name, 0].shape) == 1:
@@ -77,40 +77,40 @@ class Split:
             found.append(Annotation("*", storage=self.stored, regather=self.regather, strategy=self.strategy))
         return tuple(found)
 
-    def _divides(self, step: Step, axis: str, factor: str) -> bool:
+    def _divides(self, call: RoledCall, axis: str, factor: str) -> bool:
         """Whether a factor has equal parts over all axes that split it, or comes from a parameter and is padded."""
-        if factor not in step.bound.splittable:
+        if factor not in call.bound.splittable:
             return False
-        axes = [other for other, each in self.factors[step.name].items() if each == factor and other != axis]
-        size, parts = step.bound.sizes[factor], self._parts([*axes, axis])
-        return size % parts == 0 or (not axes and size >= parts and self._pads(step, factor))
+        axes = [other for other, each in self.factors[call.name].items() if each == factor and other != axis]
+        size, parts = call.bound.sizes[factor], self._parts([*axes, axis])
+        return size % parts == 0 or (not axes and size >= parts and self._pads(call, factor))
 
-    def _pads(self, step: Step, factor: str) -> bool:
+    def _pads(self, call: RoledCall, factor: str) -> bool:
         """Whether a factor may be padded: it is no part of a group, and every input that has it comes padded."""
-        terms = (*step.in_terms, *step.out_terms)
+        terms = (*call.in_terms, *call.out_terms)
         if any(len(dim) > 1 and factor in dim for term in terms for dim in term.dims):
             return False
-        kept = all(term.dim_of(factor) is not None for term in step.out_terms) or factor in step.padded
-        held = [value for value, term in zip(step.inputs, step.in_terms, strict=True) if factor in term.factors]
+        kept = all(term.dim_of(factor) is not None for term in call.out_terms) or factor in call.op.padded
+        held = [value for value, term in zip(call.inputs, call.in_terms, strict=True) if factor in term.factors]
         return kept and bool(held) and all(self._from_parameter(value) for value in held)
 
     def _from_parameter(self, value: Value) -> bool:
         """Whether a tensor is a parameter, or an activation: those are split unevenly only if they are padded."""
         return self.graph.is_weight(value) or self.graph.is_activation(value)
 
-    def _wanted_factor(self, step: Step, axis: str) -> str | None:
-        for position, term in enumerate(step.out_terms):
-            dim = self._wanted_dim((step.name, position), axis)
-            if dim is not None and self._divides(step, axis, term.dims[dim][0]):
+    def _wanted_factor(self, call: RoledCall, axis: str) -> str | None:
+        for position, term in enumerate(call.out_terms):
+            dim = self._wanted_dim((call.name, position), axis)
+            if dim is not None and self._divides(call, axis, term.dims[dim][0]):
                 return term.dims[dim][0]
         return None
 
     def _wanted_dim(self, value: Value, axis: str) -> int | None:
         """The dim that every consumer of a tensor wants split on an axis; None where they differ."""
         wanted: set[int | None] = set()
-        for step, position in self.graph.users.get(value, ()):
-            factor = self.factors[step.name].get(axis)
-            wanted.add(step.in_terms[position].dim_of(factor) if factor else None)
+        for call, position in self.graph.users.get(value, ()):
+            factor = self.factors[call.name].get(axis)
+            wanted.add(call.in_terms[position].dim_of(factor) if factor else None)
         return wanted.pop() if len(wanted) == 1 else None
 
     def _stores(self, name: str, axis: str, dim: int) -> bool:
@@ -123,11 +123,11 @@ class Split:
         return math.prod(self.mesh.size(axis) for axis in axes)
 
 
-def data(step: Step) -> str | None:
+def data(call: RoledCall) -> str | None:
     """Every axis splits the batch."""
-    return step.factor_of("data")
+    return call.factor_of("data")
 
 
-def whole(step: Step) -> str | None:
+def whole(call: RoledCall) -> str | None:
     """Nothing is split."""
     return None

@@ -9,9 +9,9 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.graph import Graph, Step
-from autopar.strategies.presets.regions import COLUMN, OUTER, Blocks, blocks_of
+from autopar.strategies.presets.regions import COLUMN, OUTER, Regions, regions_of
 from autopar.strategies.presets.split import Split, Wish, data
+from autopar.strategies.roles import RoledCall, RoledProgram
 
 
 def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -39,7 +39,7 @@ def fsdp_megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         reduce_scatter/d = (P - N)/t + N
         all_reduce/d = 16
     """
-    axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the blocks")
+    axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the regions")
     split = _tensor_split("fsdp_megatron", program, mesh)
     return split.stored_over(axes.others(mesh, axes.axis_of(mesh, axes.TENSOR)), True).annotations()
 
@@ -57,60 +57,60 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d = (P - N)/t + 16
     """
     tensor = axes.axis_of(mesh, axes.TENSOR)
-    graph = Graph.of(program)
+    graph = RoledProgram.of(program)
     axes.need_positions("megatron_sequence", graph.positions, mesh, tensor)
     return _tensor_split("megatron_sequence", program, mesh, between="sequence").annotations()
 
 
 def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "") -> Split:
-    """Blocks split over the tensor axis, the batch over the others; `between` is the role of what lies between."""
-    graph = Graph.of(program)
+    """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between."""
+    graph = RoledProgram.of(program)
     tensor = axes.axis_of(mesh, axes.TENSOR)
     batch = axes.others(mesh, tensor)
     axes.need_batch(strategy, graph.samples, mesh, batch)
-    blocks = found_blocks(strategy, graph, mesh, tensor)
+    regions = found_regions(strategy, graph, mesh, tensor)
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
-        split.along(axis, data if axis in batch else in_blocks(graph, blocks, between))
+        split.along(axis, data if axis in batch else in_blocks(graph, regions, between))
     return split
 
 
-def found_blocks(strategy: str, graph: Graph, mesh: Mesh, axis: str) -> Blocks:
-    """The blocks of a model; StrategyError where there are none, a warning where an attention stays whole."""
-    blocks = blocks_of(graph, mesh.size(axis))
-    if not blocks.names(COLUMN):
-        found = "; ".join(f"{name}: {why}" for name, why in list(blocks.reasons.items())[:3])
+def found_regions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> Regions:
+    """The regions of a model; StrategyError where there are none, a warning where an attention stays whole."""
+    regions = regions_of(graph, mesh.size(axis))
+    if not regions.names(COLUMN):
+        found = "; ".join(f"{name}: {why}" for name, why in list(regions.reasons.items())[:3])
         raise StrategyError(
             f"{strategy} needs pairs of matrix products with nothing between them that needs their outputs whole; "
             f"found none that divide into {mesh.size(axis)} parts over {axis}"
             f"{f' ({found})' if found else ', as the model has no product by a weight'}. "
             "Use a smaller axis, or a preset that splits the batch."
         )
-    whole = [step.name for step in graph.learned if step.is_attention and blocks.regions.get(step.name) == OUTER]
+    whole = [call.name for call in graph.learned if call.is_attention and regions.by_call.get(call.name) == OUTER]
     if whole:
-        reasons = dict.fromkeys(blocks.reasons.values())
+        reasons = dict.fromkeys(regions.reasons.values())
         warnings.warn(
             f"{strategy}: attention stays whole on {axis} in {len(whole)} calls ({whole[0]} …): "
             f"{'; '.join(list(reasons)[:2])}. Its work is repeated on {mesh.size(axis)} devices.",
             UserWarning,
             stacklevel=5,
         )
-    return blocks
+    return regions
 
 
-def in_blocks(graph: Graph, blocks: Blocks, between: str) -> Wish:
+def in_blocks(graph: RoledProgram, regions: Regions, between: str) -> Wish:
     """Columns, rows, what lies between, and the largest table that the inputs look up (the vocabulary)."""
     rows = vocabulary(graph)
 
-    def wish(step: Step) -> str | None:
-        return "k" if step.name in rows else blocks.factors.get(step.name, step.factor_of(between))
+    def wish(call: RoledCall) -> str | None:
+        return "k" if call.name in rows else regions.factors.get(call.name, call.factor_of(between))
 
     return wish
 
 
-def vocabulary(graph: Graph) -> frozenset[str]:
+def vocabulary(graph: RoledProgram) -> frozenset[str]:
     """The lookups by inputs in the largest table there is: token embeddings, not types or positions."""
     lookups = {
-        step.name: step.bound.sizes.get("k", 0) for step in graph.learned if step.is_lookup and not step.weight_only
+        call.name: call.bound.sizes.get("k", 0) for call in graph.learned if call.is_lookup and not call.weight_only
     }
     return frozenset(name for name, size in lookups.items() if size == max(lookups.values()))

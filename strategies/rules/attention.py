@@ -38,10 +38,11 @@ def attention(call: Call) -> OpRule:
     flops = 2 * math.prod(scores) * (query[-1] + value[-1])
     if call["dropout_p"] > 0:
         implementation = Implementation("dropout:attention_with_dropout", factors=None, random=True)
-        return OpRule(text, implementation, flops=flops)
+        return OpRule(text, (implementation,), flops=flops, efficiency="attention")
     if call["is_causal"]:
-        return OpRule(text, Implementation("attention:causal_attention", frozenset({"s"})), flops=flops)
-    return OpRule(text, flops=flops)
+        by_queries = Implementation("attention:causal_attention", frozenset({"s"}))
+        return OpRule(text, (by_queries,), flops=flops, efficiency="attention")
+    return OpRule(text, flops=flops, efficiency="attention")
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -32,16 +32,15 @@ def cross_entropy(call: Call) -> Answer:
     dims = ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)]
     kept = [name for name in dims if name != "v"]
     joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
-    return OpRule(
-        _loss_text(call, dims, kept),
-        Implementation(
-            "loss:cross_entropy",
-            joined,
-            joined=joined,
-            padded=frozenset({"v"}),
-            traffic=cross_entropy_traffic,
-        ),
+    vocabulary_parallel = Implementation(
+        "loss:cross_entropy", joined, joined=joined, padded=frozenset({"v"}), traffic=cross_entropy_traffic
     )
+    return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
+
+
+def with_probabilities(inputs: int, outputs: int) -> int:
+    """Probabilities as large as the logits are written for the backward."""
+    return inputs + inputs + outputs
 
 
 def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v", mark: str = "") -> str:
@@ -90,7 +89,7 @@ def distance(function: str) -> Callable[[Call], Answer]:
         text = rule([term(dims), term(dims), *further], ["()"])
         if call["reduction"] == SUM or not dims:
             return OpRule(text)
-        return OpRule(text, Implementation(f"mean:{function}", frozenset(dims)))
+        return OpRule(text, (Implementation(f"mean:{function}", frozenset(dims)),))
 
     return entry
 

@@ -58,7 +58,7 @@ def batch_norm(call: Call) -> OpRule:
     if not by_batch:
         return OpRule(text)
     implementation = Implementation("normalization:batch_norm", frozenset({"n"}), traffic=batch_norm_traffic)
-    return OpRule(text, implementation)
+    return OpRule(text, (implementation,))
 
 
 def batch_norm_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:

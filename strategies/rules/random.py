@@ -15,7 +15,7 @@ def dropout(call: Call) -> OpRule:
     text = pointwise(input="~")(call)
     if not call["train"] or call["p"] == 0:
         return OpRule(text)
-    return OpRule(text, Implementation("dropout:dropout", factors=None, random=True))
+    return OpRule(text, (Implementation("dropout:dropout", factors=None, random=True),))
 
 
 def without_draw(call: Call) -> Answer:

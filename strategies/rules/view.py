@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from autopar.errors import RuleError
+from autopar.sharding.constraint import CONSTRAIN
 from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import WHOLE, Rule
 from autopar.strategies.notation import (
@@ -256,6 +257,7 @@ def unfold(call: Call) -> str:
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {
+    CONSTRAIN: "~... -> ...",
     **dict.fromkeys(
         (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_copy.default), reshape(1)
     ),

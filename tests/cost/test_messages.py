@@ -19,7 +19,7 @@ from autopar.cost.reshard import reshard_table
 from autopar.hardware.load import load
 from autopar.hardware.profile import Overlap
 from autopar.planning.settings import context_of
-from autopar.program.paths import layer_of
+from autopar.program.paths import layer_or_owner
 from autopar.runtime.rewrite import bucketing
 from autopar.sharding.layout import I, Layout, R, S
 from autopar.sharding.mesh import Mesh
@@ -166,7 +166,7 @@ def test_the_messages_are_as_large_as_the_runtime_makes_them() -> None:
     [("model.layers.3.mlp.up.weight", "model.layers.3"), ("model.head.weight", "model.head"), ("w", "")],
 )
 def test_a_layer_is_named_up_to_its_number_or_by_the_module_that_owns_the_parameter(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
+    assert layer_or_owner(name) == layer
 
 
 def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:

@@ -363,9 +363,9 @@ def _predicted_and_real(strategy: str, batch: int, num_microbatches: int, in_fli
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     held = [*model.parameters(), x_BD, *states]
     real = peak_bytes(step, optimizer.zero_grad, lambda: held)
-    context = context_of(executable.plan)
-    if context is None:
+    if executable.plan.context is None:
         return 0, real
+    context = context_of(executable.plan)
     memory = MemoryModel(context.space, Microbatches(num_microbatches, in_flight))
     return memory_use(memory, context.choices, executable.plan.recompute)[0], real
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.program.paths import prefix_of
+from autopar.program.paths import layer_of
 from autopar.program.program import Program
-from autopar.program.recompute_segments import Recomputation, is_contraction, recomputation, segments_of
+from autopar.program.recompute_segments import Recomputation, recomputation, segments_of
+from autopar.strategies.roles import RoledProgram
 from tests.support.eager import calls
 
 X_BD = torch.ones(4, 8)
@@ -68,7 +69,7 @@ def names(again: Recomputation) -> tuple[list[str], list[str]]:
     ],
 )
 def test_a_prefix_ends_with_the_first_number(module: str, prefix: str) -> None:
-    assert prefix_of(module) == prefix
+    assert layer_of(module) == prefix
 
 
 def test_a_segment_is_a_run_of_calls_of_one_layer() -> None:
@@ -122,15 +123,17 @@ def test_only_what_the_backward_asks_for_runs_again_or_is_kept(
 ) -> None:
     program = program_of(function)
     (segment,) = segments_of(program)
-    assert names(recomputation(program, segment, "full")) == full
-    assert names(recomputation(program, segment, "selective")) == selective
-    assert recomputation(program, segment, "none") == Recomputation(frozenset(), frozenset())
+    assert names(recomputation(program, segment, "full", RoledProgram.of(program).matmuls)) == full
+    assert names(recomputation(program, segment, "selective", RoledProgram.of(program).matmuls)) == selective
+    assert recomputation(program, segment, "none", RoledProgram.of(program).matmuls) == Recomputation(
+        frozenset(), frozenset()
+    )
 
 
 def test_a_call_of_several_outputs_runs_again_with_its_parts() -> None:
     program = program_of(lambda y, x: y.sort(-1)[0].sin())
     (segment,) = segments_of(program)
-    found = {node.name for node in recomputation(program, segment, "full").rerun}
+    found = {node.name for node in recomputation(program, segment, "full", RoledProgram.of(program).matmuls).rerun}
     assert {"sort_default", "getitem"} <= found or {"sort", "getitem"} <= found
 
 
@@ -141,9 +144,9 @@ def test_attention_is_no_contraction_and_products_are() -> None:
 
     program = program_of(attention)
     (attended,) = calls(program, aten.scaled_dot_product_attention.default)
-    assert not is_contraction(attended)
-    products = [n for n in program.graph.nodes if n.op == "call_function" and is_contraction(n)]
+    assert attended not in RoledProgram.of(program).matmuls
+    products = [n for n in program.graph.nodes if n in RoledProgram.of(program).matmuls]
     assert [str(n.target) for n in products] == ["aten.linear.default", "aten.linear.default", "aten.matmul.default"]
-    selective = recomputation(program, segments_of(program)[0], "selective")
+    selective = recomputation(program, segments_of(program)[0], "selective", RoledProgram.of(program).matmuls)
     assert attended in selective.rerun
     assert products[1] in selective.kept

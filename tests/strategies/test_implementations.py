@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from autopar.strategies import RULES, rule_of
 from tests.support.samples import SAMPLES
 from tests.support.samples.draw import Draw, Sample
-from tests.support.validate import Whole, show
+from tests.support.validate import Whole, only_implementation, show
 from tests.support.validate_implementations import (
     check_implementation,
     paddable_choices,
@@ -26,7 +27,7 @@ def implemented_samples(target: Any) -> list[Sample]:
     found = []
     for each in SAMPLES[target](Draw(SEED)):
         op = rule_of(Whole.of(target, each.args, each.kwargs).call)
-        if op is not None and op.implementation is not None and not op.implementation.random:
+        if op is not None and (one := only_implementation(op)) is not None and not one.random:
             found.append(each)
     return found
 
@@ -41,7 +42,9 @@ def test_an_implementation_gives_the_values_and_gradients_of_the_whole(target: A
     for each in implemented_samples(target):
         op = rule_of(Whole.of(target, each.args, each.kwargs).call)
         assert op is not None
-        faults.extend(check_implementation(target, each.args, each.kwargs, op, num_ranks))
+        for one in op.implementations:
+            alone = replace(op, implementations=(one,))
+            faults.extend(check_implementation(target, each.args, each.kwargs, alone, num_ranks))
     assert not faults, "\n" + "\n".join(faults)
 
 

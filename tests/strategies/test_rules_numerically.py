@@ -1,6 +1,6 @@
 """Every rule of the tables against ground truth: no choice is wrong, and none that would be right is missing.
 
-A new row of a table needs sample calls in `tests/samples`; what a rule lacks on purpose is named there, with a reason.
+A new row of a table needs sample calls in `tests/support/samples`; what a rule lacks on purpose is named there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.strategies import RULES, rule_of
 from tests.support.samples import SAMPLES
 from tests.support.samples.allowed import ALLOWED, NOT_COMPARED
 from tests.support.samples.draw import Draw
-from tests.support.validate import Report, Whole, check, fault_of
+from tests.support.validate import Report, Whole, check, fault_of, only_implementation
 
 SEED = 0
 TARGETS = sorted((target for target in RULES if target in SAMPLES and target not in NOT_COMPARED), key=str)
@@ -49,7 +49,7 @@ def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
     for each in SAMPLES[target](Draw(SEED)):
         whole = Whole.of(target, each.args, each.kwargs)
         op = rule_of(whole.call)
-        if op is None or (op.implementation is not None and op.implementation.random):
+        if op is None or ((one := only_implementation(op)) is not None and one.random):
             continue  # what draws numbers is held to this in tests/strategies/test_implementations.py
         passing = next(choice for choice in whole.bind(op).choices(weight_only=True) if choice.name == PASS_REPLICATED)
         assert not fault_of(whole, passing.inputs, passing.outputs, 2, op.shape_argument), f"{whole}"
@@ -57,7 +57,7 @@ def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
 
 def test_every_operation_of_the_tables_has_samples() -> None:
     without = sorted(str(target) for target in RULES if target not in SAMPLES)
-    assert not without, f"no samples in tests/samples for {', '.join(without)}"
+    assert not without, f"no samples in tests/support/samples for {', '.join(without)}"
 
 
 def test_what_rules_lack_on_purpose_concerns_operations_that_have_samples() -> None:

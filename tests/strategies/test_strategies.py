@@ -25,7 +25,7 @@ from autopar.strategies.rules import view
 from autopar.strategies.rules.view import reshaped
 from tests.support.families import FAMILIES
 from tests.support.parts import split
-from tests.support.validate import Whole, check
+from tests.support.validate import Whole, check, only_implementation
 from tests.support.validate_implementations import AXIS, implemented_choices, run_implementation
 
 aten = torch.ops.aten
@@ -264,8 +264,10 @@ def test_running_statistics_keep_the_channels_whole_only_while_they_are_written(
 
 def test_dropout_is_implemented_only_where_it_draws() -> None:
     drawing, idle = (rule_of(Whole.of(aten.dropout.default, (x(4), p, True), {}).call) for p in (0.5, 0.0))
-    assert drawing is not None and drawing.implementation is not None and drawing.implementation.random
-    assert idle is not None and idle.implementation is None
+    assert drawing is not None and idle is not None
+    found = only_implementation(drawing)
+    assert found is not None and found.random
+    assert idle is not None and only_implementation(idle) is None
 
 
 def test_a_view_states_a_local_shape_and_a_flatten_does_not() -> None:
@@ -288,11 +290,13 @@ def test_targets_that_are_probabilities_have_no_rule() -> None:
 def predicted_bytes(whole: Whole, choice: Choice, num_ranks: int) -> int:
     """Bytes of the collectives that the rule's traffic function names for splitting one factor."""
     op = rule_of(whole.call)
-    assert op is not None and op.implementation is not None and op.implementation.traffic is not None
+    assert op is not None
+    one = only_implementation(op)
+    assert one is not None and one.traffic is not None
     sizes = dict(whole.bind(op).sizes)
     assert choice.factor
     sizes[choice.factor] //= num_ranks
-    return sum(each.num_bytes for each in op.implementation.traffic(whole.call, sizes) if each.factor == choice.factor)
+    return sum(each.num_bytes for each in one.traffic(whole.call, sizes) if each.factor == choice.factor)
 
 
 def statistics(num_channels: int) -> tuple[Tensor, Tensor]:

@@ -132,7 +132,7 @@ def test_an_integer_input_is_the_same_replicated_either_way() -> None:
 
 def test_choices_of_an_implementation_are_left_to_its_own_check() -> None:
     arguments = (randn(8, 6), torch.randint(8, (4, 10)))
-    op = OpRule("~v d, a b -> a b d", Implementation("embedding:embedding", frozenset({"v"})))
+    op = OpRule("~v d, a b -> a b d", (Implementation("embedding:embedding", frozenset({"v"})),))
     assert str(check(aten.embedding.default, arguments, {}, op)) == ""
     report = check(aten.embedding.default, arguments, {}, OpRule(op.rule))
     assert len(report.wrong) == 1
@@ -172,7 +172,7 @@ def test_replicated_and_invariant_differ_where_there_is_a_gradient() -> None:
 
 
 def test_what_a_random_operation_lacks_is_not_asked() -> None:
-    op = OpRule("_ _ -> _ _", Implementation("dropout:dropout", None, random=True))
+    op = OpRule("_ _ -> _ _", (Implementation("dropout:dropout", None, random=True),))
     assert str(check(aten.dropout.default, (randn(4, 6), 0.0, True), {}, op)) == ""
 
 

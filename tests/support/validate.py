@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, P, Placement, R
-from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.operation import Call, Implementation, OpRule
 from autopar.sharding.rule import BoundRule, Choice, Rule
 from tests.support.parts import local_shape, split, splits_of, tolerance_of, value_fault
 
@@ -126,14 +126,15 @@ def check(
     whole = Whole.of(target, args, kwargs)
     bound = whole.bind(op_rule)
     report = Report()
-    choices = bound.choices(op_rule.implementation.joined if op_rule.implementation else frozenset())
+    implementation = only_implementation(op_rule)
+    choices = bound.choices(implementation.joined if implementation else frozenset())
     for choice in choices:
         if implemented(op_rule, choice) or not possible(whole, choice, k):
             continue
         fault = fault_of(whole, choice.inputs, choice.outputs, k, op_rule.shape_argument)
         if fault:
             report.wrong.append(f'{whole}: "{op_rule.rule}", {choice.name}: {show(choice)}: {fault}')
-    if op_rule.implementation and op_rule.implementation.random:
+    if implementation and implementation.random:
         return report
     for found in right_choices(whole, k, op_rule.shape_argument):
         on_purpose = any(fnmatchcase(show(found), pattern) for pattern in allowed)
@@ -142,11 +143,18 @@ def check(
     return report
 
 
+def only_implementation(op: OpRule) -> Implementation | None:
+    """The implementation of a rule that has one at most; those of a rule with several are validated one by one."""
+    assert len(op.implementations) <= 1, f"{op} has several; take them apart with replace"
+    return op.implementations[0] if op.implementations else None
+
+
 def implemented(op: OpRule, choice: Choice) -> bool:
     """Whether the choice runs by the rule's implementation instead of the ATen call."""
-    if op.implementation is None:
+    implementation = only_implementation(op)
+    if implementation is None:
         return False
-    return op.implementation.factors is None or choice.factor in op.implementation.factors
+    return implementation.factors is None or choice.factor in implementation.factors
 
 
 def possible(whole: Whole, choice: Choice, num_ranks: int) -> bool:

@@ -30,6 +30,7 @@ from tests.support.validate import (
     gradients_of,
     implemented,
     joined_fault,
+    only_implementation,
     possible,
     show,
     tensors_of,
@@ -57,7 +58,8 @@ def check_implementation(
 
 def implemented_choices(op: OpRule, bound: BoundRule) -> list[Choice]:
     """The choices that the rule's implementation carries out."""
-    joined = op.implementation.joined if op.implementation else frozenset()
+    implementation = only_implementation(op)
+    joined = implementation.joined if implementation else frozenset()
     return [choice for choice in bound.choices(joined, weight_only=True) if implemented(op, choice)]
 
 
@@ -84,12 +86,13 @@ def run_implementation(
     cotangents: Sequence[Parts | None],
 ) -> tuple[list[Parts], list[Parts | None]]:
     """Run the function on all ranks: the parts of every output, and of every input's gradient (None: it has none)."""
-    assert op.implementation is not None
+    implementation = only_implementation(op)
+    assert implementation is not None
     num_ranks = len(inputs[0]) if inputs else 2
-    module, name = op.implementation.function.split(":")
+    module, name = implementation.function.split(":")
     function = getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), name)
     extra: dict[str, Any] = {"axes": {choice.factor: (AXIS,)} if choice.factor else {}, "sizes": dict(bound.sizes)}
-    if op.implementation.random:
+    if implementation.random:
         extra["key"] = 0
     with simulate(num_ranks), use_randomness(0, 0, False):
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
@@ -117,7 +120,7 @@ def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
 def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
     """The implemented choices of a factor that does not divide, may be padded, and is missing on the right."""
     bound = whole.bind(op)
-    paddable = padded_factors(op, bound, [frozenset(range(x.ndim)) for x in whole.inputs])
+    paddable = padded_factors(bound, [frozenset(range(x.ndim)) for x in whole.inputs], op.padded)
     return [
         choice
         for choice in implemented_choices(op, bound)
@@ -173,7 +176,7 @@ def random_fault(args: tuple[Any, ...], probability: float, num_ranks: int) -> s
     whole = Whole.of(target, args, {})
     op = rule_of(whole.call)
     assert op is not None
-    if op.implementation is None:
+    if only_implementation(op) is None:
         return "" if probability == 0 else "there is no implementation"
     bound = whole.bind(op)
     for choice in implemented_choices(op, bound):

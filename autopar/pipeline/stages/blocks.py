@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import PipelineError
+from autopar.program.calls import module_of
 from autopar.program.effects import changed_buffers, is_random
-from autopar.program.paths import prefix_of
+from autopar.program.paths import layer_of
 from autopar.program.program import Program
 
 Run = tuple[str, list[fx.Node]]
@@ -45,9 +46,9 @@ def blocks_of(program: Program, at_least: int = 1) -> tuple[Block, ...]:
     calls = [_with_getitems(node) for node in program.graph.nodes if is_call(node) and node not in shared]
     parameters = set(program.parameters.values())
     found: list[Run] = []
-    for label in (_layers(calls), _module, None):
+    for label in (_layers(calls), module_of, None):
         if label is None:
-            found = [(_module(call[0]) or call[0].name, [*call]) for call in calls]
+            found = [(module_of(call[0]) or call[0].name, [*call]) for call in calls]
         else:
             found = _with_parameters(_runs(calls, label), parameters)
         found = _whole(found, _held_together(program))
@@ -99,26 +100,22 @@ def _with_getitems(call: fx.Node) -> Call:
 
 def _layers(calls: Sequence[Call]) -> Callable[[fx.Node], str]:
     """Labels at the coarsest: a call's numbered module, or the first module below those that hold numbered ones."""
-    paths = list(dict.fromkeys(_module(call[0]) for call in calls))
-    numbered = [prefix for prefix in map(prefix_of, paths) if prefix]
+    paths = list(dict.fromkeys(module_of(call[0]) for call in calls))
+    numbered = [prefix for prefix in map(layer_of, paths) if prefix]
     inner = [prefix.rpartition(".")[0] for prefix in numbered] or [_common([path for path in paths if path])]
     around = {".".join(parts[:end]) for parts in (path.split(".") for path in inner) for end in range(len(parts) + 1)}
     labels: dict[str, str] = {}
     for path in paths:
         parts = path.split(".")
         outside = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        labels[path] = prefix_of(path) or next((each for each in outside if each not in around), path)
-    return lambda node: labels[_module(node)]
+        labels[path] = layer_of(path) or next((each for each in outside if each not in around), path)
+    return lambda node: labels[module_of(node)]
 
 
 def _common(paths: Sequence[str]) -> str:
     """The innermost module that all of the paths begin with."""
     parts = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, parts))
-
-
-def _module(node: fx.Node) -> str:
-    return str(node.meta.get("module", ""))
 
 
 def _runs(calls: Sequence[Call], label: Callable[[fx.Node], str]) -> list[Run]:

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.errors import PipelineError
 from autopar.pipeline.stages.blocks import Block
+from autopar.program.calls import module_of
 from autopar.program.folding import folded
 from autopar.program.paths import ancestors, matches
 from autopar.sharding.annotation import NODE, Annotation
@@ -118,10 +119,10 @@ def _named(blocks: Sequence[Block], pattern: str, within: str, said: str) -> tup
     if pattern.startswith(NODE):
         found = [node for node in calls if node.name == pattern.removeprefix(NODE)]
     else:
-        paths = {path for node in calls for path in ancestors(str(node.meta.get("module", "")))}
+        paths = {path for node in calls for path in ancestors(module_of(node))}
         for each in (pattern, f"*.{pattern}"):
             modules = modules or {path for path in paths if matches(path, each, within)}
-        found = [node for node in calls if not modules.isdisjoint(ancestors(str(node.meta.get("module", ""))))]
+        found = [node for node in calls if not modules.isdisjoint(ancestors(module_of(node)))]
     if not found:
         raise PipelineError(
             f'{said}: no module that the model calls matches "{pattern}" or "*.{pattern}". '

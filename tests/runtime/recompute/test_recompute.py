@@ -29,6 +29,7 @@ from autopar.runtime.recompute import saved_handles
 from autopar.runtime.recompute.run import run, steps_of
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
+from autopar.strategies.roles import RoledProgram
 from tests.runtime.module.test_parity import modes
 from tests.runtime.rewrite import test_simulated
 from tests.support.families import FAMILIES
@@ -146,7 +147,7 @@ def predicted_bytes(program: Program, mode: str) -> int:
     rerun_of = {
         node: again.rerun
         for segment in segments_of(program)
-        for again in (recomputation(program, segment, mode),)
+        for again in (recomputation(program, segment, mode, RoledProgram.of(program).matmuls),)
         for node in segment.nodes
     }
 
@@ -266,7 +267,10 @@ def test_the_calls_that_run_again_are_those_that_the_segments_say(mode: str, mon
     loss = loss_of(model.forward(mode, model.inputs()))
     names = count_calls(monkeypatch)
     loss.backward()
-    again = [recomputation(model.program, segment, mode) for segment in segments_of(model.program)]
+    again = [
+        recomputation(model.program, segment, mode, RoledProgram.of(model.program).matmuls)
+        for segment in segments_of(model.program)
+    ]
     views = {node.name for node, what in saved_in(model.program).items() if what.aliases}
     assert set(names) - views == {node.name for each in again for node in each.rerun} - views
     assert len(names) == len(set(names))

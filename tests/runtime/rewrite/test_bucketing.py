@@ -85,7 +85,7 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
     ]
     memory = MemoryModel(space)
     layer_of_call = {
-        space.decisions[number].node.meta["module"]: memory.lifetimes.layer[number] for number in memory.calls
+        space.decisions[number].node.meta["module"]: memory.lifetimes.layer[number] for number in memory.lifetimes.calls
     }
     assert layer_of_call["norm"] == layer_of_call["head"] == "head"
     assert layer_of_call["table"] == "table"

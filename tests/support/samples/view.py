@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.sharding.constraint import CONSTRAIN
 from tests.support.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -252,6 +253,7 @@ SAMPLES: dict[Any, Samples] = {
     aten.expand.default: expand,
     aten.broadcast_to.default: expand,
     aten.expand_as.default: lambda d: [sample(d.x(1, 6), d.x(4, 6)), sample(d.x(6), d.x(4, 6))],
+    CONSTRAIN: lambda d: [sample(d.x(4, 6), ["x"], [0])],
     aten.view_as.default: lambda d: [sample(d.x(24), d.x(4, 6)), sample(d.x(4, 6), d.x(4, 6))],
     **dict.fromkeys([aten.transpose.int, aten.swapaxes.default, aten.swapdims.default], transpose),
     aten.t.default: lambda d: [sample(d.x(*d.sizes(2))), sample(d.x(*d.sizes(1)))],

@@ -1,0 +1,228 @@
+"""Roles: which dims of every tensor of a program hold samples, positions and features, and what they make of factors.
+
+A dim's role flows from the inputs along the factors of the rules: "data" for samples, "sequence" for positions,
+"column" for the outputs of a matrix product and what is made of them (features, heads, classes). A dim that an
+operation needs whole (positions in causal attention) keeps its role behind it. Nothing here depends on the names of
+modules. The presets find their places by these roles, and the space of plans is laid out with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.program.calls import is_call, source_of
+from autopar.program.program import Program, TensorInfo, tensor_inputs
+from autopar.sharding.operation import Call, OpRule, is_matmul
+from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
+from autopar.strategies.ruled import RuledCall, ruled
+
+aten = torch.ops.aten
+
+Value = tuple[str, int]
+"""A tensor: the node that makes it, and which of the node's outputs it is."""
+Roles = tuple[str | None, ...]
+"""The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
+
+ATTENTION = (aten.scaled_dot_product_attention.default,)
+LOOKUPS = (aten.embedding.default,)
+CLASS_LOSSES = (aten.cross_entropy_loss.default,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoledCall:
+    """One call of the program."""
+
+    node: fx.Node
+    ruled: RuledCall
+    inputs: tuple[Value, ...]
+    roles: Mapping[str, str]
+    """Role of each factor that has one."""
+    dims: tuple[Roles, ...]
+    """Roles of the dims of each input."""
+    weight_only: bool
+    """Made from parameters and constants alone: no sample has a part in it."""
+    learned: bool
+    """Depends on a parameter; the rest (masks, positions, labels) is computed whole on every device."""
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def call(self) -> Call:
+        return self.ruled.call
+
+    @property
+    def op(self) -> OpRule:
+        return self.ruled.op
+
+    @property
+    def bound(self) -> BoundRule:
+        return self.ruled.bound
+
+    @property
+    def in_terms(self) -> tuple[Term, ...]:
+        return self.bound.rule.inputs
+
+    @property
+    def out_terms(self) -> tuple[Term, ...]:
+        return self.bound.rule.outputs
+
+    def factor_of(self, role: str) -> str | None:
+        """The first factor that can be split and has a role."""
+        return next((f for f in self.bound.splittable if self.roles.get(f) == role), None)
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.call.target in LOOKUPS
+
+    @property
+    def is_attention(self) -> bool:
+        """Attention as one call, or what works on scores: one dim of queries and one of keys."""
+        scores = any(roles.count("sequence") > 1 for roles in self.dims)
+        queries = sum(f in self.bound.splittable for f, role in self.roles.items() if role == "sequence") > 1
+        return self.call.target in ATTENTION or scores or queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoledProgram:
+    """The calls of a program in order, with the consumers of every tensor and the roles of its dims."""
+
+    program: Program
+    calls: Mapping[str, RoledCall]
+    users: Mapping[Value, tuple[tuple[RoledCall, int], ...]]
+    """Tensor → (call, position among its inputs) for every use."""
+    infos: Mapping[Value, TensorInfo]
+    dims: Mapping[Value, Roles]
+    parameters: frozenset[str]
+    """Placeholders of parameters."""
+    samples: int
+    """Size of the batch: dim 0 of the inputs; 0 where no input has dims."""
+    positions: int
+    """Number of positions of a sample: dim 1 of token ids or embedded tokens; 0 where no input is of these."""
+
+    @classmethod
+    def of(cls, program: Program) -> RoledProgram:
+        """What is found in one pass over a program, made once."""
+        if "roles" not in program.facts:
+            program.facts["roles"] = _Reader(program).read()
+        return program.facts["roles"]
+
+    @property
+    def learned(self) -> Iterator[RoledCall]:
+        """The calls that a plan decides about."""
+        return (call for call in self.calls.values() if call.learned)
+
+    @property
+    def matmuls(self) -> frozenset[fx.Node]:
+        """The matmuls and convolutions."""
+        return frozenset(call.node for call in self.calls.values() if is_matmul(call.op, call.bound))
+
+    def is_activation(self, value: Value) -> bool:
+        """Whether a tensor depends on a parameter and on an input."""
+        call = self.calls.get(value[0])
+        return call is not None and call.learned and not call.weight_only
+
+    def is_weight(self, value: Value) -> bool:
+        """Whether a tensor is a parameter or made from parameters alone."""
+        call = self.calls.get(value[0])
+        return value[0] in self.parameters or (call is not None and call.learned and call.weight_only)
+
+
+class _Reader:
+    """What is known of each tensor so far, in one pass over the nodes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.parameters = frozenset(program.parameters.values())
+        self.dims: dict[Value, Roles] = {}
+        self.infos: dict[Value, TensorInfo] = {}
+        self.given = {*program.inputs, *program.received}
+        self.from_inputs: set[str | None] = set(self.given)
+        """Names of nodes whose value depends on a sample."""
+        self.learned = {*self.parameters, *program.received}
+        """Names of nodes whose value depends on a parameter, on this stage or an earlier one."""
+        self.calls: dict[str, RoledCall] = {}
+        self.users: dict[Value, list[tuple[RoledCall, int]]] = defaultdict(list)
+
+    def read(self) -> RoledProgram:
+        samples = positions = 0
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta["tensor"], TensorInfo):
+                info = node.meta["tensor"]
+                self.infos[node.name, 0] = info
+                given = node.name in self.given
+                self.dims[node.name, 0] = _input_roles(info) if given else (None,) * len(info.shape)
+                if given:
+                    samples = samples or (info.shape[0] if info.shape else 0)
+                    positions = positions or (info.shape[1] if "sequence" in self.dims[node.name, 0] else 0)
+            elif is_call(node):
+                self._call(node)
+        users = {value: tuple(found) for value, found in self.users.items()}
+        return RoledProgram(self.program, self.calls, users, self.infos, self.dims, self.parameters, samples, positions)
+
+    def _call(self, node: fx.Node) -> None:
+        inputs = tuple((source.name, position) for source, position in map(source_of, tensor_inputs(node)))
+        found = ruled(Call.of(node))
+        dims = tuple([self.dims[value] for value in inputs])
+        for known in (self.learned, self.from_inputs):
+            if any(name in known for name, _ in inputs):
+                known.add(node.name)
+        weight_only, learned = node.name not in self.from_inputs, node.name in self.learned
+        call = RoledCall(node, found, inputs, _factor_roles(found, dims), dims, weight_only, learned)
+        self.calls[node.name] = call
+        for position, value in enumerate(inputs):
+            self.users[value].append((call, position))
+        for position, (roles, info) in enumerate(zip(_output_roles(found, dims), found.call.outputs, strict=True)):
+            self.infos[node.name, position] = info
+            self.dims[node.name, position] = roles
+
+
+@functools.lru_cache(maxsize=8192)
+def _factor_roles(found: RuledCall, dims: tuple[Roles, ...]) -> Mapping[str, str]:
+    """Roles of factors: by their name (o, k, x), else that of the first input dim they stand on."""
+    roles: dict[str, str] = {}
+    for factor in found.bound.splittable:
+        if factor in ROLE_OF_FACTOR:
+            roles[factor] = ROLE_OF_FACTOR[factor]
+            continue
+        on = ((term.dim_of(factor), each) for term, each in zip(found.bound.rule.inputs, dims, strict=True))
+        role = next((each[dim] for dim, each in on if dim is not None and each[dim]), None)
+        if role:
+            roles[factor] = role
+    return roles
+
+
+@functools.lru_cache(maxsize=8192)
+def _output_roles(found: RuledCall, dims: tuple[Roles, ...]) -> tuple[Roles, ...]:
+    """Roles of the dims of every output."""
+    roles = _factor_roles(found, dims)
+    return tuple(
+        tuple(
+            _kept_role(found, dims, dim, size) if names[0] == WHOLE else roles.get(names[0])
+            for dim, (names, size) in enumerate(zip(term.dims, info.shape, strict=True))
+        )
+        for term, info in zip(found.bound.rule.outputs, found.call.outputs, strict=True)
+    )
+
+
+def _kept_role(found: RuledCall, dims: tuple[Roles, ...], dim: int, size: int) -> str | None:
+    """The role of an output's dim that must stay whole: that of the same dim of the first input, if it is as large."""
+    if not dims:
+        return None
+    shape = found.call.inputs[0].shape
+    same = len(shape) == len(found.call.outputs[0].shape) and shape[dim] == size
+    return dims[0][dim] if same and found.bound.rule.inputs[0].dims[dim][0] == WHOLE else None
+
+
+def _input_roles(info: TensorInfo) -> Roles:
+    """Dim 0 of an input is data; dim 1 of token ids (batch, sequence) and of embedded tokens is sequence."""
+    rank = len(info.shape)
+    tokens = (rank == 2 and not info.dtype.is_floating_point) or rank == 3
+    return tuple("data" if dim == 0 else "sequence" if dim == 1 and tokens else None for dim in range(rank))

@@ -1,0 +1,42 @@
+"""The rule of a call fitted to its shapes; of a call without one, a rule that keeps every dim whole, and the reason."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from autopar.errors import RuleError
+from autopar.program.program import TensorInfo
+from autopar.sharding.operation import Call, OpRule
+from autopar.sharding.rule import WHOLE, BoundRule, Rule, Term
+from autopar.strategies import rule_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuledCall:
+    """A call with its rule; the same object for equal calls."""
+
+    call: Call
+    op: OpRule
+    bound: BoundRule
+    reason: str = ""
+    """Why the call runs replicated, where no rule fits it."""
+
+
+@functools.lru_cache(maxsize=8192)
+def ruled(call: Call) -> RuledCall:
+    """The call with its rule; equal calls of all layers get theirs once."""
+    op = rule_of(call)
+    reason = "no rule"
+    if op is not None:
+        try:
+            shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]
+            return RuledCall(call, op, Rule.parse(op.rule).bind(*shapes))
+        except RuleError as error:
+            reason = str(error)
+    rule = Rule(tuple(map(_whole, call.inputs)), tuple(map(_whole, call.outputs)))
+    return RuledCall(call, OpRule(str(rule)), BoundRule(rule, {}), reason)
+
+
+def _whole(info: TensorInfo) -> Term:
+    return Term(((WHOLE,),) * len(info.shape))
