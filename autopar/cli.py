@@ -143,7 +143,7 @@ def _demo(options: argparse.Namespace) -> int:
     from autopar import demo  # starts no process group, but needs all of torch.distributed
 
     mesh = _demo_mesh(options.ranks, options.mesh)
-    settings = demo.Settings(mesh, options.steps, options.layers, options.batch, options.sequence)
+    settings = demo.DemoRun(mesh, options.steps, options.layers, options.batch, options.sequence)
     return 0 if demo.run(settings) else DISAGREES
 
 

@@ -35,7 +35,7 @@ PRELOADED = ["autopar.demo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoRun:
     """What is trained, for how long, on which mesh."""
 
     mesh: Mesh
@@ -68,7 +68,7 @@ class Measured:
     process: list[int]
 
 
-def run(settings: Settings) -> bool:
+def run(settings: DemoRun) -> bool:
     """Train alone, then on the ranks, and print both; whether losses and bytes are as they should be.
 
     Raises RankError where a rank fails, after ending the others.
@@ -106,12 +106,12 @@ def _train(
     return losses, seconds
 
 
-def _start(settings: Settings, alone: list[float]) -> Measured:
+def _start(settings: DemoRun, alone: list[float]) -> Measured:
     """Run the ranks to their end. The first that fails ends them all."""
     return on_ranks(World(settings.mesh.num_devices), _train_on_mesh, (settings, alone), PRELOADED)
 
 
-def _train_on_mesh(settings: Settings, alone: Sequence[float]) -> Measured:
+def _train_on_mesh(settings: DemoRun, alone: Sequence[float]) -> Measured:
     speaks = dist.get_rank() == 0
     mesh = init_device_mesh("cpu", settings.mesh.sizes, mesh_dim_names=settings.mesh.names)
     data = settings.data()

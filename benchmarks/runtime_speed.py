@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.benchmarking.baselines import Peer
+from autopar.benchmarking.baselines import Baseline
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.runtime.ranks.launch import World, on_ranks
 from benchmarks.timed_training import TimedTraining
@@ -110,7 +110,7 @@ HEADERS = (
 class Trained(TimedTraining):
     """A contestant with its optimizer, and the seconds of its steps."""
 
-    def __init__(self, contestant: Peer) -> None:
+    def __init__(self, contestant: Baseline) -> None:
         self.contestant = contestant
         # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
         kinds: dict[type, list[torch.nn.Parameter]] = {}

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking import baselines
-from autopar.benchmarking.baselines import Peer
+from autopar.benchmarking.baselines import Baseline
 
 SEED = 20240613
 
@@ -115,7 +115,7 @@ def batch(size: Size) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """DistributedDataParallel as `autopar bench` runs it."""
     peer = baselines.ddp(transformer(size), mesh, batch(size))
     if compiled:
@@ -123,7 +123,7 @@ def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
     return peer
 
 
-def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """`fully_shard` as `autopar bench` runs it, its layers compiled one by one."""
     model = transformer(size)
     if compiled:
@@ -145,7 +145,7 @@ def _split_block(sequence: bool) -> Mapping[str, ParallelStyle]:
     return styles
 
 
-def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Peer:
+def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Baseline:
     model = transformer(size)
     between = Shard(1) if sequence else Replicate()
     around: dict[str, ParallelStyle] = {
@@ -158,47 +158,47 @@ def _dtensor(size: Size, mesh: DeviceMesh, compiled: bool, sequence: bool) -> Pe
     parallelize_module(model, mesh, {**around, **blocks})
     if compiled:
         model.compile()
-    return Peer(model, batch(size), loss_parallel)
+    return Baseline(model, batch(size), loss_parallel)
 
 
-def dtensor(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def dtensor(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """`parallelize_module`: tensor parallelism with the loss split over the vocabulary."""
     return _dtensor(size, mesh, compiled, sequence=False)
 
 
-def dtensor_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def dtensor_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """The same with sequence parallelism between the split projections."""
     return _dtensor(size, mesh, compiled, sequence=True)
 
 
-def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str) -> Peer:
+def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str) -> Baseline:
     found = autopar.compile(transformer(size), mesh, batch(size), strategy=strategy, recompute="none")
     if compiled:
         found.compile()
-    return Peer(found, batch(size))
+    return Baseline(found, batch(size))
 
 
-def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """The preset of that name; so are the next three."""
     return _planned(size, mesh, compiled, "data_parallel")
 
 
-def zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """Parameters in parts, gathered where they are used."""
     return _planned(size, mesh, compiled, "zero3")
 
 
-def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """Projections and vocabulary split."""
     return _planned(size, mesh, compiled, "megatron")
 
 
-def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Peer:
+def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """The same with norms on parts of the sequence."""
     return _planned(size, mesh, compiled, "megatron_sequence")
 
 
-Build = Callable[[Size, DeviceMesh, bool], Peer]
+Build = Callable[[Size, DeviceMesh, bool], Baseline]
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def test_what_no_command_accepts_ends_with_its_usage(arguments: list[str], capsy
 )
 def test_the_demo_takes_ranks_or_a_mesh(ranks: int | None, text: str | None, axes: dict[str, int]) -> None:
     arguments = ["demo", *(["--ranks", str(ranks)] if ranks else []), *(["--mesh", text] if text else [])]
-    found: list[demo.Settings] = []
+    found: list[demo.DemoRun] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "run", lambda settings: found.append(settings) or True)
         assert main(arguments) == 0

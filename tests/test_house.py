@@ -1,115 +1,63 @@
-"""The rules of the house that no linter knows: which module may import which, under which name, and what is packaged.
+"""The rules of the house that no linter knows: which package may import which, under which name, and what is packaged.
 
-Modules live on floors and import only from floors below. `strategies` and `runtime` are one module each in this: inside
-them, files may import each other. A new file in `autopar/` needs a floor here.
+A package imports from packages below it only, and no files import each other in a circle. Both hold for imports inside
+functions and for those that only type checkers see, too. A new package needs a place in ORDER.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FLOORS = (
-    ("errors", "cutting"),
-    (
-        "mesh",
-        "layout",
-        "sizes",
-        "text",
-        "annotation",
-        "folding",
-        "progress",
-        "collector",
-        "medians",
-        "microbatches",
-        "schedules",
-    ),
-    ("launch", "plain_models", "ranking", "measurement", "peer_plans", "schedule_simulation", "stages"),
-    (
-        "program",
-        "rule",
-        "hardware",
-        "models",
-        "symbols",
-        "expressions",
-        "repriced",
-        "schedule_choice",
-        "cut_refinement",
-    ),
-    ("subjects", "contest_tables", "contest_plots", "peers"),
-    ("operation", "optimizers", "plan", "equations", "collective_cost", "fit", "sharing"),
-    ("pipeline_plan",),
-    ("strategies", "reshard", "saved", "size_rules", "repricing", "draft", "guards"),
-    ("cost", "segments", "casts", "functionalize", "identities", "pieces", "views"),
-    ("inline", "projections", "blocks"),
-    ("normalize",),
-    ("capture", "splitting"),
-    ("candidates", "problem"),
-    ("space", "eliminate", "ilp", "reduction", "pruning"),
-    ("tensor_bytes",),
-    ("accumulation", "moved_weights"),
-    ("build", "memory", "runtime", "repetition", "hidden_bytes", "marginals", "multiplier", "conflict"),
-    ("hubs", "fixing"),
-    ("counts", "wide", "peak", "symbolic_shapes", "shortage"),
-    ("solve", "certificate"),
-    ("local_sizes", "step_parts"),
-    ("memory_formulas", "block_costs"),
-    ("formulas", "statement"),
-    ("within",),
-    ("planner",),
-    ("pipeline_report", "report", "compare", "breakdown", "search", "verify"),
-    ("matching", "explanation", "page", "trace"),
-    ("gantt",),
-    ("offers", "stage_pins"),
-    ("pins", "foreign_plans", "naming"),
-    ("annotate", "explain", "pipeline_request"),
-    ("pipeline_blocks",),
-    ("pipeline",),
-    ("recommendation",),
-    ("compile_pipeline",),
-    ("api", "what_if"),
-    ("attach", "meters", "measure"),
-    ("contestants",),
-    ("race", "calibrate"),
-    ("contest",),
-    ("__init__",),
-    ("demo", "contest_command"),
-    ("cli",),
+ORDER = (
+    ("errors",),
+    ("units",),
+    ("progress",),
+    ("program",),
+    ("capture.passes", "sharding", "models"),
+    ("capture", "hardware", "solver", "strategies.rules"),
+    ("strategies",),
+    ("strategies.presets", "plans", "cost"),
+    ("space",),
+    ("memory", "annotations"),
+    ("planning", "pipeline.schedules"),
+    ("formulas", "pipeline.stages"),
+    ("inspection", "pipeline", "runtime.collectives"),
+    ("runtime.implementations", "runtime.ranks"),
+    ("runtime.recompute",),
+    ("runtime.rewrite",),
+    ("runtime.module",),
+    ("runtime.pipeline",),
+    ("runtime", "report"),
+    ("compiler", "calibration"),
+    ("api",),
+    ("benchmarking", "demo"),
+    ("", "cli"),
 )
-FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-UPWARD = {
-    ("pipeline_plan", "pipeline_report"),
-    ("pipeline_plan", "gantt"),
-    ("pipeline_plan", "formulas"),
-} | {
-    ("plan", each)
-    for each in (
-        "report",
-        "formulas",
-        "repricing",
-        "explain",
-        "compare",
-        "what_if",
-        "verify",
-        "attach",
-        "page",
-        "trace",
-    )
-}
-"""Inside functions: a plan prints and re-prices itself, and answers questions about itself."""
-WITHOUT_TORCH = ("problem", "solve")
+"""Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+BELOW_THEIR_TABLES = {"autopar.strategies.notation"}
+"""Modules of a package that the packages inside it may import."""
+WITHOUT_TORCH = ("solver", "plans", "hardware")
+MAX_LINES, MAX_FILES = 400, 12
 PACKAGES = ("strategies", "runtime")
+"""Folders beside `autopar/` that are installed inside it."""
 
-FILES = sorted((ROOT / "autopar").glob("*.py")) + [
-    file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))
+FILES = [
+    file
+    for folder in ("autopar", *PACKAGES)
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if not any(ROOT / "autopar" / package in file.parents for package in PACKAGES)
 ]
 NAMES = [str(file.relative_to(ROOT)) for file in FILES]
 MACHINE_PATH = re.compile(r"(?<![\w./~:$}-])/(home|root|Users|work|mnt)/\w+")
@@ -117,9 +65,23 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".html", ".txt
 
 
 def _module_of(file: Path) -> str:
-    """The module of the house that `file` belongs to: `strategies` for everything in strategies/."""
-    folder = file.relative_to(ROOT).parts[0]
-    return folder if folder in PACKAGES else file.stem
+    """The name under which a file is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join((("autopar",) if parts[0] != "autopar" else ()) + parts).removesuffix(".__init__")
+
+
+MODULES = {_module_of(file): file for file in FILES}
+
+
+def _package_of(module: str) -> str:
+    """The package of a module, as ORDER calls it: the longest name that it has; of a single module its own."""
+    name = module.removeprefix("autopar").removeprefix(".")
+    while name and name not in RANK:
+        name = name.rpartition(".")[0]
+    assert name or module == "autopar", (
+        f"{module} has no place; give its package one in ORDER of {Path(__file__).name}."
+    )
+    return name
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
@@ -132,38 +94,53 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             yield from ((node.lineno, module, alias.name) for alias in node.names)
 
 
-def _imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and module of the house of every import from autopar, wherever it stands in the file."""
-    for line, module, name in _imports(tree):
-        package, _, rest = module.partition(".")
-        if package == "autopar" and rest:
-            yield line, rest.split(".")[0]
-        elif package == "autopar":
-            is_module = name in PACKAGES or (ROOT / "autopar" / f"{name}.py").exists()
-            yield line, name if is_module else "__init__"
+def _imported(file: Path) -> dict[str, int]:
+    """The modules of the house that a file imports, wherever in it, with the line."""
+    found: dict[str, int] = {}
+    for line, module, name in _imports(ast.parse(file.read_text())):
+        target = f"{module}.{name}" if f"{module}.{name}" in MODULES else module
+        if target in MODULES and target != _module_of(file):
+            found.setdefault(target, line)
+    return found
 
 
-def _without_type_checking(tree: ast.Module) -> ast.Module:
-    """The module as it runs: without what only type checkers see."""
-    runs = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
-    return ast.Module(body=runs, type_ignores=[])
+ARROWS: Mapping[str, dict[str, int]] = {module: _imported(file) for module, file in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    package = _package_of(module)
+    for imported, line in ARROWS[module].items():
+        other = _package_of(imported)
+        below = RANK[other] < RANK[package] or imported in BELOW_THEIR_TABLES
+        assert other == package or below, (
+            f"{MODULES[module].name}:{line} in {package or 'autopar'} imports {imported}, which does not lie below it; "
+            "imports point down. Move the code, or the package in ORDER."
+        )
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    try:
+        tuple(graphlib.TopologicalSorter(ARROWS).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"files in a circle: {' → '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_imports_point_down(file: Path) -> None:
-    module = _module_of(file)
-    assert module in FLOOR_OF, f"{file.name} has no floor; give it one in FLOORS of {Path(__file__).name}."
-    tree = _without_type_checking(ast.parse(file.read_text()))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    deferred = {node.lineno for function in functions for node in ast.walk(function) if isinstance(node, ast.stmt)}
-    for line, imported in _imported_modules(tree):
-        if (module, imported) in UPWARD and line in deferred:
-            continue
-        assert imported in FLOOR_OF, f"{file.name}:{line} imports autopar.{imported}, which has no floor."
-        assert imported == module or FLOOR_OF[imported] < FLOOR_OF[module], (
-            f"{file.name}:{line} is on floor {FLOOR_OF[module]} and imports autopar.{imported} from floor "
-            f"{FLOOR_OF[imported]}; imports point down. Move the code, or the module in FLOORS."
-        )
+def test_a_file_has_one_idea(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_LINES, "two ideas; make it two files"
+
+
+def test_a_package_is_taken_in_at_a_glance() -> None:
+    counts = Counter(file.parent for file in FILES if file.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_FILES}
+    assert not crowded, f"folders with more than {MAX_FILES} files: {crowded}; find the packages in them."
+
+
+def test_every_package_says_what_it_decides() -> None:
+    files = [file for file in FILES if file.name == "__init__.py"]
+    silent = [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(ast.parse(file.read_text()))]
+    assert not silent
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -173,16 +150,28 @@ def test_imports_are_absolute_and_use_the_one_name(file: Path) -> None:
         assert module.split(".")[0] not in PACKAGES, f"{file.name}:{line}: import autopar.{module} instead."
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_the_solver_knows_nothing_of_torch(module: str) -> None:
-    reached, left = {module}, [module]
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_solvers_plans_and_profiles_know_nothing_of_torch(package: str) -> None:
+    left = [module for module in MODULES if _package_of(module) == package]
+    reached = set(left)
     while left:
-        file = ROOT / "autopar" / f"{left.pop()}.py"
-        tree = _without_type_checking(ast.parse(file.read_text()))
-        for line, imported, _ in _imports(tree):
-            assert imported.split(".")[0] != "torch", f"autopar.{module} reaches torch through {file.name}:{line}."
-        new = {imported for _, imported in _imported_modules(tree)} - reached
+        module = left.pop()
+        for line, imported, _ in _imports(_as_it_runs(ast.parse(MODULES[module].read_text()))):
+            assert imported.split(".")[0] != "torch", f"{package} reaches torch through {module}:{line}."
+        new = {each for each in ARROWS[module] if each not in reached and _runs(module, each)}
         reached, left = reached | new, [*left, *new]
+
+
+def _as_it_runs(tree: ast.Module) -> ast.Module:
+    """The module without what only type checkers see."""
+    runs = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    return ast.Module(body=runs, type_ignores=[])
+
+
+def _runs(module: str, imported: str) -> bool:
+    """Whether an import is one as the module runs."""
+    found = _imports(_as_it_runs(ast.parse(MODULES[module].read_text())))
+    return any(imported in (name, f"{name}.{each}") for _, name, each in found)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -195,8 +184,7 @@ def test_a_package_beside_autopar_has_one_name_only(package: str, monkeypatch: p
 
 def test_every_package_is_packaged() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {file.parent.relative_to(ROOT).as_posix().replace("/", ".") for file in FILES}
-    assert sorted(listed) == sorted(f if f == "autopar" else f"autopar.{f}" for f in folders)
+    assert sorted(listed) == sorted(_module_of(file) for file in FILES if file.name == "__init__.py")
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

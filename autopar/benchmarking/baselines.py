@@ -32,7 +32,7 @@ class InapplicableError(AutoparError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Baseline:
     """A model as a peer trains it, with this rank's inputs."""
 
     model: nn.Module
@@ -41,7 +41,7 @@ class Peer:
     """What forward and backward run in."""
 
 
-def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Peer:
+def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """DistributedDataParallel with gradients as views of its buckets."""
     if dist.get_backend() == "fake":
         raise InapplicableError(
@@ -49,27 +49,27 @@ def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Peer:
         )
     flat = flattened(mesh)
     part = _rows(inputs, flat)
-    return Peer(DistributedDataParallel(model, process_group=flat.get_group(), gradient_as_bucket_view=True), part)
+    return Baseline(DistributedDataParallel(model, process_group=flat.get_group(), gradient_as_bucket_view=True), part)
 
 
-def fsdp2(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Peer:
+def fsdp2(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """`fully_shard` of every layer and of the root."""
     flat = flattened(mesh)
     part = _rows(inputs, flat)
-    return Peer(_sharded(model, flat), part)
+    return Baseline(_sharded(model, flat), part)
 
 
-def dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Peer:
+def dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """Tensor parallelism with the loss split over the vocabulary."""
     return _dtensor(model, mesh, inputs, sequence=False)
 
 
-def dtensor_sequence(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Peer:
+def dtensor_sequence(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """The same with sequence parallelism between the split projections."""
     return _dtensor(model, mesh, inputs, sequence=True)
 
 
-PEERS: Mapping[str, Callable[[nn.Module, DeviceMesh, tuple[Tensor, ...]], Peer]] = {
+PEERS: Mapping[str, Callable[[nn.Module, DeviceMesh, tuple[Tensor, ...]], Baseline]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "dtensor-tp": dtensor,
@@ -77,7 +77,7 @@ PEERS: Mapping[str, Callable[[nn.Module, DeviceMesh, tuple[Tensor, ...]], Peer]]
 }
 
 
-def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], sequence: bool) -> Peer:
+def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], sequence: bool) -> Baseline:
     names = mesh.mesh_dim_names
     assert names, "a mesh of autopar names its axes"
     inner = mesh[names[-1]]
@@ -91,7 +91,7 @@ def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], seq
     parallelize_module(model, inner, dict(plan.styles))
     if outer is not None:
         _sharded(model, outer)
-    return Peer(model, part, loss_parallel if plan.splits_loss else contextlib.nullcontext)
+    return Baseline(model, part, loss_parallel if plan.splits_loss else contextlib.nullcontext)
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from autopar.benchmarking.baselines import FLAT, flattened
 from autopar.benchmarking.measurement import Costs, Measurement, largest_difference
 from autopar.benchmarking.meters import CollectiveCounter, cuda_peak_bytes, peak_bytes
-from autopar.benchmarking.trainers import AUTO, Contestant, Terms, contestant
+from autopar.benchmarking.trainers import AUTO, Terms, Trainer, contestant
 from autopar.errors import AutoparError
 from autopar.models.named import trainable
 from autopar.plans.plan import Plan
@@ -69,7 +69,7 @@ class _Entry:
     """A contestant that trains, and what its first steps have shown."""
 
     name: str
-    contestant: Contestant
+    contestant: Trainer
     losses: list[float]
     traffic: Traffic
     peak_bytes: int
@@ -103,7 +103,7 @@ def _losses_alone(cell: Cell, subject: Subject) -> list[float] | None:
         return None
     losses: list[list[float] | None] = [None]
     if dist.get_rank() == 0:
-        alone = Contestant(*copy.deepcopy(subject))
+        alone = Trainer(*copy.deepcopy(subject))
         losses = [[float(alone.step()) for _ in range(LOSSES)]]
     dist.broadcast_object_list(losses, device=torch.device(cell.device))
     return losses[0]
@@ -140,7 +140,7 @@ def _of_every_rank(value: Any, cell: Cell) -> list[Any]:
     return values
 
 
-def _first_steps(name: str, built: Contestant, mesh: DeviceMesh, allocated: int) -> _Entry:
+def _first_steps(name: str, built: Trainer, mesh: DeviceMesh, allocated: int) -> _Entry:
     """Begin, count, and watch the memory: LOSSES steps."""
     losses = [_number(built.step())]
     if built.plan is not None:

@@ -45,7 +45,7 @@ def check_strategies(names: tuple[str, ...]) -> None:
         raise InputError(f"{found}; there are {', '.join(strategy_names())}.")
 
 
-class Contestant:
+class Trainer:
     """A model that trains on this rank, with its optimizer.
 
     AdamW is fused for all, as users at their best have it: it reads and writes each byte once, without temporaries.
@@ -103,7 +103,7 @@ class Contestant:
         return held_in_training(self.model, self.optimizer)
 
 
-def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh, terms: Terms) -> Contestant:
+def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh, terms: Terms) -> Trainer:
     """The model, trained as the strategy of that name does, on its inputs of the global batch.
 
     Raises InapplicableError, or another AutoparError of `compile`, where the strategy does not apply.
@@ -112,7 +112,7 @@ def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: De
     if name in PEERS:
         peer = PEERS[name](model, mesh, inputs)
         seconds = time.perf_counter() - start
-        return Contestant(peer.model, peer.inputs, context=peer.context, setup_seconds=seconds)
+        return Trainer(peer.model, peer.inputs, context=peer.context, setup_seconds=seconds)
     compiled = api.compile(
         model,
         mesh,
@@ -125,4 +125,4 @@ def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: De
     seconds = time.perf_counter() - start
     local = compiled.prepare(inputs, {}).local
     program = f"{local.module.code}\n{sorted(local.layouts.items())}"
-    return Contestant(compiled, inputs, plan=compiled.plan, program=program, setup_seconds=seconds)
+    return Trainer(compiled, inputs, plan=compiled.plan, program=program, setup_seconds=seconds)

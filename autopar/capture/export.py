@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.guards import faithful_tracing
 from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
-from autopar.capture.passes.traced_graph import Draft, Source
+from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
 
@@ -232,7 +232,7 @@ def _sources(
 
 
 def _program(
-    draft: Draft,
+    draft: TracedGraph,
     tied: dict[str, str],
     leaves: Sequence[Any],
     in_spec: pytree.TreeSpec,

@@ -14,21 +14,21 @@ from torch import Tensor, fx
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
-from autopar.capture.passes.traced_graph import Draft, aten, set_call, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import split_before_permuting, state_sizes
 from autopar.errors import CaptureError
 from autopar.program.program import TensorInfo
 
-Pass = Callable[[Draft], None]
+Pass = Callable[[TracedGraph], None]
 
 
-def normalize(draft: Draft) -> None:
+def normalize(draft: TracedGraph) -> None:
     """Rewrite the draft in place, one pass after the other."""
     for rewrite in PASSES:
         rewrite(draft)
 
 
-def single_broadcasts(draft: Draft) -> None:
+def single_broadcasts(draft: TracedGraph) -> None:
     """broadcast_tensors becomes one expansion for each tensor that it gives."""
     for node in draft.calls(aten.broadcast_tensors.default):
         tensors = node.args[0]
@@ -37,7 +37,7 @@ def single_broadcasts(draft: Draft) -> None:
             set_call(piece, aten.expand.default, tensors[piece.args[1]], list(shape_of(piece)))  # type: ignore[index]
 
 
-def state_dtypes(draft: Draft) -> None:
+def state_dtypes(draft: TracedGraph) -> None:
     """One form for casts, to.dtype; other forms may name a device or another tensor as well."""
     for node in draft.calls(*CASTS):
         source = node.args[0]
@@ -46,7 +46,7 @@ def state_dtypes(draft: Draft) -> None:
             set_call(node, aten.to.dtype, source, value_of(node).dtype)
 
 
-def drop_dead_calls(draft: Draft) -> None:
+def drop_dead_calls(draft: TracedGraph) -> None:
     """Drop calls that nothing reads; a batch_norm in training stays, for its running statistics."""
     for node in reversed(draft.calls()):
         keeps_statistics = node.target is aten.batch_norm.default and node.args[5]
@@ -54,19 +54,19 @@ def drop_dead_calls(draft: Draft) -> None:
             draft.graph.erase_node(node)
 
 
-def drop_unused_placeholders(draft: Draft) -> None:
+def drop_unused_placeholders(draft: TracedGraph) -> None:
     """Drop placeholders that nothing reads."""
     for node in draft.placeholders():
         if not node.users:
             draft.graph.erase_node(node)
 
 
-def on_the_host(draft: Draft) -> None:
+def on_the_host(draft: TracedGraph) -> None:
     """Let every call that makes a tensor name the CPU; the runtime puts its own device in that place."""
     rehome(draft.graph, torch.device("cpu"))
 
 
-def propagate(draft: Draft) -> None:
+def propagate(draft: TracedGraph) -> None:
     """Run the graph on fake tensors: shapes, dtypes and requires_grad are those of the graph that will run."""
     for node in draft.calls():
         node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)  # type: ignore[arg-type]

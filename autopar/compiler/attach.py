@@ -14,7 +14,7 @@ from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_re
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
-from autopar.planning.formulation import Statement
+from autopar.planning.formulation import Formulation
 from autopar.planning.record import choices_of
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
@@ -42,6 +42,6 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
             "attach the model that the plan was made for."
         )
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
-    problem = Statement(space, memory).problem(pins, modes=segments)
+    problem = Formulation(space, memory).problem(pins, modes=segments)
     context = PlanContext(space, memory, pins, choices, problem, request.settings, said, request.mode)
     return replace(plan, context=context)

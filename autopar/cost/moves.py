@@ -43,7 +43,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class MovedTensor:
     """What the cost of a move depends on."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Tensor:
         return True
 
 
-def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
+def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:
     """The collectives of a move, forward and (where a gradient flows, or the weight is gathered again) backward."""
     size = move.num_parts(mesh.sizes)
     if size == 1:
@@ -115,12 +115,12 @@ def transfers(move: Move, tensor: Tensor, mesh: Mesh, regather: bool) -> tuple[T
     return tuple(found)
 
 
-def is_gather(move: Move, tensor: Tensor) -> bool:
+def is_gather(move: Move, tensor: MovedTensor) -> bool:
     """Whether the move gathers a parameter for use, its gradient (if it has one) being reduce-scattered."""
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
-def in_bucket(move: Move, tensor: Tensor) -> int:
+def in_bucket(move: Move, tensor: MovedTensor) -> int:
     """How many parameters share the messages of the move (see `runtime.bucketing`); 0 where it runs alone."""
     if not tensor.bucketed:
         return 0
@@ -129,7 +129,7 @@ def in_bucket(move: Move, tensor: Tensor) -> int:
     return tensor.sharing.reduced if move.source is I and move.target is R else 0
 
 
-def regathered(moves: Sequence[Move], tensor: Tensor) -> tuple[bool, ...]:
+def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:
     """Which moves gather a weight that is freed after use and gathered again for the backward.
 
     Those are the gathers that end a path: what the backward keeps is then the gathered weight itself, not a copy.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.moves import Move, Tensor, in_bucket, regathered, transfers
+from autopar.cost.moves import Move, MovedTensor, in_bucket, regathered, transfers
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.layout import I, Layout, P, Placement, R, S
@@ -28,7 +28,7 @@ LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class ReshardPath:
     """Moves from one layout to another; `seconds` is forward and backward together."""
 
     moves: tuple[Move, ...]
@@ -61,7 +61,9 @@ class ReshardTable:
     moves run alone and, for a parameter, of those whose moves all run in buckets.
     """
 
-    def __init__(self, layouts: tuple[Layout, ...], alone: _Ways, together: _Ways | None, tensor: Tensor, mesh: Mesh):
+    def __init__(
+        self, layouts: tuple[Layout, ...], alone: _Ways, together: _Ways | None, tensor: MovedTensor, mesh: Mesh
+    ):
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
         self.seconds = alone.seconds if together is None else np.minimum(alone.seconds, together.seconds)
@@ -69,7 +71,7 @@ class ReshardTable:
         self._tensor = tensor
         self._mesh = mesh
 
-    def path(self, source: Layout, target: Layout) -> Path:
+    def path(self, source: Layout, target: Layout) -> ReshardPath:
         """The cheapest path; the layouts must be connected."""
         here, there = self.index[source], self.index[target]
         assert np.isfinite(self.seconds[here, there]), f"no path from {source} to {target} for {self._tensor}"
@@ -91,11 +93,11 @@ class ReshardTable:
             for t in transfers(move, self._tensor, self._mesh, twice)
         ]
         collectives, bucketed = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
-        return Path(tuple(moves), again, seconds, collectives, together, bucketed)
+        return ReshardPath(tuple(moves), again, seconds, collectives, together, bucketed)
 
 
 @functools.lru_cache(maxsize=4096)
-def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
+def reshard_table(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
     """The table of a kind of tensor; cached by value."""
     layouts = _layouts(tensor, dims, mesh)
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
@@ -125,7 +127,7 @@ def reshard_table(tensor: Tensor, dims: frozenset[int], mesh: Mesh, hardware: Ha
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh)
 
 
-def _layouts(tensor: Tensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout of the tensor that splits only `dims`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
     placements = (*kinds, *(S(dim) for dim in sorted(dims)))

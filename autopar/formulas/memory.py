@@ -3,7 +3,7 @@
     memory                     bytes per device, while the call runs (forward or backward) at which they are most now
     memory/activations, …      its parts, as `Plan.memory` names them
 
-At other sizes another moment may be the fullest.
+Moment other sizes another moment may be the fullest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import FORWARD, GATHERING, REDUCING, At, moment_of
+from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, moment_of
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
@@ -47,14 +47,14 @@ def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: i
     return MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0])) if count > 1 else 0
 
 
-def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> At:
+def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Moment:
     """The moment at which most is held."""
     peak, use, moment = memory_use(memory, choices, modes)
     at, count = moment_of(memory, moment), len(memory.lifetimes.calls)
     forward = [instant.num_bytes for instant in use.timeline[:count]]
     if any(instant.num_bytes == peak for instant in use.timeline[count:]):
         return at
-    return At(forward.index(peak), at.phase, FORWARD)
+    return Moment(forward.index(peak), at.phase, FORWARD)
 
 
 class _Moment:
@@ -67,7 +67,7 @@ class _Moment:
         modes: Mapping[str, str],
         sizes: LocalSizes,
         repetition: Repetition,
-        at: At,
+        at: Moment,
     ) -> None:
         self.memory, self.space, self.choices, self.modes = memory, memory.space, choices, modes
         self.sizes, self.repetition, self.at = sizes, repetition, at

@@ -19,7 +19,7 @@ from autopar.hardware.collectives import transfer_seconds
 from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
-from autopar.planning.formulation import Pins, Statement
+from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.planner import answer_of, replan
 from autopar.planning.settings import PlanContext, context_of
 from autopar.plans.difference import Amount
@@ -233,7 +233,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
         for role in _roles(decision, axis)
         if role != decision.role(context.choices[number], axis)
     ]
-    statement = Statement(context.space, context.memory_model)
+    formulation = Formulation(context.space, context.memory_model)
     for axis, role in progress(asked, "alternatives"):
         count = len(decision.menu.strategies)
         mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
@@ -242,7 +242,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
             continue
         try:
             with _quietly():
-                found = answer_of(statement, _restricted(context, number, mask), context.settings)
+                found = answer_of(formulation, _restricted(context, number, mask), context.settings)
         except InfeasibleError as error:
             yield Alternative(mesh.names[axis], role, None, reason=str(error).partition(";")[0].partition(". ")[0])
         else:

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from autopar.annotations.matching import Catalog, operation_of
 from autopar.annotations.offered import is_weighted
 from autopar.errors import InputError
+from autopar.plans.rows import is_main
 from autopar.program.paths import is_below
-from autopar.sharding.operation import is_main
 from autopar.space.space import Space
 
 SHOWN = 6  # names in an error

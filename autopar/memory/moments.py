@@ -12,7 +12,7 @@ from autopar.space.space import Wire
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """The bytes at moments of the backward (see `moment_of`), added up with whole weights.
 
     With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
@@ -28,7 +28,7 @@ class Row:
         return 1 if self.worst else sum(weight for _, weight in self.weights)
 
 
-def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
+def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
     more, first_use = memory.accumulation, memory.lifetimes.position[number]
     gradients, own = more.gradients(number), memory.own(number)
@@ -54,7 +54,7 @@ def node_bytes(memory: MemoryModel, number: int, row: Row) -> Modes:
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
 
 
-def wire_bytes(memory: MemoryModel, wire: Wire, row: Row) -> Modes | None:
+def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
     more, place, weights = memory.accumulation, memory.lifetimes.position[wire.target], memory.weights
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
@@ -94,7 +94,7 @@ COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class Moment:
     """A moment of a step: on account of the call at which place, in which of its backwards, and what happens."""
 
     place: int
@@ -115,13 +115,13 @@ class At:
         return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
 
 
-def moment_of(memory: MemoryModel, moment: int) -> At:
+def moment_of(memory: MemoryModel, moment: int) -> Moment:
     """The moment of the backward of that number: places, over phases, over kinds."""
     return _at(moment, len(memory.lifetimes.calls), memory.microbatches)
 
 
 @functools.lru_cache(maxsize=1024)
-def _at(moment: int, num_calls: int, microbatches: Microbatches) -> At:
+def _at(moment: int, num_calls: int, microbatches: Microbatches) -> Moment:
     number, place = divmod(moment, num_calls)
     kind, number = divmod(number, len(microbatches.phases))
-    return At(place, microbatches.phases[number], kind)
+    return Moment(place, microbatches.phases[number], kind)

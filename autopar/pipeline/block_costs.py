@@ -18,7 +18,7 @@ from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.stages.blocks import Block
 from autopar.pipeline.stages.cuts import BlockCost
-from autopar.planning.step_seconds import StepParts, parts_by_decision
+from autopar.planning.step_seconds import StepSeconds, parts_by_decision
 from autopar.program.calls import source_of
 from autopar.program.effects import of_weights_alone
 from autopar.program.program import TensorInfo
@@ -44,11 +44,11 @@ def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost
     """The cost of every block. Calls that stages share are left out."""
     space = whole.space
     home = _blocks_of_decisions(space, blocks)
-    sums = [StepParts(0.0, 0.0, 0.0)] * len(blocks)
+    sums = [StepSeconds(0.0, 0.0, 0.0)] * len(blocks)
     for number, parts in enumerate(parts_by_decision(whole.memory, whole.choices, whole.modes)):
         place = home[number]
         if place is not None:
-            sums[place] = StepParts(*(a + b for a, b in zip(sums[place], parts, strict=True)))
+            sums[place] = StepSeconds(*(a + b for a, b in zip(sums[place], parts, strict=True)))
     return tuple(
         BlockCost(parts.forward, parts.backward / 2, parts.backward / 2, parts.once, block.name)
         for parts, block in zip(sums, blocks, strict=True)

@@ -8,7 +8,7 @@ from autopar.errors import PlanError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
-from autopar.planning.step_seconds import StepParts, parts_of
+from autopar.planning.step_seconds import StepSeconds, parts_of
 from autopar.plans.plan import Plan
 
 
@@ -28,7 +28,7 @@ def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
     return total
 
 
-def step_parts(plan: Plan) -> StepParts:
+def step_parts(plan: Plan) -> StepSeconds:
     """Seconds of one micro-batch's forward and backward, and once a step; PlanError for a plan that was loaded."""
     context = _context(plan)
     return parts_of(context.memory_model, context.choices, plan.recompute)

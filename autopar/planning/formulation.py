@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.memory.model import MemoryModel, Modes
-from autopar.memory.moments import Row, node_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
 from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.space.space import Decision, Space, Wire
@@ -20,7 +20,7 @@ Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""
 
 
-class Statement:
+class Formulation:
     """States problems about one space; whatever equal calls have in common is computed once."""
 
     def __init__(self, space: Space, memory: MemoryModel) -> None:
@@ -33,7 +33,11 @@ class Statement:
         """Of the decisions, as errors are to call them."""
 
     def problem(
-        self, pins: Pins, row: Row | None = None, budget: int | None = None, modes: Mapping[str, str] | None = None
+        self,
+        pins: Pins,
+        row: MemoryRow | None = None,
+        budget: int | None = None,
+        modes: Mapping[str, str] | None = None,
     ) -> Problem:
         """The problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
 

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.memory.moments import Row
+from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import memory_use
-from autopar.planning.formulation import Pins, Statement
+from autopar.planning.formulation import Formulation, Pins
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
 from autopar.solver.ilp import solve_ilp
@@ -59,22 +59,28 @@ class Answer:
 
 
 def best_within(
-    statement: Statement, pins: Pins, limit: int | None, modes: Modes | None, solver: str, time_limit: float, gap: float
+    formulation: Formulation,
+    pins: Pins,
+    limit: int | None,
+    modes: Modes | None,
+    solver: str,
+    time_limit: float,
+    gap: float,
 ) -> Answer:
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
     Where the best could not be proven, the answer's bound is below its seconds, and a RuntimeWarning says so.
     Raises InfeasibleError where no choice is within the limit at one moment, or none was found at all of them.
     """
-    search = _Search(statement, pins, solver, time.monotonic() + time_limit, gap)
+    search = _Search(formulation, pins, solver, time.monotonic() + time_limit, gap)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
     if limit is None or found.peak_bytes <= limit:
         return found
     proof, moments = found, Counter({found.fullest: 1})
-    row = Row(tuple(moments.items()))
+    row = MemoryRow(tuple(moments.items()))
     for _ in range(MAX_SUMS):
-        row = Row(tuple(sorted(moments.items())))
+        row = MemoryRow(tuple(sorted(moments.items())))
         found = search.solve(row, limit, modes)
         proof = max(proof, found, key=lambda answer: answer.bound)
         if found.peak_bytes <= limit:
@@ -105,13 +111,13 @@ def best_within(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    statement: Statement
+    formulation: Formulation
     pins: Pins
     solver: str
     deadline: float
     gap: float
 
-    def solve(self, row: Row | None, limit: int | None, modes: Modes | None) -> Answer:
+    def solve(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Answer:
         """The best under one row and a limit per moment."""
         problem = self._problem(row, limit, modes)
         try:
@@ -125,36 +131,36 @@ class _Search:
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
-        last = len(self.statement.memory.lifetimes.calls) - 1
+        last = len(self.formulation.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto":
             return None
-        problem = self._problem(Row(((last, 1),)), limit, modes)
+        problem = self._problem(MemoryRow(((last, 1),)), limit, modes)
         try:
             solution = solve_narrow(problem, self._seconds_left, self.gap)
         except MemoryLimitError:
             return None  # how much is needed, the fullest moment of a plan without a limit says better
         return None if solution is None else self._answer(problem, solution, modes)
 
-    def _problem(self, row: Row | None, limit: int | None, modes: Modes | None) -> Problem:
+    def _problem(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Problem:
         budget = None if row is None or limit is None else row.total * limit
-        return self.statement.problem(self.pins, row, budget, modes)
+        return self.formulation.problem(self.pins, row, budget, modes)
 
     @property
     def _seconds_left(self) -> float:
         return max(self.deadline - time.monotonic(), 1.0)
 
     def _answer(self, problem: Problem, solution: Solution, modes: Modes | None) -> Answer:
-        count = len(self.statement.space.decisions)
+        count = len(self.formulation.space.decisions)
         chosen = {name: MODES[choice] for name, choice in zip(modes or (), solution.choices[count:], strict=True)}
         choices = solution.choices[:count]
-        peak, use, place = memory_use(self.statement.memory, choices, chosen)
+        peak, use, place = memory_use(self.formulation.memory, choices, chosen)
         certificate = solution.solver, solution.multiplier, problem
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def by_all_rows(self, places: set[int], limit: int, modes: Modes | None) -> Answer | None:
         """The best with a row for every moment, by the ILP; None where the problem is too large for it."""
         for _ in range(MAX_MOMENTS):
-            problems = [self.statement.problem(self.pins, Row(((p, 1),)), limit, modes) for p in sorted(places)]
+            problems = [self.formulation.problem(self.pins, MemoryRow(((p, 1),)), limit, modes) for p in sorted(places)]
             if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
                 return None
             result = solve_ilp(problems[0], self._seconds_left, rows=problems[1:])
@@ -162,10 +168,10 @@ class _Search:
                 raise InfeasibleError(_at_no_moment(limit, len(places)))
             if result.choices is None:
                 return None
-            count = len(self.statement.space.decisions)
+            count = len(self.formulation.space.decisions)
             chosen = {name: MODES[c] for name, c in zip(modes or (), result.choices[count:], strict=True)}
             choices, seconds = result.choices[:count], problems[0].seconds_of(result.choices)
-            peak, use, place = memory_use(self.statement.memory, choices, chosen)
+            peak, use, place = memory_use(self.formulation.memory, choices, chosen)
             if peak <= limit:
                 bound = min(result.bound, seconds)
                 return Answer(
@@ -179,7 +185,7 @@ class _Search:
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
         """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""
         while len(places) <= MAX_MOMENTS:
-            row = Row(tuple((place, 1) for place in sorted(places)), worst=True)
+            row = MemoryRow(tuple((place, 1) for place in sorted(places)), worst=True)
             try:
                 found = self.solve(row, limit, modes)
             except InfeasibleError:
@@ -191,7 +197,7 @@ class _Search:
             places = places | {found.fullest}
         return []
 
-    def by_tighter_limits(self, row: Row, limit: int, modes: Modes | None) -> list[Answer]:
+    def by_tighter_limits(self, row: MemoryRow, limit: int, modes: Modes | None) -> list[Answer]:
         """Answers under a sum of moments with less than the limit, halving what is taken off it."""
         found: list[Answer] = []
         low, high = 0, limit  # the most that was found to be too tight, and the least that was too loose

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
-from autopar.planning.formulation import Pins, Statement
+from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit import Answer, best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import TIME_LIMIT, PlanContext, Settings
@@ -39,32 +39,32 @@ def make_plan(
     Raises InfeasibleError where there is none.
     """
     settings = Settings(memory, recompute, solver, time_limit, gap)
-    statement = Statement(space, MemoryModel(space, microbatches))
-    answer = answer_of(statement, pins, settings)
-    context = PlanContext(space, statement.memory, pins, answer.choices, answer.problem, settings)
+    formulation = Formulation(space, MemoryModel(space, microbatches))
+    answer = answer_of(formulation, pins, settings)
+    context = PlanContext(space, formulation.memory, pins, answer.choices, answer.problem, settings)
     return written_down(context, answer), answer.choices
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
     """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
     settings = settings or context.settings
-    answer = answer_of(Statement(context.space, context.memory_model), pins, settings)
+    answer = answer_of(Formulation(context.space, context.memory_model), pins, settings)
     changed = replace(context, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings)
     return written_down(changed, answer)
 
 
-def answer_of(statement: Statement, pins: Pins, settings: Settings) -> Answer:
-    """The best choices under pins; InfeasibleError where there are none. A statement may be asked again and again."""
-    segments, asked = statement.memory.lifetimes.segments, settings.recompute
+def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
+    """The best choices under pins; InfeasibleError where there are none. A formulation may be asked again and again."""
+    segments, asked = formulation.memory.lifetimes.segments, settings.recompute
     modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
     try:
         answer = best_within(
-            statement, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap
+            formulation, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap
         )
     except MemoryLimitError as error:
         raise InfeasibleError(str(error)) from error  # its text is worked out when it is asked for: here, once
-    if not statement.memory.microbatches.several:
+    if not formulation.memory.microbatches.several:
         return answer
     # What the search made least is a micro-batch's share; what could be saved of that is no more in a whole step.
-    seconds = parts_of(statement.memory, answer.choices, answer.modes).seconds
+    seconds = parts_of(formulation.memory, answer.choices, answer.modes).seconds
     return replace(answer, seconds=seconds, bound=seconds - (answer.seconds - answer.bound))

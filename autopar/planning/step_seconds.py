@@ -15,7 +15,7 @@ from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 
 
-class StepParts(NamedTuple):
+class StepSeconds(NamedTuple):
     """Seconds of one micro-batch's forward and backward, and of what a step does once."""
 
     forward: float
@@ -32,16 +32,16 @@ class StepParts(NamedTuple):
         return self.forward + self.backward + self.once / count
 
 
-def parts_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> StepParts:
+def parts_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> StepSeconds:
     """The parts of a choice per decision; `modes` says how segments are computed again."""
     every = parts_by_decision(memory, choices, modes)
-    return StepParts(*(sum(each[part] for each in every) for part in range(3)))
+    return StepSeconds(*(sum(each[part] for each in every) for part in range(3)))
 
 
-def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> list[StepParts]:
+def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> list[StepSeconds]:
     """The parts of every decision, each with the moves of what arrives at it."""
     space, more = memory.space, memory.accumulation
-    found: list[StepParts] = []
+    found: list[StepSeconds] = []
 
     def seconds_of(transfer: Transfer, bucketed: int = 0) -> float:
         return transfer_seconds(transfer, space.mesh, space.hardware, bucketed)
@@ -53,12 +53,12 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
         )
         whole = float(decision.menu.seconds[choice])
         if more.once(number):
-            found.append(StepParts(0.0, 0.0, whole + recomputed))
+            found.append(StepSeconds(0.0, 0.0, whole + recomputed))
             continue
         own = decision.menu.strategies[choice]
         waits = sum(wait for t, wait in zip(own.transfers, own.waits, strict=True) if not t.backward)
         there = float(decision.menu.forward_seconds[choice]) + waits
-        found.append(StepParts(there, whole - there + recomputed, 0.0))
+        found.append(StepSeconds(there, whole - there + recomputed, 0.0))
     for wire in space.wires:
         path, parts = space.path(wire, choices), found[wire.target]
         if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:

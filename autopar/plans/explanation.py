@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from tabulate import tabulate
 
 from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
-from autopar.plans.rows import Moved
-from autopar.sharding.operation import is_main
+from autopar.plans.rows import Moved, is_main
 from autopar.units import format_bytes, format_seconds
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
@@ -108,11 +107,6 @@ class Explanation(Generic[P]):
     without_limit: tuple[str, float] | None
     """Where it is memory that decides: the strategy that is best without the limit, and the seconds of that plan."""
     alternatives: tuple[Alternative, ...]
-
-    @property
-    def compute_seconds(self) -> float:
-        """Forward and backward, without what is computed again."""
-        return self.forward_seconds + self.backward_seconds
 
     @property
     def own_seconds(self) -> float:

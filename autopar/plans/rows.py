@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,3 +73,11 @@ class MemoryUse:
 def row_of(values: Mapping[str, Any]) -> PlanRow:
     transfers = tuple(Moved(*each) for each in values["transfers"])
     return PlanRow(**{**values, "roles": tuple(values["roles"]), "transfers": transfers})
+
+
+_MAIN = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
+
+
+def is_main(operation: str) -> bool:
+    """Whether a reader looks for an operation of this name: products, lookups, norms, losses."""
+    return _MAIN.search(operation) is not None

@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 from autopar.program.paths import is_number
 
 Item = TypeVar("Item")
-Path = tuple[str, ...]
+Parts = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fold(Generic[Item]):
     """Items that are alike, below one path."""
 
-    path: Path
+    path: Parts
     kind: Hashable
     """What must be equal for two items to be alike."""
     items: tuple[Item, ...]
@@ -44,7 +44,7 @@ def folded(items: Iterable[tuple[str, Hashable, Item]]) -> list[Fold[Item]]:
     return found
 
 
-def _numbered(path: Path, place: int) -> bool:
+def _numbered(path: Parts, place: int) -> bool:
     return place < len(path) and is_number(path[place])
 
 

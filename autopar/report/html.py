@@ -16,8 +16,7 @@ from typing import Any
 
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
-from autopar.plans.rows import Instant, PlanRow
-from autopar.sharding.operation import is_main
+from autopar.plans.rows import Instant, PlanRow, is_main
 from autopar.units import format_bytes, format_seconds
 
 TEMPLATE = Path(__file__).with_name("plan.html")

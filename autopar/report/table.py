@@ -15,10 +15,9 @@ from typing import Any
 from tabulate import tabulate
 
 from autopar.plans.plan import Plan
-from autopar.plans.rows import PlanRow
+from autopar.plans.rows import PlanRow, is_main
 from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
-from autopar.sharding.operation import is_main
 from autopar.units import format_bytes, format_seconds
 
 MODULE_WIDTH = 42

@@ -6,7 +6,6 @@ function of the `Call` that returns either (None: no rule fits, the call runs re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -220,11 +219,3 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
         elif argument.has_default_value():
             named[argument.name] = argument.default_value
     return named
-
-
-_MAIN = re.compile(r"mm\b|_mm|linear|matmul|einsum|conv|attention|embedding|_norm\b|loss|softmax|lstm|gru|rnn")
-
-
-def is_main(operation: str) -> bool:
-    """Whether a reader looks for an operation of this name: products, lookups, norms, losses."""
-    return _MAIN.search(operation) is not None

@@ -7,7 +7,7 @@ bucket:
     message_v(neighbours) = min_v Σ tables of bucket v            (Dechter, Bucket Elimination, 1999)
 
 Models repeat their layers, so most buckets compute the same message. Which ones is known before any number is: equal
-inputs in equal places. Such a computation is one `Step`, done once per evaluation however many buckets share it.
+inputs in equal places. Such a computation is one `EliminationStep`, done once however many buckets share it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = 1 << 14  # entries of a bag that is built whole
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EliminationStep:
     """Add tables up over a bag (the eliminated node on axis 0) of these sizes, and minimise over axis 0."""
 
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class Bucket:
 class Elimination:
     """An order of elimination, compiled: the distinct steps, and the buckets that use them, first eliminated first."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[EliminationStep, ...]
     buckets: tuple[Bucket, ...]
     num_tables: int
     """Tables of the problem itself; the message of step i is table num_tables + i."""
@@ -64,11 +64,6 @@ class Elimination:
     def work(self) -> int:
         """Entries computed by one evaluation."""
         return sum(math.prod(step.sizes) for step in self.steps)
-
-    @property
-    def unshared_work(self) -> int:
-        """Entries of all buckets, as when every one of them is computed by itself."""
-        return sum(math.prod(self.steps[bucket.step].sizes) for bucket in self.buckets)
 
     @property
     def largest(self) -> int:
@@ -153,7 +148,7 @@ def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimina
         place = min(position[end] for end in edge.ends)
         edges[place].append(number)
         factors[place].append((table, edge.ends[:1] if edge.is_loop else edge.ends))
-    steps: dict[Step, int] = {}
+    steps: dict[EliminationStep, int] = {}
     buckets: list[Bucket] = []
     for place, node in enumerate(order):
         # Axes in order of first mention: equal buckets of different layers then get equal steps.
@@ -161,7 +156,7 @@ def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimina
         axis = {member: number for number, member in enumerate(bag)}
         inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors[place]]
         inputs.sort(key=lambda entry: math.prod(sizes[bag[a]] for a in entry[1]))
-        step = Step(tuple(sizes[member] for member in bag), tuple(inputs))
+        step = EliminationStep(tuple(sizes[member] for member in bag), tuple(inputs))
         number = steps.setdefault(step, len(steps))
         buckets.append(Bucket(bag, number, tuple(edges[place])))
         if len(bag) > 1:
@@ -212,7 +207,7 @@ def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int,
     return tuple(chosen)
 
 
-def bag_sum(step: Step, tables: Sequence[Floats], out: Floats | None = None) -> Floats:
+def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None = None) -> Floats:
     """All tables of a step added up over its bag, in the memory of `out` (one dim) if given."""
     if out is None:
         out = np.empty(math.prod(step.sizes))
@@ -220,7 +215,7 @@ def bag_sum(step: Step, tables: Sequence[Floats], out: Floats | None = None) -> 
     return _add_into(total, _partial_sums(step, tables))
 
 
-def _message(step: Step, tables: Sequence[Floats]) -> Floats:
+def _message(step: EliminationStep, tables: Sequence[Floats]) -> Floats:
     """The minimum over the bag's first axis, without building the whole bag where it is large."""
     if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
         return np.asarray(bag_sum(step, tables).min(axis=0))
@@ -250,7 +245,7 @@ def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
     return total
 
 
-def _partial_sums(step: Step, tables: Sequence[Floats]) -> list[Floats]:
+def _partial_sums(step: EliminationStep, tables: Sequence[Floats]) -> list[Floats]:
     """The tables of a step, broadcast to its bag, added up as far as that leaves them smaller than the bag."""
     whole = math.prod(step.sizes)
     parts: list[Floats] = []

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.elimination import Elimination, Step, bag_sum
+from autopar.solver.elimination import Elimination, EliminationStep, bag_sum
 from autopar.solver.problem import Floats, Integers, Problem
-from autopar.solver.pruning import cut_table
+from autopar.solver.reduction import cut_table
 
 HAIR = 0.01  # of the grid
 
@@ -110,7 +110,7 @@ def _rounded(excess: Floats, grid: float) -> Floats:
     return np.floor(excess / grid + HAIR) * grid if grid else excess
 
 
-def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:
+def _cut_bag_sum(step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:
     """All tables of a step added up over its bag, at some strategies of the neighbours."""
     every = (np.arange(step.sizes[0]), *rows)
     cut = [cut_table(tables[number], tuple(every[axis] for axis in axes)) for number, axes in step.inputs]
@@ -118,7 +118,7 @@ def _cut_bag_sum(step: Step, tables: Sequence[Floats], rows: tuple[Integers, ...
     if not all(sizes):
         return np.full(sizes, np.inf)
     inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
-    return bag_sum(Step(sizes, inputs), cut)
+    return bag_sum(EliminationStep(sizes, inputs), cut)
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:

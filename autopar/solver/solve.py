@@ -22,19 +22,17 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.solver.conflict import describe_conflict
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
 from autopar.solver.hub_relaxation import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
 from autopar.solver.ilp import IlpResult, solve_ilp
-from autopar.solver.infeasibility import MemoryLimitError
+from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import Least, LeastByElimination, Point, Relaxation, maximise_bound, point
 from autopar.solver.min_marginals import excesses
 from autopar.solver.neighbourhoods import good_solution
 from autopar.solver.problem import Floats, Problem, Solution
-from autopar.solver.pruning import prune
-from autopar.solver.reduction import reduce_problem
+from autopar.solver.reduction import prune, reduce_problem
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends

@@ -15,7 +15,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.messages import ALONE, sharing
-from autopar.cost.moves import Tensor
+from autopar.cost.moves import MovedTensor
 from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.hardware.profile import Hardware
@@ -148,7 +148,7 @@ class _Builder:
         regather = weight and self._is_regathered(self.space.decisions[number].node)
         assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
         shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
-        tensor = Tensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
+        tensor = MovedTensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
         free = (
@@ -172,7 +172,7 @@ class _Builder:
                 for use in group:
                     self._connect((hub, 0), use, tensor)
 
-    def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: Tensor) -> int:
+    def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: MovedTensor) -> int:
         """A decision on the layout that a tensor takes before it goes on to several consumers."""
         decisions = self.space.decisions
         origin = decisions[source[0]]
@@ -190,13 +190,13 @@ class _Builder:
             self._regathered[weight] = uses == 1 and not returned and backward_needs(weight, self._saved)
         return self._regathered[weight]
 
-    def _connect(self, source: tuple[int, int], use: _Use, tensor: Tensor) -> None:
+    def _connect(self, source: tuple[int, int], use: _Use, tensor: MovedTensor) -> None:
         self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))
 
 
 @functools.lru_cache(maxsize=4096)
 def _hub_layouts(
-    tensor: Tensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
+    tensor: MovedTensor, source: tuple[Menu, int], consumers: tuple[tuple[Menu, int], ...], mesh: Mesh
 ) -> tuple[Layout, ...]:
     """The layouts of an output of `source` and of inputs of `consumers` that the tensor can have.
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopar.cost.moves import Tensor
+from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
-from autopar.cost.reshard import Path, ReshardTable, reshard_table
+from autopar.cost.reshard import ReshardPath, ReshardTable, reshard_table
 from autopar.hardware.profile import Hardware
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -57,7 +57,7 @@ class Wire:
     source_output: int
     target: int
     target_input: int
-    tensor: Tensor
+    tensor: MovedTensor
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Space:
     def target_layouts(self, wire: Wire) -> list[Layout]:
         return [s.inputs[wire.target_input] for s in self.decisions[wire.target].menu.strategies]
 
-    def path(self, wire: Wire, choices: Sequence[int]) -> Path:
+    def path(self, wire: Wire, choices: Sequence[int]) -> ReshardPath:
         """The reshard along a wire under the choices at its two ends."""
         source = self.decisions[wire.source].menu.strategies[choices[wire.source]]
         target = self.decisions[wire.target].menu.strategies[choices[wire.target]].inputs[wire.target_input]

@@ -160,10 +160,6 @@ class Traffic:
     def by_collective(self) -> dict[tuple[str, str], int]:
         return dict(self.num_bytes)
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.num_bytes.values())
-
 
 @contextlib.contextmanager
 def record_traffic() -> Iterator[Traffic]:

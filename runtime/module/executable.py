@@ -19,7 +19,7 @@ from autopar.runtime.collectives.buckets import Regather, gather_parameters, red
 from autopar.runtime.implementations.dropout import use_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
-from autopar.runtime.recompute.run import Step, steps_of
+from autopar.runtime.recompute.run import RunCall, steps_of
 from autopar.runtime.rewrite.rewrite import LocalProgram
 
 
@@ -69,7 +69,7 @@ class Executable:
     """Placeholder → the constant, on the device of the mesh."""
     regathers: bool
     """Whether some gathered weights are freed after use and gathered again in the backward."""
-    recomputing: tuple[Step, ...]
+    recomputing: tuple[RunCall, ...]
     """The calls of the graph where some are computed again in the backward; else none."""
 
     @classmethod

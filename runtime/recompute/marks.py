@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-ROLE = "recompute"
-"""The key of `Role` in a call's meta."""
+MARK = "recompute"
+"""The key of `Mark` in a call's meta."""
 CHANGED = "changed"
 """The key in a placeholder's meta that says whether calls change it in place: running statistics."""
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Mark:
     """What recomputation does with a call of a per-rank graph."""
 
     segment: str
@@ -24,6 +24,6 @@ class Role:
     """Whether the call casts a parameter, perhaps long before its segment runs: it is computed again on its own."""
 
 
-def role_of(node: fx.Node) -> Role | None:
+def role_of(node: fx.Node) -> Mark | None:
     """The role of a call; None where it belongs to no segment that is computed again."""
-    return node.meta.get(ROLE)
+    return node.meta.get(MARK)

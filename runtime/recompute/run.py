@@ -12,22 +12,22 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.runtime.recompute.marks import Role, role_of
+from autopar.runtime.recompute.marks import Mark, role_of
 from autopar.runtime.recompute.saved_handles import Claims, Frame, call
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RunCall:
     """A call of a per-rank graph as it is run."""
 
     node: fx.Node
-    role: Role | None
+    role: Mark | None
     last_uses: tuple[fx.Node, ...]
     """Values that no later call takes."""
     ends_segment: bool
 
 
-def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
+def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
     """The calls of a graph in order."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_of = {role.segment: node for node in calls if (role := role_of(node)) is not None and not role.weight}
@@ -39,10 +39,10 @@ def steps_of(graph: fx.Graph) -> tuple[Step, ...]:
             if each not in seen:
                 seen.add(each)
                 last_uses[node].append(each)
-    return tuple(Step(node, role_of(node), tuple(last_uses[node]), node in ends) for node in calls)
+    return tuple(RunCall(node, role_of(node), tuple(last_uses[node]), node in ends) for node in calls)
 
 
-def run(graph: fx.Graph, steps: Sequence[Step], inputs: Sequence[Any]) -> Any:
+def run(graph: fx.Graph, steps: Sequence[RunCall], inputs: Sequence[Any]) -> Any:
     """Run a graph on the values of its placeholders; `steps` are `steps_of(graph)`."""
     values: dict[fx.Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
     claims, frame = Claims(), None

@@ -28,7 +28,7 @@ from autopar.runtime.collectives.axes import current_axes, use_axes
 from autopar.runtime.collectives.buckets import Regather
 from autopar.runtime.implementations import dropout
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
-from autopar.runtime.recompute.marks import CHANGED, Role
+from autopar.runtime.recompute.marks import CHANGED, Mark
 
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
@@ -61,7 +61,7 @@ class _Saving:
 
     frame: Frame
     node: fx.Node
-    role: Role
+    role: Mark
     entered: frozenset[int]
     """The storages of its inputs."""
     num_saved: int = 0
@@ -78,7 +78,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         self._weights: dict[int, Frame] = {}
         """Storage → the frame of the weight that lies there."""
 
-    def run_alone(self, node: fx.Node, role: Role, values: dict[fx.Node, Any]) -> Any:
+    def run_alone(self, node: fx.Node, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call that is computed again on its own, for whoever uses it."""
         frame = Frame()
         result = self.run(frame, node, role, values)
@@ -92,7 +92,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         key = frame.maker_of(x) if frame is not None else None
         return frame.claim(key, x) if frame is not None and key is not None else Regather.hold(x)
 
-    def run(self, frame: Frame, node: fx.Node, role: Role, values: dict[fx.Node, Any]) -> Any:
+    def run(self, frame: Frame, node: fx.Node, role: Mark, values: dict[fx.Node, Any]) -> Any:
         """Run a call of a segment for the first time."""
         given = {each: values[each] for each in node.all_input_nodes}
         entered = (_address(x) for x in pytree.tree_leaves(list(given.values())) if isinstance(x, Tensor))

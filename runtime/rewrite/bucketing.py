@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar.cost.messages import joined_layers, messages
 from autopar.cost.moves import is_gather
-from autopar.cost.reshard import Path
+from autopar.cost.reshard import ReshardPath
 from autopar.program.paths import layer_or_owner
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import joined_name
@@ -28,7 +28,7 @@ End = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BucketMove:
     """The move number `number` of every path in a bucket."""
 
     number: int
@@ -43,10 +43,10 @@ class Bucket:
 
     sources: tuple[int, ...]
     ends: tuple[End, ...]
-    paths: tuple[Path, ...]
+    paths: tuple[ReshardPath, ...]
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[Layout, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BucketMove, ...]
     regathered: tuple[int, ...]
     """Positions of those that are freed after use and gathered again in the backward."""
     in_place: bool
@@ -61,8 +61,8 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class _Member:
     wire: Wire
-    path: Path
-    steps: tuple[Step, ...]
+    path: ReshardPath
+    steps: tuple[BucketMove, ...]
     regather: bool
     layer: str
 
@@ -84,7 +84,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
 
-def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
+def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...]:
     """The steps of a path that a bucket can take; none where the path has a move of another kind."""
     steps = []
     for number, move in enumerate(path.moves):
@@ -93,7 +93,7 @@ def _steps(space: Space, wire: Wire, path: Path) -> tuple[Step, ...]:
         if not (gathers or reduces):
             return ()
         if move.num_parts(space.mesh.sizes) > 1:
-            steps.append(Step(number, joined_name(space.mesh.names, move.axes), gathers))
+            steps.append(BucketMove(number, joined_name(space.mesh.names, move.axes), gathers))
     return tuple(steps)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.cost.moves import Move, Tensor
+from autopar.cost.moves import Move, MovedTensor
 from autopar.errors import PlanError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
@@ -25,7 +25,7 @@ from autopar.program.program import TensorInfo, info_of, tensor_inputs
 from autopar.program.recompute_segments import MODES, segments_of
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
-from autopar.runtime.recompute.marks import CHANGED, ROLE, Role
+from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
 from autopar.runtime.rewrite.bucketing import Bucket, buckets_of
 from autopar.runtime.rewrite.moves import move_call
 from autopar.runtime.rewrite.packing import pack_products
@@ -188,7 +188,7 @@ class _Rewriter:
         if node.name in self.space.weight_casts:
             self.weights.add(new)
             if node in self.modes:
-                new.meta[ROLE] = Role(*self.modes[node], kept=False, weight=True)
+                new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
             mode = self.segment[1]
             communicates = any(not transfer.backward for transfer in strategy.transfers)
@@ -203,7 +203,7 @@ class _Rewriter:
         new = self._emit(operator.getitem, (whole, node.args[1]), {}, layout, name=node.name)
         self.values[number, output] = new
         if self.segment is not None:
-            self._mark(new, whole.meta[ROLE].kept)
+            self._mark(new, whole.meta[MARK].kept)
 
     def _output(self, number: int, value: Any) -> tuple[Any, Layout | None]:
         if not isinstance(value, fx.Node):
@@ -238,7 +238,7 @@ class _Rewriter:
                 self.values[decision, 0] = self._input(decision, 0)
         return self.values[decision, output]
 
-    def _move(self, value: fx.Node, move: Move, tensor: Tensor) -> fx.Node:
+    def _move(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         (axis,) = move.axes
         if self.mesh.sizes[axis] == 1:
             return value
@@ -296,7 +296,7 @@ class _Rewriter:
     def _mark(self, node: fx.Node, kept: bool) -> None:
         """Say what recomputation does with a call of the current segment."""
         assert self.segment is not None
-        node.meta[ROLE] = Role(*self.segment, kept)
+        node.meta[MARK] = Mark(*self.segment, kept)
 
     def _emit(
         self,

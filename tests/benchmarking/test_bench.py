@@ -23,7 +23,7 @@ from autopar.benchmarking.dtensor_plans import tensor_parallel_plan
 from autopar.benchmarking.measurement import Measurement
 from autopar.benchmarking.meters import CollectiveCounter, peak_bytes
 from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_programs, _tried
-from autopar.benchmarking.trainers import AUTO, Contestant, Terms, contestant, strategy_names
+from autopar.benchmarking.trainers import AUTO, Terms, Trainer, contestant, strategy_names
 from autopar.cli import main
 from autopar.errors import AutoparError, InputError
 from autopar.hardware.load import PROFILES, load
@@ -142,7 +142,7 @@ def test_a_model_that_fails_alone_ends_the_run_with_its_message() -> None:
 
 
 def _broken_alone() -> None:
-    Contestant(*broken()).step()
+    Trainer(*broken()).step()
 
 
 def test_a_fake_world_times_one_rank_of_many() -> None:

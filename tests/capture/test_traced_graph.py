@@ -11,14 +11,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.capture.export import capture
 from autopar.capture.passes.autocast import Casts
 from autopar.capture.passes.inline import add_placeholder
-from autopar.capture.passes.traced_graph import Draft, Source, aten, call_key, value_of
+from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, call_key, value_of
 from autopar.program.program import info_of
 from tests.support.eager import run
 
 
-def _draft(**sizes: tuple[int, ...]) -> tuple[Draft, list[fx.Node]]:
+def _draft(**sizes: tuple[int, ...]) -> tuple[TracedGraph, list[fx.Node]]:
     """A draft with a placeholder of each shape, where "learned" requires a gradient."""
-    draft = Draft(fx.Graph(), FakeTensorMode(shape_env=ShapeEnv()))
+    draft = TracedGraph(fx.Graph(), FakeTensorMode(shape_env=ShapeEnv()))
     nodes = [
         add_placeholder(draft, name, torch.empty(size, requires_grad=name == "learned"), Source("input", name))
         for name, size in sizes.items()

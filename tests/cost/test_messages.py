@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.capture.export import capture
 from autopar.cost.messages import SMALLEST_MESSAGE, Sharing, joined_layers, messages, sharing
-from autopar.cost.moves import Tensor, in_bucket
+from autopar.cost.moves import MovedTensor, in_bucket
 from autopar.cost.reshard import reshard_table
 from autopar.hardware.load import load
 from autopar.hardware.profile import Overlap
@@ -173,7 +173,7 @@ def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
     hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
     mesh, seconds = Mesh({"dp": 2}), {}
     for shared in (Sharing(1, 1), Sharing(4, 2)):
-        tensor = Tensor((4,), torch.float32, True, bucketed=True, sharing=shared)
+        tensor = MovedTensor((4,), torch.float32, True, bucketed=True, sharing=shared)
         table = reshard_table(tensor, frozenset((0,)), mesh, hardware)
         for source in (I, S(0)):
             seconds[shared, source] = table.path(Layout((source,)), Layout((R,))).seconds
@@ -184,7 +184,7 @@ def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
 def test_a_path_with_a_move_that_no_bucket_takes_shares_no_message() -> None:
     """To gather what is then reduced with many others would be cheap, were it not that the runtime does that alone."""
     hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
-    tensor = Tensor((4,), torch.float32, True, bucketed=True, sharing=Sharing(gathered=1, reduced=100))
+    tensor = MovedTensor((4,), torch.float32, True, bucketed=True, sharing=Sharing(gathered=1, reduced=100))
     table = reshard_table(tensor, frozenset((0,)), Mesh({"dp": 2}), hardware)
     gathered = table.path(Layout((S(0),)), Layout((R,)))
     assert [(move.source, move.target) for move in gathered.moves] == [(S(0), R)]
@@ -197,7 +197,7 @@ def test_a_path_with_a_move_that_no_bucket_takes_shares_no_message() -> None:
 @pytest.mark.parametrize("regather", [True, False])
 def test_a_parameter_pays_the_less_of_paths_alone_and_of_paths_in_buckets(regather: bool) -> None:
     hardware, mesh = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0)), Mesh({"dp": 2, "tp": 2})
-    shared = Tensor((8, 8), torch.float32, True, bucketed=True, regather=regather, sharing=Sharing(2, 4))
+    shared = MovedTensor((8, 8), torch.float32, True, bucketed=True, regather=regather, sharing=Sharing(2, 4))
     alone = reshard_table(replace(shared, bucketed=False), frozenset((0,)), mesh, hardware)
     table = reshard_table(shared, frozenset((0,)), mesh, hardware)
     for source, target in itertools.product(table.layouts, repeat=2):

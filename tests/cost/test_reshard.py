@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.cost.moves import Move, Tensor, in_bucket, transfers
-from autopar.cost.reshard import Path, reshard_table
+from autopar.cost.moves import Move, MovedTensor, in_bucket, transfers
+from autopar.cost.reshard import ReshardPath, reshard_table
 from autopar.hardware.load import load
 from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.rewrite.moves import move_call
@@ -30,7 +30,7 @@ KEPT = tuple(Layout(pair) for pair in itertools.product((I, R, S(0), S(1)), repe
 
 
 def table(requires_grad: bool = True):
-    return reshard_table(Tensor(SHAPE, torch.float32, requires_grad), frozenset((0, 1)), MESH, HARDWARE)
+    return reshard_table(MovedTensor(SHAPE, torch.float32, requires_grad), frozenset((0, 1)), MESH, HARDWARE)
 
 
 def coordinates(rank: int) -> tuple[int, int]:
@@ -151,8 +151,8 @@ def test_a_split_dim_is_not_touched_below_an_inner_axis() -> None:
 
 
 def test_a_regathered_parameter_is_gathered_twice() -> None:
-    kept = Tensor(SHAPE, torch.float32, True, bucketed=True)
-    freed = Tensor(SHAPE, torch.float32, True, bucketed=True, regather=True)
+    kept = MovedTensor(SHAPE, torch.float32, True, bucketed=True)
+    freed = MovedTensor(SHAPE, torch.float32, True, bucketed=True, regather=True)
     names = {}
     for tensor in (kept, freed):
         paths = reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE)
@@ -170,7 +170,7 @@ def test_a_weight_to_be_gathered_again_is_gathered_where_sums_are_faster() -> No
     )
     found = {}
     for regather in (False, True):
-        tensor = Tensor((1 << 10, 1 << 10), torch.float32, True, bucketed=True, regather=regather)
+        tensor = MovedTensor((1 << 10, 1 << 10), torch.float32, True, bucketed=True, regather=regather)
         paths = reshard_table(tensor, frozenset((0,)), MESH, replace(HARDWARE, links=links))
         path = paths.path(Layout((S(0), I)), Layout((R, I)))
         found[regather] = ({t.collective for t in path.transfers}, any(path.regathered))
@@ -178,7 +178,7 @@ def test_a_weight_to_be_gathered_again_is_gathered_where_sums_are_faster() -> No
 
 
 def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
-    alone, bucketed = (Tensor(SHAPE, torch.float32, True, bucketed=each) for each in (False, True))
+    alone, bucketed = (MovedTensor(SHAPE, torch.float32, True, bucketed=each) for each in (False, True))
     seconds = {}
     for tensor in (alone, bucketed):
         paths = reshard_table(tensor, frozenset(), MESH, HARDWARE)
@@ -198,23 +198,23 @@ def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
     source: Placement, target: Placement, expected: bool
 ) -> None:
     move = Move((0,), Layout((source, I)), Layout((target, I)))
-    assert bool(in_bucket(move, Tensor(SHAPE, torch.float32, True, bucketed=True))) is expected
-    assert not in_bucket(move, Tensor(SHAPE, torch.float32, True))
+    assert bool(in_bucket(move, MovedTensor(SHAPE, torch.float32, True, bucketed=True))) is expected
+    assert not in_bucket(move, MovedTensor(SHAPE, torch.float32, True))
 
 
 CUBE = Mesh({"dp": 2, "cp": 2, "tp": 4})
 
 
-PARAMETER = Tensor((16, 32), torch.float32, True, bucketed=True)
+PARAMETER = MovedTensor((16, 32), torch.float32, True, bucketed=True)
 WHOLE_BYTES = 16 * 32 * 4
 GATHERED = ("all_gather", "reduce_scatter")
 
 
-def parameter_path(source: str, target: str, mesh: Mesh = MESH, tensor: Tensor = PARAMETER) -> Path:
+def parameter_path(source: str, target: str, mesh: Mesh = MESH, tensor: MovedTensor = PARAMETER) -> ReshardPath:
     return reshard_table(tensor, frozenset((0, 1)), mesh, HARDWARE).path(Layout.parse(source), Layout.parse(target))
 
 
-def moved(path: Path) -> list[tuple[str, str, int]]:
+def moved(path: ReshardPath) -> list[tuple[str, str, int]]:
     return [(t.collective, t.axis, t.num_bytes) for t in path.transfers]
 
 

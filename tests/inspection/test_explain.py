@@ -77,7 +77,7 @@ def test_the_parts_of_a_cost_add_up_to_the_row_of_the_plan(llama: Plan) -> None:
         found = llama.explain(name, alternatives=False)
         row = next(row for row in llama.rows if row.name == found.decision)
         inbound = sum(each.seconds for each in found.reshards if each.inbound and each.num_consumers == 1)
-        parts = found.compute_seconds + found.recompute_seconds + found.own_seconds + inbound
+        parts = found.forward_seconds + found.backward_seconds + found.recompute_seconds + found.own_seconds + inbound
         assert parts == pytest.approx(row.seconds, rel=1e-9, abs=1e-12)
         assert (found.saved_bytes, found.stored_bytes) == (row.saved_bytes, row.stored_bytes)
 

@@ -21,11 +21,11 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
 from autopar.memory.microbatches import END, Microbatches, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import Row, node_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
 from autopar.memory.peak import memory_use
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.formulation import Statement
+from autopar.planning.formulation import Formulation
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
@@ -207,7 +207,7 @@ def test_a_row_counts_what_the_prediction_counts(model: nn.Module, microbatches:
 
 def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:
     """Bytes at a moment, as the rows of the problem count them."""
-    row = Row(((moment, 1),))
+    row = MemoryRow(((moment, 1),))
     nodes = sum(int(node_bytes(memory, n, row)[0][choice]) for n, choice in enumerate(choices))
     wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
     return nodes + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in wires if a is not None)
@@ -279,7 +279,7 @@ def test_the_parts_of_a_step_add_up_to_it(name: str, recompute: str) -> None:
 def test_what_the_search_makes_least_is_a_microbatch_with_its_share_of_the_step() -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2, tp=2)
     memory, draw = MemoryModel(space, Microbatches(7)), random.Random(0)
-    problem = Statement(space, memory).problem({})
+    problem = Formulation(space, memory).problem({})
     for _ in range(30):
         choices = [draw.randrange(len(decision.menu.strategies)) for decision in space.decisions]
         expected = parts_of(memory, choices, {}).per_microbatch(7)
@@ -316,7 +316,7 @@ def test_a_plan_for_many_microbatches_is_verified_saved_and_loaded(share: float 
 def test_arrays_of_equal_wires_are_one_object() -> None:
     space = space_of(Chain(), (X_BD,), dp=2)
     memory = MemoryModel(space, Microbatches(4, 2))
-    row = Row(((0, 1),))
+    row = MemoryRow(((0, 1),))
     kinds: dict[object, np.ndarray] = {}
     for wire in space.wires:
         held = memory.accumulation.held(wire)

@@ -17,7 +17,7 @@ from autopar.cost.optimizer import Optimizer
 from autopar.hardware.load import load
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import COMPUTING, GATHERING, REDUCING, At, Row, moment_of, node_bytes, wire_bytes
+from autopar.memory.moments import COMPUTING, GATHERING, REDUCING, MemoryRow, Moment, moment_of, node_bytes, wire_bytes
 from autopar.memory.peak import memory_use
 from autopar.planning.settings import context_of
 from autopar.program.program import TensorInfo
@@ -213,7 +213,7 @@ def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequen
 
 def _at(memory: MemoryModel, wire: Wire, choices: Sequence[int], place: int) -> int:
     """Bytes of a wire while the call at that place runs backward."""
-    found = wire_bytes(memory, wire, Row(((place, 1),)))
+    found = wire_bytes(memory, wire, MemoryRow(((place, 1),)))
     return 0 if found is None else int(found[0][choices[wire.source], choices[wire.target]])
 
 
@@ -243,7 +243,7 @@ def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
     rows: dict[int, list[int]] = defaultdict(list)
     for kind, places in _moments(memory).items():
         for place in places:
-            row = Row(((place + kind * count, 1),))
+            row = MemoryRow(((place + kind * count, 1),))
             nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
             wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
             held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in wires if found is not None)
@@ -258,11 +258,11 @@ def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_whi
     peak, use, moment = memory_use(memory, choices, {})
     whole = {"parameters": 3 * size // 2, "optimizer": 3 * size}
     assert {name: use.parts[name] for name in whole} == whole
-    assert moment_of(memory, moment) == At(0, Phase(0, True), REDUCING)
+    assert moment_of(memory, moment) == Moment(0, Phase(0, True), REDUCING)
     # As they were made and as they are sent, those of the first layer; in parts, all.
     assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
     assert peak == sum(use.parts.values())
-    row = Row(((2 + GATHERING * 3, 1),))
+    row = MemoryRow(((2 + GATHERING * 3, 1),))
     weights = [w for w in memory.space.wires if memory.space.is_weight(w.source)]
     found = [wire_bytes(memory, w, row) for w in weights]
     gathered = [

@@ -38,7 +38,7 @@ from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.planning.step_seconds import StepParts, parts_by_decision
+from autopar.planning.step_seconds import StepSeconds, parts_by_decision
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
@@ -112,8 +112,8 @@ def request(axes: dict[str, int], schedule: Schedule, **model: Any) -> PipelineR
 MESHES = ({"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2})
 
 
-def _sum(parts: Sequence[StepParts]) -> StepParts:
-    return StepParts(*(sum(values) for values in zip(*parts, strict=True)))
+def _sum(parts: Sequence[StepSeconds]) -> StepSeconds:
+    return StepSeconds(*(sum(values) for values in zip(*parts, strict=True)))
 
 
 # What blocks and stages take.

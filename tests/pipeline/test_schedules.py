@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from autopar.errors import PipelineError
-from autopar.pipeline.schedules.schedule import NAMES, Schedule, Step
+from autopar.pipeline.schedules.schedule import NAMES, Action, Schedule
 from autopar.pipeline.schedules.simulation import Slice, StageSeconds, Timeline, simulate
 
 FLUSHING = ("gpipe", "1f1b", "pipedream")
@@ -83,7 +83,7 @@ def test_the_last_rank_of_1f1b_alternates_from_its_first_micro_batch_on() -> Non
 
 def test_overlapped_pairs_are_two_steps() -> None:
     order = Schedule("dualpipev", 2, 4, 2).orders[0]
-    assert Step("F", 3, 1) in order
+    assert Action("F", 3, 1) in order
     assert Counter(step.kind for step in order)["F"] == 8
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination, infeasibility
-from autopar.solver.conflict import freed
 from autopar.solver.counting_ilp import best_counts
-from autopar.solver.infeasibility import MemoryLimitError, find_conflict
+from autopar.solver.infeasibility import MemoryLimitError, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import smallest_bytes, solve
 from tests.solver.certificate import verify

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
-from autopar.solver.conflict import conflicting_edges, conflicting_nodes
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.fixing import remaining
+from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.pruning import prune
-from autopar.solver.reduction import reduce_problem
+from autopar.solver.reduction import prune, reduce_problem
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.capture.passes.traced_graph import Draft, aten, call_key
+from autopar.capture.passes.traced_graph import TracedGraph, aten, call_key
 from autopar.errors import CaptureError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,7 +27,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Casts:
     """The casts of one autocast region with its dtype; a tensor is cast once, as autocast casts a weight once."""
 
-    draft: Draft
+    draft: TracedGraph
     dtype: torch.dtype
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
     asked: dict[object, torch.dtype | None] = field(default_factory=dict)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from autopar.capture.passes.traced_graph import Draft, arguments, aten, is_write, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, is_write, shape_of, value_of
 from autopar.errors import CaptureError
 
-Inverse = Callable[[Draft, fx.Node, fx.Node, Mapping[str, Any]], fx.Node]
+Inverse = Callable[[TracedGraph, fx.Node, fx.Node, Mapping[str, Any]], fx.Node]
 """(draft, parent's value, the view's new value, the view's arguments) → the parent's new value."""
 
 
@@ -43,7 +43,7 @@ class Variable:
 class Memory:
     """The variables of a graph."""
 
-    draft: Draft
+    draft: TracedGraph
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Variable:
@@ -80,7 +80,7 @@ class Memory:
         return self.draft.call(target, parent, *view.args[1:], module=view.meta["module"], **view.kwargs)
 
 
-def functionalize(draft: Draft) -> None:
+def functionalize(draft: TracedGraph) -> None:
     """Replace every in-place operation; the new values of written buffers become further outputs of the graph."""
     if not any(is_write(node.target) for node in draft.calls()):
         return
@@ -156,7 +156,7 @@ def _storage(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-def _functional(draft: Draft, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+def _functional(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """The value that an in-place call gives, by an operation that writes nothing; with the dtype of what it wrote."""
     module, target = node.meta["module"], args[0]
     operation = node.target
@@ -195,7 +195,7 @@ def _without_write(operation: torch._ops.OpOverload, module: str) -> torch._ops.
     )
 
 
-def _write_back(draft: Draft, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
+def _write_back(draft: TracedGraph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
     """The parent's value after a write of `new` to its view."""
     if view.target is operator.getitem:
         return _write_piece(draft, view, parent, new)
@@ -214,7 +214,7 @@ def _strides(node: fx.Node) -> tuple[int, ...]:
     return value_of(node).stride()
 
 
-def _write_piece(draft: Draft, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
+def _write_piece(draft: TracedGraph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
     """As `_write_back`, for one piece of split, chunk or unbind."""
     pieces, index = view.args
     assert isinstance(pieces, fx.Node) and isinstance(index, int)
@@ -226,48 +226,48 @@ def _write_piece(draft: Draft, view: fx.Node, parent: fx.Node, new: fx.Node) -> 
     return draft.call(aten.slice_scatter.default, parent, new, dim, start, end, module=view.meta["module"])
 
 
-def _same_order(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _same_order(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     if value_of(new).numel() != value_of(parent).numel():
         raise CaptureError("the forward writes into an expanded tensor, whose elements share memory; clone it first.")
     return draft.call(aten.reshape.default, new, list(shape_of(parent)), module=parent.meta["module"])
 
 
-def _slice(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _slice(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     where = (given["dim"], given["start"], given["end"], given["step"])
     return draft.call(aten.slice_scatter.default, parent, new, *where, module=parent.meta["module"])
 
 
-def _select(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _select(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     return draft.call(
         aten.select_scatter.default, parent, new, given["dim"], given["index"], module=parent.meta["module"]
     )
 
 
-def _narrow(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _narrow(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     where = (given["dim"], given["start"], given["start"] + given["length"])
     return draft.call(aten.slice_scatter.default, parent, new, *where, module=parent.meta["module"])
 
 
-def _diagonal(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _diagonal(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     where = (given["offset"], given["dim1"], given["dim2"])
     return draft.call(aten.diagonal_scatter.default, parent, new, *where, module=parent.meta["module"])
 
 
-def _transpose(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _transpose(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     return draft.call(aten.transpose.int, new, given["dim0"], given["dim1"], module=parent.meta["module"])
 
 
-def _last_two(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _last_two(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     if len(shape_of(parent)) < 2:
         return new
     return draft.call(aten.transpose.int, new, -2, -1, module=parent.meta["module"])
 
 
-def _all_reversed(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _all_reversed(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     return draft.call(aten.numpy_T.default, new, module=parent.meta["module"])
 
 
-def _permute(draft: Draft, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+def _permute(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     dims = [dim % len(given["dims"]) for dim in given["dims"]]
     return draft.call(
         aten.permute.default, new, [dims.index(d) for d in range(len(dims))], module=parent.meta["module"]

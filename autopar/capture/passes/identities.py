@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from autopar.capture.passes.traced_graph import Draft, arguments, aten, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, value_of
 
 
-def drop_identities(draft: Draft) -> None:
+def drop_identities(draft: TracedGraph) -> None:
     """Let the users of such a call read its input."""
     for node in draft.calls():
         test = IDENTITIES.get(node.target)

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Casts
-from autopar.capture.passes.traced_graph import Draft, Source, aten, is_write, module_path
+from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
 from autopar.errors import CaptureError
 
 DROPPED = (
@@ -43,7 +43,7 @@ class Region:
 class Inliner:
     """Copies calls of the exported graph and its regions into the draft."""
 
-    draft: Draft
+    draft: TracedGraph
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def inline(
     mode: FakeTensorMode,
     values: Mapping[str, Any],
     autocast: torch.dtype | None,
-) -> Draft:
+) -> TracedGraph:
     """A draft of an exported graph.
 
     Args:
@@ -118,7 +118,9 @@ def inline(
         autocast: dtype of the autocast region around the whole graph, if any.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    draft = Draft(fx.Graph(), mode, writes_left=sum(is_write(node.target) for graph in graphs for node in graph.nodes))
+    draft = TracedGraph(
+        fx.Graph(), mode, writes_left=sum(is_write(node.target) for graph in graphs for node in graph.nodes)
+    )
     made: dict[tuple[str, str, int], fx.Node] = {}
     inputs: list[Any] = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -136,7 +138,7 @@ def inline(
     return draft
 
 
-def add_placeholder(draft: Draft, name: str, value: Tensor, source: Source) -> fx.Node:
+def add_placeholder(draft: TracedGraph, name: str, value: Tensor, source: Source) -> fx.Node:
     """A placeholder after the present ones."""
     present = draft.placeholders()
     with draft.graph.inserting_after(present[-1]) if present else draft.graph.inserting_before():

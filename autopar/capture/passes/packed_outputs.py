@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from autopar.capture.passes.traced_graph import Draft, arguments, aten, shape_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
 
 Label = int | Literal["piece", "one"]
 """The piece's own dim, the dim that counts pieces, or a dim of size one that was put in."""
@@ -31,7 +31,7 @@ class Piece:
     """The shape of its own dims before they were permuted; None: as the product gives them."""
     labels: tuple[Label, ...] = ()
 
-    def arranged(self, draft: Draft, product: fx.Node) -> fx.Node:
+    def arranged(self, draft: TracedGraph, product: fx.Node) -> fx.Node:
         """The product of this piece, with its dims as the node has had them."""
         if self.shape is None:
             return product

@@ -12,11 +12,11 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.passes.packed_outputs import Piece, pieces_of
-from autopar.capture.passes.traced_graph import Draft, arguments, aten, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
 
 
-def flat_projections_to_batched(draft: Draft) -> None:
+def flat_projections_to_batched(draft: TracedGraph) -> None:
     """x.view(-1, k) → product → view becomes a product of x itself; addmm becomes matmul and add."""
     for node in draft.calls(aten.addmm.default, aten.mm.default, aten.linear.default):
         given = arguments(node)
@@ -36,7 +36,7 @@ def flat_projections_to_batched(draft: Draft) -> None:
             draft.replace(user, new)
 
 
-def packed_projections_to_separate(draft: Draft) -> None:
+def packed_projections_to_separate(draft: TracedGraph) -> None:
     """A product whose output is only taken apart along its last dim becomes one product per piece of its weight."""
     for node in draft.calls(aten.linear.default, aten.matmul.default):
         packed = _packed(node)
@@ -81,7 +81,7 @@ def _packed(node: fx.Node) -> Packed | None:
     return Packed(node, node, x, weight, None, 1)
 
 
-def _piece_product(draft: Draft, packed: Packed, piece: Piece) -> fx.Node:
+def _piece_product(draft: TracedGraph, packed: Packed, piece: Piece) -> fx.Node:
     module, dim = packed.product.meta["module"], packed.weight_dim
     weight = draft.call(aten.slice.Tensor, packed.weight, dim, piece.start, piece.end, module=module)
     bias = packed.bias
@@ -93,7 +93,7 @@ def _piece_product(draft: Draft, packed: Packed, piece: Piece) -> fx.Node:
     return product if bias is None else draft.call(aten.add.Tensor, product, bias, module=module)
 
 
-def _product(draft: Draft, node: fx.Node, given: dict[str, Any], x: fx.Node) -> fx.Node:
+def _product(draft: TracedGraph, node: fx.Node, given: dict[str, Any], x: fx.Node) -> fx.Node:
     """The same product of another left side."""
     module = node.meta["module"]
     if node.target is aten.linear.default:
@@ -114,7 +114,7 @@ def _before_flattening(flat: fx.Node, leading: tuple[int, ...]) -> fx.Node | Non
     return source if flat.target in VIEWS and shape_of(source)[: len(leading)] == leading else None
 
 
-def _batched(draft: Draft, source: fx.Node, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+def _batched(draft: TracedGraph, source: fx.Node, flat: fx.Node, shape: tuple[int, ...]) -> fx.Node:
     """The left side with its leading dims apart."""
     module, dtype = flat.meta["module"], value_of(flat).dtype
     if shape_of(source) != shape:

@@ -7,7 +7,7 @@ node.meta["source"]  of a placeholder: what it stands for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
@@ -33,7 +32,7 @@ class Source:
 
 
 @dataclass(slots=True)
-class Draft:
+class TracedGraph:
     """A graph that passes rewrite in place, and the fake mode that its values live in."""
 
     graph: fx.Graph
@@ -146,11 +145,6 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         else:
             named[argument.name] = argument.default_value
     return named
-
-
-def input_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes among the arguments of a call."""
-    return (leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
 
 
 def module_path(node: fx.Node) -> str:

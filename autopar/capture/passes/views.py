@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.capture.passes.traced_graph import Draft, aten, set_call, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
 
 VIEWS = (aten.view.default, aten.reshape.default)
 """The two forms that `state_sizes` leaves."""
@@ -41,7 +41,7 @@ OWN_STRIDES = (
 """Operations that give contiguous tensors whatever they are given."""
 
 
-def state_sizes(draft: Draft) -> None:
+def state_sizes(draft: TracedGraph) -> None:
     """Give views and expansions explicit sizes; a reshape that surely moves no memory is a view."""
     unsure = _unsure_strides(draft)
     for node in draft.calls(*TO_VIEW, *TO_EXPAND):
@@ -56,7 +56,7 @@ def state_sizes(draft: Draft) -> None:
         set_call(node, target, source, list(shape_of(node)))
 
 
-def split_before_permuting(draft: Draft) -> None:
+def split_before_permuting(draft: TracedGraph) -> None:
     """view → permute → view that splits becomes one view and a permutation.
 
     nn.MultiheadAttention merges batch and heads, transposes, and splits them again; while they are one dim, heads
@@ -82,7 +82,7 @@ def split_before_permuting(draft: Draft) -> None:
             draft.replace(node, draft.call(aten.permute.default, apart, dims, module=module))
 
 
-def _unsure_strides(draft: Draft) -> set[fx.Node]:
+def _unsure_strides(draft: TracedGraph) -> set[fx.Node]:
     """Nodes whose strides follow from what a kernel chose."""
     unsure: set[fx.Node] = set()
     for node in draft.calls():

@@ -51,7 +51,7 @@ _STAGES_FULL = ("1f1b", "dualpipev")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Action:
     """One computation of a stage on one micro-batch; `kind` is one of KINDS."""
 
     kind: str
@@ -106,7 +106,7 @@ class Schedule:
         return self.name in _V
 
     @property
-    def orders(self) -> tuple[tuple[Step, ...], ...]:
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank computes, in order."""
         return _orders(self)
 
@@ -160,7 +160,7 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 
 
 @cache
-def _orders(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b."""
     if schedule.name == "pipedream":
         return tuple(_one_forward_one_backward(schedule, rank) for rank in range(schedule.num_ranks))
@@ -181,7 +181,7 @@ def _stub(schedule: Schedule, stage: int) -> SimpleNamespace:
     )
 
 
-def _steps(actions: Iterable[Any]) -> tuple[Step, ...]:
+def _steps(actions: Iterable[Any]) -> tuple[Action, ...]:
     """PyTorch's actions of one rank as steps: computations only, overlapped pairs one after the other.
 
     Micro-batches are counted anew: every class runs them in order, but the order that 1F1B prints begins the last
@@ -196,20 +196,20 @@ def _steps(actions: Iterable[Any]) -> tuple[Step, ...]:
         if kind not in KINDS:
             continue
         backward = "F" if kind == "F" else "W" if kind == "W" else "B"  # B and I count the same micro-batches
-        steps.append(Step(kind, stage, seen[backward, stage]))
+        steps.append(Action(kind, stage, seen[backward, stage]))
         seen[backward, stage] += 1
         if kind == "B":
             seen["W", stage] += 1
     return tuple(steps)
 
 
-def _one_forward_one_backward(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+def _one_forward_one_backward(schedule: Schedule, rank: int) -> tuple[Action, ...]:
     """1F1B of one rank: `ranks - rank` forwards, then a backward and a forward in turn, then the other backwards."""
     num_microbatches = schedule.num_microbatches
     ahead = min(num_microbatches, schedule.num_ranks - rank)
-    steps = [Step("F", rank, each) for each in range(ahead)]
+    steps = [Action("F", rank, each) for each in range(ahead)]
     for each in range(num_microbatches):
-        steps.append(Step("B", rank, each))
+        steps.append(Action("B", rank, each))
         if each + ahead < num_microbatches:
-            steps.append(Step("F", rank, each + ahead))
+            steps.append(Action("F", rank, each + ahead))
     return tuple(steps)

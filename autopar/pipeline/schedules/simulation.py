@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from autopar.pipeline.schedules.schedule import KINDS, Schedule, Step
+from autopar.pipeline.schedules.schedule import KINDS, Action, Schedule
 
 Key = tuple[str, int, int]
 
@@ -93,7 +93,7 @@ def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
     return Timeline(flat, max(free), _bubble(flat, schedule.num_ranks * max(free)))
 
 
-def _key(step: Step) -> Key:
+def _key(step: Action) -> Key:
     """What others wait for: a whole backward gives the gradient of the input as much as I does."""
     return "I" if step.kind == "B" else step.kind, step.stage, step.microbatch
 
@@ -108,7 +108,7 @@ def _transfers(schedule: Schedule, seconds: Sequence[StageSeconds]) -> dict[tupl
     return transfers
 
 
-def _arrival(step: Step, transfers: dict[tuple[str, int], float], ends: dict[Key, float]) -> float | None:
+def _arrival(step: Action, transfers: dict[tuple[str, int], float], ends: dict[Key, float]) -> float | None:
     """Seconds at which all that `step` reads is on its rank; None while something of it has not run."""
     stage, microbatch = step.stage, step.microbatch
     if step.kind == "W":

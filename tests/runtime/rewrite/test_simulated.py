@@ -30,23 +30,23 @@ THREE_ROLES: Annotations = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Seen:
     """One forward and backward, as every rank sees it."""
 
     losses: list[Tensor]
     gradients: dict[str, list[Tensor] | None]
 
 
-def on_one_process(family: str) -> Step:
+def on_one_process(family: str) -> Seen:
     model = FAMILIES[family].build()
     args, kwargs = FAMILIES[family].inputs(0)
     loss = FAMILIES[family].loss(model(*args, **kwargs))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return Step([loss.detach()], {name: None if g is None else [g] for name, g in gradients.items()})
+    return Seen([loss.detach()], {name: None if g is None else [g] for name, g in gradients.items()})
 
 
-def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytest.MonkeyPatch) -> Step:
+def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytest.MonkeyPatch) -> Seen:
     model = FAMILIES[family].build()
     args, kwargs = FAMILIES[family].inputs(0)
     for pattern, said in annotations:
@@ -68,7 +68,7 @@ def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytes
         compiled = autopar.compile(model, mesh, kwargs or args, mode="semi_auto", hardware=SLOW_DEVICES)
         loss = whole(FAMILIES[family].loss(compiled(*on_all_ranks(args), **on_all_ranks(kwargs))))
         loss.backward()
-        return Step(
+        return Seen(
             local_values(loss),
             {n: None if p.grad is None else local_values(whole(p.grad)) for n, p in compiled.named_parameters()},
         )
@@ -83,7 +83,7 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def assert_equal(found: Step, expected: Step) -> None:
+def assert_equal(found: Seen, expected: Seen) -> None:
     (loss,) = expected.losses
     for each in found.losses:
         torch.testing.assert_close(each, loss, rtol=1e-4, atol=1e-5)
