@@ -19,7 +19,7 @@ from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.rewrite.moves import move_call
 from autopar.sharding.layout import I, Layout, P, Placement, R, S
 from autopar.sharding.mesh import Mesh
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 MESH = Mesh({"dp": 2, "tp": 2})
 SHAPE = (4, 8)

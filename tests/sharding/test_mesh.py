@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar.sharding.mesh
 from autopar.errors import AutoparError, MeshError
 from autopar.sharding.mesh import Mesh, joined_axes
-from tests.support.simulate import simulate
+from tests.support.simulation.simulate import simulate
 
 
 def test_a_mesh_knows_its_axes() -> None:

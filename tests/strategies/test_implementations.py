@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar.strategies import RULES, rule_of
-from tests.support.samples import SAMPLES
-from tests.support.samples.draw import Draw, Sample
-from tests.support.validate import Whole, only_implementation, show
-from tests.support.validate_implementations import (
+from tests.support.simulation.samples import SAMPLES
+from tests.support.simulation.samples.draw import Draw, Sample
+from tests.support.simulation.validate import Whole, only_implementation, show
+from tests.support.simulation.validate_implementations import (
     check_implementation,
     paddable_choices,
     padded_fault,

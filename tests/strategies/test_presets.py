@@ -24,7 +24,7 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS, annotations_for
-from tests.support.simulate import simulate
+from tests.support.simulation.simulate import simulate
 
 HIDDEN, CLASSES = 16, 8
 ONE, GRID, CUBE = Mesh({"tp": 2}, "cpu"), Mesh({"dp": 2, "tp": 2}, "cpu"), Mesh({"a": 2, "b": 2, "c": 2}, "cpu")

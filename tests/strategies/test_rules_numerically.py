@@ -1,6 +1,6 @@
 """Every rule of the tables against ground truth: no choice is wrong, and none that would be right is missing.
 
-A new row of a table needs sample calls in `tests/support/samples`; what a rule lacks on purpose is named there.
+A new row of a table needs sample calls (`tests/support/simulation/samples`); what a rule lacks on purpose is there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 from autopar.errors import RuleError
 from autopar.sharding.rule import PASS_REPLICATED
 from autopar.strategies import RULES, rule_of
-from tests.support.samples import SAMPLES
-from tests.support.samples.allowed import ALLOWED, NOT_COMPARED
-from tests.support.samples.draw import Draw
-from tests.support.validate import Report, Whole, check, fault_of, only_implementation
+from tests.support.simulation.samples import SAMPLES
+from tests.support.simulation.samples.allowed import ALLOWED, NOT_COMPARED
+from tests.support.simulation.samples.draw import Draw
+from tests.support.simulation.validate import Report, Whole, check, fault_of, only_implementation
 
 SEED = 0
 TARGETS = sorted((target for target in RULES if target in SAMPLES and target not in NOT_COMPARED), key=str)
@@ -57,7 +57,7 @@ def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
 
 def test_every_operation_of_the_tables_has_samples() -> None:
     without = sorted(str(target) for target in RULES if target not in SAMPLES)
-    assert not without, f"no samples in tests/support/samples for {', '.join(without)}"
+    assert not without, f"no samples in tests/support/simulation/samples for {', '.join(without)}"
 
 
 def test_what_rules_lack_on_purpose_concerns_operations_that_have_samples() -> None:

@@ -25,8 +25,8 @@ from autopar.strategies.rules import view
 from autopar.strategies.rules.view import reshaped
 from tests.support.families import FAMILIES
 from tests.support.parts import split
-from tests.support.validate import Whole, check, only_implementation
-from tests.support.validate_implementations import AXIS, implemented_choices, run_implementation
+from tests.support.simulation.validate import Whole, check, only_implementation
+from tests.support.simulation.validate_implementations import AXIS, implemented_choices, run_implementation
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from autopar.sharding.mesh import joined_axes
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 NAMES = ("x", "y", "z")
 ROWS, COLUMNS = 16, 3

@@ -17,7 +17,7 @@ from autopar.runtime.collectives import buckets
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 WIDTH = 6
 

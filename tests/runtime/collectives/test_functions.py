@@ -21,7 +21,7 @@ from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.collectives.buckets import gather_parameters
 from autopar.sharding.layout import I, P, Placement, R, S
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 Parts = list[Tensor]
 MESHES = (((4,), ("a",), "a"), ((2, 2), ("a", "b"), "a"), ((2, 2), ("a", "b"), "b"), ((4, 1), ("a", "b"), "b"))

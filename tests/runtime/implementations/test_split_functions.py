@@ -22,7 +22,7 @@ from autopar.runtime.implementations.loss import cross_entropy
 from autopar.runtime.implementations.normalization import batch_norm
 from autopar.sharding.layout import I, Layout, P, R, S
 from tests.support.ranks import Ranks, mesh
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 aten = torch.ops.aten
 SIZES, AXES = (2, 2), ("a", "b")

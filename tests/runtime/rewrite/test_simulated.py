@@ -17,7 +17,7 @@ from autopar.compiler import whole as whole_model
 from autopar.planning import request
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
-from tests.support.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 AXES = ("dp", "sp", "tp")
 Annotations = tuple[tuple[str, dict[str, Any]], ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.samples import matmul, network, pointwise, reduction, view
-from tests.support.samples.draw import Samples
+from tests.support.simulation.samples import matmul, network, pointwise, reduction, view
+from tests.support.simulation.samples.draw import Samples
 
 SAMPLES: dict[Any, Samples] = {
     **pointwise.SAMPLES,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.sharding.constraint import CONSTRAIN
-from tests.support.samples.draw import Draw, Sample, Samples, sample
+from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
 

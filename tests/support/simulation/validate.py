@@ -120,7 +120,7 @@ def check(
 ) -> Report:
     """Compare the choices of `op_rule` with everything that is right on one mesh axis of `k` ranks.
 
-    Choices that an implementation carries out are taken for right here; `tests.validate_implementations` checks them.
+    Choices that an implementation carries out are taken for right here; `validate_implementations` checks them.
     What the rule lacks on purpose is named in `allowed`, as `show` prints it, with `*` for anything.
     """
     whole = Whole.of(target, args, kwargs)

@@ -1,6 +1,6 @@
 """Ground truth for implementations: the runtime function on simulated ranks against the ATen call run whole.
 
-The counterpart of `tests.validate` for the choices that `implemented` leaves out: these run collectives, so all ranks
+The counterpart of `validate` for the choices that `implemented` leaves out: these run collectives, so all ranks
 run together, on one mesh axis named `AXIS`. A parameter whose split dim does not divide is padded at its end with
 numbers that must not matter.
 """
@@ -23,8 +23,8 @@ from autopar.sharding.rule import BoundRule, Choice
 from autopar.space.menu import padded_factors
 from autopar.strategies import rule_of
 from tests.support.parts import Parts, local_shape, split
-from tests.support.simulate import from_ranks, local_values, simulate
-from tests.support.validate import (
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
+from tests.support.simulation.validate import (
     Placements,
     Whole,
     gradients_of,

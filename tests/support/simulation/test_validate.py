@@ -8,7 +8,7 @@ from autopar.sharding.layout import I, P, Placement, R, S
 from autopar.sharding.operation import Implementation, OpRule
 from autopar.sharding.rule import Choice
 from tests.support.parts import split, value_fault
-from tests.support.validate import Whole, check, covers, fault_of, right_choices, show
+from tests.support.simulation.validate import Whole, check, covers, fault_of, right_choices, show
 
 aten = torch.ops.aten
 

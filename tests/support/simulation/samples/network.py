@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.samples.draw import Draw, Sample, Samples, sample
+from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
 IGNORED = -100
