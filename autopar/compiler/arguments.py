@@ -96,7 +96,7 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
     said: dict[str, object] = {
         "schedule": request.schedule,
         "chunks": request.chunks,
-        "stages": request.stages,
+        "stages": None if request.stages is None else list(request.stages),
         "annotate(stage=…)": next((each for each in request.annotations if each.stage is not None), None),
     }
     for name, value in said.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Pins
 from autopar.plans.plan import Plan
@@ -28,6 +28,8 @@ class Settings:
     """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
 
     def __post_init__(self) -> None:
+        if self.solver not in ("auto", "ilp"):
+            raise InputError(f'solver={self.solver!r}; solvers are "auto" and "ilp".')
         if self.recompute not in ("auto", *MODES):
             raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
         if not 0 <= self.gap < 1:

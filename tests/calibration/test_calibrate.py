@@ -54,7 +54,7 @@ def _sources(profile: Any) -> list[str]:
 def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "QUICK", TINY)
+    monkeypatch.setattr("autopar.calibration.command.QUICK", TINY)
     path = tmp_path / "box.json"
     assert run(_options(str(path), "--ranks", "2", "--quick")) == 0
     hardware = load(path)

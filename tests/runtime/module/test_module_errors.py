@@ -120,7 +120,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "autograd.Function": (
         lambda: compiled(Doubling()),
-        r"CaptureError: .*autograd\.Function tests\.test_module_errors\.Double; .* torch\.library\.custom_op",
+        r"CaptureError: .*autograd\.Function tests\.runtime\.module\.test_module_errors\.Double; .* "
+        r"torch\.library\.custom_op",
     ),
     "unknown axis": (
         lambda: compiled(autopar.annotate(MLP(), "up", tp="column")),
