@@ -1,7 +1,7 @@
 """`autopar calibrate`: measure the machine at hand and write its hardware profile.
 
-    autopar calibrate box.json --ranks 4                     starts gloo ranks on this host
-    torchrun --nproc-per-node 8 … -m autopar.cli calibrate box.json --device cuda      uses the ranks that are there
+    autopar calibrate box.json --ranks 4                                               starts gloo ranks on this host
+    torchrun --nproc-per-node 8 … --no-python autopar calibrate box.json --device cuda    uses the ranks that are there
 
 Under torchrun every axis of the mesh (by default nodes × devices of a node) is measured, and gives the numbers of the
 link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`; it has

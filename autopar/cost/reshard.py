@@ -43,7 +43,9 @@ class ReshardPath:
     """For each transfer, how many parameters share its message; 0 where it runs alone."""
 
     def __str__(self) -> str:
-        return " → ".join(str(layout) for layout in (*(m.before for m in self.moves), self.moves[-1].after)) or "-"
+        if not self.moves:
+            return "-"
+        return " → ".join(str(layout) for layout in (*(move.before for move in self.moves), self.moves[-1].after))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

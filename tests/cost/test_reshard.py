@@ -276,3 +276,10 @@ def test_a_dim_that_does_not_divide_is_split_once_and_gathered_over_one_axis() -
     assert Layout.parse("S(0) S(0)") not in paths.index
     path = paths.path(Layout.parse("S(0) I"), Layout.parse("R R"))
     assert {axis for _, axis, _ in moved(path)} == {"dp", "tp"}
+
+
+def test_a_path_without_moves_prints_as_a_dash() -> None:
+    tensor = MovedTensor((4, 4), torch.float32, True)
+    mesh = Mesh({"x": 2})
+    path = reshard_table(tensor, frozenset({0}), mesh, load("cpu")).path(Layout((S(0),)), Layout((S(0),)))
+    assert (str(path), path.moves) == ("-", ())

@@ -1,0 +1,67 @@
+"""The documents: their examples run, their links resolve, and they name the packages that there are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import ORDER, ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+RUN = [page for page in PAGES if ">>> " in page.read_text()]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def _anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", RUN, ids=[page.name for page in RUN])
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    done = subprocess.run(  # a process of its own: examples add to the tables
+        [sys.executable, "-m", "doctest", str(page)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_tells_how_to_add_something_is_run() -> None:
+    assert {"architecture.md", "CONTRIBUTING.md"} <= {page.name for page in RUN}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_resolve(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in map(_anchor, headings), f"{page.name} links to {target}; no such heading"
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    missing = [page.name for page in PAGES if page.parent.name == "docs" and page.name not in index]
+    assert missing == ["index.md"]
+
+
+def test_the_architecture_names_every_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = set(re.findall(r"`([\w.]+)`", " ".join(rows)))
+    packages = {name for row in ORDER for name in row if (ROOT / "autopar" / name.replace(".", "/")).is_dir() and name}
+    assert listed == packages - {"runtime"}
+
+
+def test_the_readme_is_what_a_newcomer_reads() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    for said in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
+        assert any(said in line for line in lines), f"README lacks {said}"
