@@ -1,7 +1,8 @@
 """What a training step moves and holds: collectives of any origin, and bytes of tensors at the highest moment.
 
 Collectives are counted where torch dispatches them, so that those of DDP, FSDP2 and DTensor are seen alike, in the
-convention of `runtime.axes`: the bytes of the whole tensor (an all-gather's output, a reduce-scatter's input).
+convention of `runtime.collectives.axes`: the bytes of the whole tensor (an all-gather's output, a reduce-scatter's
+input).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
                      other collectives
     flops            floating point operations per device and step, forward, backward and recomputation
     parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts
-    memory           bytes per device at the fullest moment, and "memory/activations" … (see `memory_formulas`)
+    memory           bytes per device at the fullest moment, and "memory/activations" … (see `formulas.memory`)
     whole            what must be whole numbers for the plan to fit: dims, and their parts
 
-The cost is that of `cost`, `reshard` and `collective_cost`, of which the functions that count bytes run here on sizes
-that remember their symbols (`symbols.Size`). Equal terms are joined, so that a formula is as long as one layer.
+The cost is that of `cost` and `hardware.collectives`, of which the functions that count bytes run here on sizes that
+remember their symbols (`symbols.Size`). Equal terms are joined, so that a formula is as long as one layer.
 `all_reduce_over_tp` is the time of a collective by its `bytes`: the least of its pieces on the plan's links.
 The choices, and the moves between layouts, are those of the plan; at other sizes another plan may be better.
 """

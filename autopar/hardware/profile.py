@@ -2,7 +2,7 @@
 
 A profile in `profiles/` states every number as {"value": …, "source": …}. Sources say "datasheet", "measured" (with
 hardware, date and script) or "assumed". A profile of one's own is the same file anywhere, given by its path;
-`autopar calibrate` writes one. What the numbers of a link mean for a collective is in `collective_cost`.
+`autopar calibrate` writes one. What the numbers of a link mean for a collective is in `collectives`.
 """
 
 from __future__ import annotations

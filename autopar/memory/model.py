@@ -1,15 +1,15 @@
 """What each choice holds in memory: bytes per device by decision and by wire.
 
 A parameter holds itself, its gradient, its optimizer state and a master copy, in its storage layout. Between forward
-and backward a call holds what autograd keeps for it (asked of autograd, see `saved`):
+and backward a call holds what autograd keeps for it (asked of autograd, see `program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
     its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
                                           there anyway: not moved, and held by its producer, a parameter or an input
 
-A view counts where its memory was made. What weights and their gradients take on their way, `moved_weights` says. Under
-recomputation (`segments`) a segment holds only what its second run begins with: tensors from outside, results of
-collectives and, if selective, of contractions.
+A view counts where its memory was made. What weights and their gradients take on their way, `weights` says. Under
+recomputation (`program.recompute_segments`) a segment holds only what its second run begins with: tensors from outside,
+results of collectives and, if selective, of contractions.
 
 All this is of one micro-batch; where a step has several, `accumulation` says what is held besides, and instead.
 """

@@ -1,6 +1,6 @@
 """The plan of a pipeline: where the model is cut, what each stage is planned to do, and when it does it.
 
-The step is that of the simulated schedule (`schedule_simulation`), from the seconds of the stages' own plans. Like a
+The step is that of the simulated schedule (`schedules.simulation`), from the seconds of the stages' own plans. Like a
 plan it is plain JSON; the timeline is not saved but simulated again.
 """
 
@@ -57,7 +57,7 @@ class PipelinePlan:
     schedule: Schedule
     stages: tuple[StagePlan, ...]
     starts: tuple[int, ...]
-    """The number of the first block of each stage, as `splitting.split` takes them."""
+    """The number of the first block of each stage, as `stages.splitting.split` takes them."""
     timeline: Timeline = field(repr=False)
     memory_limit: int | None = None
     """Bytes per device that the stages of a rank were planned to keep to."""

@@ -1,9 +1,9 @@
 """Plans for a mesh with a pipeline axis: the model is cut into stages, and every stage planned on the other axes.
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
-cuts      `stages` cuts it where a step of the schedule is shortest, and `cut_refinement` moves the cuts while the
-          simulated step gets shorter; under a limit, each stage that `stages` thinks of is planned within the limit,
-          with as many micro-batches in flight as the schedule has there
+cuts      `stages.cuts` cuts it where a step of the schedule is shortest, and `stages.refinement` moves the cuts
+          while the simulated step gets shorter; under a limit, each stage that `stages.cuts` thinks of is planned
+          within the limit, with as many micro-batches in flight as the schedule has there
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """

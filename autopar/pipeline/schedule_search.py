@@ -1,7 +1,7 @@
 """Schedule and number of micro-batches, where the user leaves them open: the blocks are planned for the largest and the
 smallest micro-batch, and what they take at sizes between follows on straight lines.
 
-Every schedule that may run is then cut and simulated with those seconds (`schedule_choice`).
+Every schedule that may run is then cut and simulated with those seconds (`schedules.choice`).
 """
 
 from __future__ import annotations

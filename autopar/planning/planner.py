@@ -1,6 +1,6 @@
 """From a space of plans to a plan: the problem is stated, solved, and its answer written down.
 
-`make_plan` solves; `choices_of` reads the choices of a plan that was made before, for the same graph and mesh.
+`make_plan` solves, `replan` solves again in the same space; `record` writes the answer down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_plan(
 
     `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment. The space is
     that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
-    that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_parts`).
+    that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
 
     Raises InfeasibleError where there is none.
     """

@@ -1,8 +1,8 @@
 """How often each choice is made: the ILP over the steps of an elimination, in which equal layers are one.
 
-Elimination makes a tree of buckets, and equal subtrees of it share their step (`eliminate`). Which of them takes which
-choice makes no difference, so it is enough to count. With y_s(b) the number of buckets of step s that take the choices
-b of their bag, and x the part of b that is the bag's neighbours:
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Which of them takes
+which choice makes no difference, so it is enough to count. With y_s(b) the number of buckets of step s that take the
+choices b of their bag, and x the part of b that is the bag's neighbours:
 
     min   Σ seconds_s(b) y_s(b)
     s.t.  Σ_{b at a root} y_s(b) = number of roots of step s
@@ -10,7 +10,8 @@ b of their bag, and x the part of b that is the bag's neighbours:
           Σ bytes_s(b) y_s(b) ≤ budget
 
 What is below a bucket depends on its neighbours' choices alone, so any numbers that fulfil this can be handed down from
-the roots. Choices whose excess at the price of memory is above what the limit leaves have no variable (`marginals`).
+the roots. Choices whose excess (`min_marginals`) at the price of memory is above what the limit leaves have no
+variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fixing by excess: what no good choice takes is dropped, and nodes that are left with one strategy are decided.
 
-A strategy whose excess (`marginals`) is above what a solution may cost more than the bound is in no such solution. Most
-nodes of a problem are decided by that; what remains is a small problem over the others, beside a constant.
+A strategy whose excess (`min_marginals`) is above what a solution may cost more than the bound is in no such solution.
+Most nodes of a problem are decided by that; what remains is a small problem over the others, beside a constant.
 """
 
 from __future__ import annotations

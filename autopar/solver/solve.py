@@ -1,13 +1,14 @@
 """Solve a problem exactly and fast: elimination, a price for memory, and an ILP over the little that is left.
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
-2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`multiplier`).
-3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`marginals`); exact reductions and an ILP over
-   counts of equal parts solve the rest (`reduction`, `counts`). A solution below bound + ε is optimal; else ε grows up
-   to the incumbent.
+2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`lagrangian`).
+3. Min-marginals at λ forbid whatever is in no solution below bound + ε (`min_marginals`); exact reductions and an ILP
+   over counts of equal parts solve the rest (`reduction`, `counting_ilp`). A solution below bound + ε is optimal; else
+   ε grows up to the incumbent.
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
-reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`wide`), and give the ILP a start.
+reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the ILP
+a start.
 """
 
 from __future__ import annotations

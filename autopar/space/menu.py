@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import fx
 
 from autopar.cost.operations import bandwidth, flops, forward_seconds, num_backward
 from autopar.cost.reshard import Transfer, transfer_seconds
@@ -25,7 +24,7 @@ from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, Implementation, OpRule
 from autopar.sharding.rule import BoundRule, Choice
-from autopar.strategies.ruled import RuledCall, ruled
+from autopar.strategies.ruled import RuledCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +82,6 @@ class Menu:
     """Factors of the call that may be padded."""
     reason: str = ""
     """Why the call runs replicated, where no rule fits it."""
-
-
-def call_menu(
-    node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware, weight_only: bool = False
-) -> Menu:
-    """The menu of a call_function node.
-
-    `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
-    """
-    return menu_of(ruled(Call.of(node)), tuple(padded), mesh, hardware, weight_only)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Runs a per-rank graph whose plan computes segments again in the backward; `claims` says how.
+"""Runs a per-rank graph whose plan computes segments again in the backward; `saved_handles` says how.
 
 Graphs in which nothing is computed again do not pass through here.
 """

@@ -2,7 +2,7 @@
 
 Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
 as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use; a small layer
-shares that of the next one (`sharing.joined_layers`).
+shares that of the next one (`cost.messages.joined_layers`).
 
 The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
 itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.

@@ -27,9 +27,9 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_contraction, is_view
 from autopar.sharding.rule import Rule
-from autopar.space.menu import call_menu
 from autopar.strategies import rule_of
 from tests.support.eager import calls
+from tests.support.planned import call_menu
 
 aten = torch.ops.aten
 WIRES = (Link("wire", None, 0.0, 1.0),)

@@ -12,10 +12,10 @@ from autopar.program.program import TensorInfo, tensor_inputs
 from autopar.sharding.layout import Layout, R
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import PASS_REPLICATED
-from autopar.space.menu import Menu, call_menu, split_layouts, whole_menu
+from autopar.space.menu import Menu, split_layouts, whole_menu
 from tests.support.eager import calls
 from tests.support.parity import SLOW_DEVICES
-from tests.support.planned import SLOW_LINKS, TwoLinears, space_of
+from tests.support.planned import SLOW_LINKS, TwoLinears, call_menu, space_of
 
 aten = torch.ops.aten
 ONE, TWO = Mesh({"tp": 2}), Mesh({"dp": 2, "tp": 2})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autopar.annotations.annotate import annotations_of, pins_of
@@ -17,8 +18,11 @@ from autopar.hardware.profile import Hardware, Link
 from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
+from autopar.sharding.operation import Call
 from autopar.space.build import build_space
+from autopar.space.menu import Menu, menu_of
 from autopar.space.space import Space
+from autopar.strategies.ruled import ruled
 
 SLOW_LINKS = Hardware(
     "fast devices, slow links", {"float32": 1e12}, 1e12, 10**12, 0.0, (Link("wire", None, 1e-3, 1e6),)
@@ -101,3 +105,13 @@ def planned(space: Space, model: nn.Module, memory: int | None = None, solver: s
     """The best plan under what the model's annotations say."""
     pins = pins_of(annotations_of(model), space, "semi_auto", {})
     return Planned(space, *make_plan(space, pins, memory, solver))
+
+
+def call_menu(
+    node: fx.Node, padded: Sequence[frozenset[int]], mesh: Mesh, hardware: Hardware, weight_only: bool = False
+) -> Menu:
+    """The menu of a call_function node.
+
+    `padded` says for each tensor input which dims may be padded, `weight_only` that all are made of parameters alone.
+    """
+    return menu_of(ruled(Call.of(node)), tuple(padded), mesh, hardware, weight_only)

@@ -1,6 +1,6 @@
 """Cuts, made better by simulation.
 
-The formula of `stages` does not see which stages share a rank, what a zero-bubble schedule hides, and that with few
+The formula of `cuts` does not see which stages share a rank, what a zero-bubble schedule hides, and that with few
 micro-batches the slowest stage is not the pace of all. So a cut, or a run of neighbouring cuts together, is moved by
 one block and stays where the simulated step is shorter, until no move helps or enough has been simulated. The result is
 never worse than where it began, and need not be the best there is.
