@@ -32,6 +32,7 @@ from autopar.space.menu import Menu, Strategy
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.ruled import ruled
 from tests.support.parity import SLOW_DEVICES
+from tests.support.planned import SLOW_LINKS
 
 aten = torch.ops.aten
 OVERLAPPED = "overlapped"
@@ -163,14 +164,18 @@ def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: 
     assert loss.cross_entropy in {node.target for node in graph.nodes}
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, beside: Any) -> None:
+@pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS], ids=lambda each: each.name)
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Hardware, beside: Any) -> None:
     beside(aten.cross_entropy_loss.default, second(hidden_share=share))
-    plan = planned()
-    _, chosen = loss_of(plan)
-    each = [transfer_seconds(transfer, plan.mesh, SLOW_DEVICES) for transfer in chosen.transfers]
-    assert chosen.waits == pytest.approx([seconds * (1 - share) for seconds in each])
-    assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-6) and plan.verify().ok
+    plan = planned(hardware)
+    menu, chosen = loss_of(plan)
+    assert OVERLAPPED in str(chosen)
+    each = [transfer_seconds(transfer, plan.mesh, hardware) for transfer in chosen.transfers]
+    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * (1 + num_backward(_call(menu)))
+    assert sum(chosen.waits) == pytest.approx(sum(each) - min(share * sum(each), computing))
+    assert chosen.waits == pytest.approx([seconds * sum(chosen.waits) / sum(each) for seconds in each])
+    assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9) and plan.verify().ok
 
 
 def test_an_implementation_has_its_own_flops_bytes_and_efficiency(beside: Any) -> None:
