@@ -118,8 +118,9 @@ def compile(
         chunks=chunks,
         stages=stages,
     )
-    run = RunOptions(plan, deterministic, seed)
-    axis = pipeline_axis(Mesh.of(mesh), pipeline)
+    run, abstract = RunOptions(plan, deterministic, seed), Mesh.of(mesh)
+    request.hardware_of(abstract)  # one that is not known is refused at once, not at the first call
+    axis = pipeline_axis(abstract, pipeline)
     if axis is None:
         module = compile_whole(model, mesh, request, run)
     else:

@@ -74,6 +74,17 @@ def test_what_compile_is_told_reaches_the_solver(ranks: Ranks) -> None:
     assert found == Settings(memory=10**6, time_limit=7.0, gap=0.25)
 
 
+def _refused_before_any_input() -> str:
+    with pytest.raises(PlanError) as refused:
+        autopar.compile(nn.Linear(4, 4), mesh((1,), ("tp",)), hardware="z100")
+    return str(refused.value)
+
+
+def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: Ranks) -> None:
+    (text,) = ranks.run(_refused_before_any_input, world_size=1)
+    assert text.startswith("hardware 'z100' is not known; use one of")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
