@@ -322,7 +322,7 @@ def test_a_folder_is_no_profile(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "calibrate", lambda *_: {})
+    monkeypatch.setattr("autopar.calibration.command.calibrate", lambda *_: {})
     monkeypatch.setattr(Path, "write_text", _full)
     with pytest.raises(InputError, match="the profile cannot be written: no space left; give a file that can"):
         run(_options(str(tmp_path / "box.json")))
