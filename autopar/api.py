@@ -119,7 +119,7 @@ def compile(
         stages=stages,
     )
     run, abstract = RunOptions(plan, deterministic, seed), Mesh.of(mesh)
-    request.hardware_of(abstract)  # one that is not known is refused at once, not at the first call
+    request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
     axis = pipeline_axis(abstract, pipeline)
     if axis is None:
         module = compile_whole(model, mesh, request, run)

@@ -78,11 +78,12 @@ class _Planner:
     @uncollected()
     def in_stages(self, mesh: Mesh, axis: str) -> PipelinePlan:
         """The best plan on a mesh with a pipeline."""
+        request = self.request.on(mesh)
 
         def requested(schedule: Schedule) -> PipelineRequest:
             program = self.captured(schedule.num_microbatches)
-            return PipelineRequest.of(self.request, program, mesh, axis, schedule)
+            return PipelineRequest.of(request, program, mesh, axis, schedule)
 
-        limited = self.request.settings.memory is not None
-        chosen = best_schedule(Wish.of(self.request), batch_size(self.batch), mesh, axis, requested, limited)
+        limited = request.settings.memory is not None
+        chosen = best_schedule(Wish.of(request), batch_size(self.batch), mesh, axis, requested, limited)
         return plan_pipeline(requested(chosen))

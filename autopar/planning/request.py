@@ -66,6 +66,10 @@ class PlanRequest:
         """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
         return self.hardware if isinstance(self.hardware, Hardware) else load(self.hardware or mesh.hardware)
 
+    def on(self, mesh: Mesh) -> PlanRequest:
+        """The request with the profile itself, read once, in place of its name."""
+        return replace(self, hardware=self.hardware_of(mesh))
+
     def annotations_about(self, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         """What the user says, and what the preset adds to it; StrategyError where it has no place here."""
         if self.strategy is None:
