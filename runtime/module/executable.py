@@ -85,8 +85,9 @@ class Executable:
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
         steps = steps_of(local.module.graph)
         recomputing = steps if any(step.role is not None for step in steps) else ()
-        moves = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
-        joined = join_axes(mesh, dict.fromkeys(node.args[0] for node in moves))
+        buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
+        moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
+        joined = join_axes(mesh, moved_over)
         return cls(program, plan, local, mesh, joined, tuple(parameters), constants, regathers, recomputing)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:

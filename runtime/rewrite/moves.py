@@ -7,13 +7,12 @@ from typing import Any
 
 from autopar.cost.moves import Move
 from autopar.runtime.collectives import functions
-from autopar.sharding.mesh import Mesh
+from autopar.sharding.mesh import Mesh, joined_name
 
 
 def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The collective that carries out a move of one axis, with its arguments after the tensor."""
-    (position,) = move.axes
-    axis = mesh.names[position]
+    """The collective that carries out a move of one axis, or of joined ones, with its arguments after the tensor."""
+    axis = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
     after = move.after.local_shape(shape, mesh.sizes)
     match source.kind, target.kind:

@@ -239,12 +239,11 @@ class _Rewriter:
         return self.values[decision, output]
 
     def _move(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
-        (axis,) = move.axes
-        if self.mesh.sizes[axis] == 1:
+        if move.num_parts(self.mesh.sizes) == 1:
             return value
         function, args = move_call(move, tensor.shape, self.mesh)
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
-            key = (value, axis, move.target)
+            key = (value, move.axes, move.target)
             if key not in self.slices:
                 self.slices[key] = self._emit_move(function, (value, *args), move.after)
             return self.slices[key]
