@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.capture.guards import faithful_tracing
+from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
@@ -50,12 +50,13 @@ def capture(
 
     Raises:
         CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
-            may not.
+            may not; a module has a backward hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    check_no_backward_hooks(model)
     traced = _prepared(model, mode, training)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autopar.errors import CaptureError
@@ -27,6 +27,17 @@ def faithful_tracing() -> Iterator[None]:
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
         yield
+
+
+def check_no_backward_hooks(model: nn.Module) -> None:
+    """Raise CaptureError where a module has a backward hook: a captured graph computes no gradients of modules."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{name or 'the model'} has a backward hook (register_full_backward_hook or register_full_backward_"
+                "pre_hook), and a captured graph computes the gradients of tensors, not of modules; remove it, or "
+                "register it on a parameter (parameter.register_hook) or on the compiled model itself."
+            )
 
 
 @contextlib.contextmanager

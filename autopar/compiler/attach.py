@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from autopar.planning.record import choices_of
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import split_batch
-from autopar.runtime.module.inputs import canonical_arguments
+from autopar.runtime.module.inputs import call_signature, canonical_arguments
 
 
 def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:
@@ -28,7 +27,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     request = plan_request(model, **{**options, "memory": plan.memory_limit})
-    batch = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+    batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     args, kwargs = split_batch(batch, request.microbatches or 1)[0]
     space = request.space(capture(skeleton(model), args, kwargs, training=model.training), plan.mesh)
     choices = choices_of(plan, space)

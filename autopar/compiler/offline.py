@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +20,7 @@ from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.progress import stages as progress
 from autopar.runtime.module.batches import batch_size, split_batch
-from autopar.runtime.module.inputs import canonical_arguments
+from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.sharding.mesh import Mesh
 
 
@@ -53,7 +51,7 @@ class _Planner:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
         self.model, self.request = model, request
-        self.batch = canonical_arguments(inspect.signature(model.forward), *example_arguments(example_inputs))
+        self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
         self.programs: dict[int, Program] = {}
 
     def captured(self, count: int) -> Program:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -30,7 +29,8 @@ from autopar.runtime.collectives.axes import join_axes
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
-from autopar.runtime.module.parameters import attach
+from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
@@ -49,7 +49,7 @@ def compile_pipeline(
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     compiler = _Compiler(model, mesh, axis, request, plan)
     compiler.module = PipelineModule(
-        inspect.signature(model.forward),
+        compiler.tree,
         mesh,
         axis,
         compiler.prepare,
@@ -57,7 +57,6 @@ def compile_pipeline(
         whole_outputs=request.whole_outputs,
         seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
     )
-    compiler.module.train(model.training)
     return compiler.module
 
 
@@ -71,7 +70,7 @@ class _Compiler:
     ) -> None:
         self.mesh, self.axis, self.request, self.plan = mesh, axis, request, plan
         self.stage_devices = stage_devices(mesh, axis)
-        self.traced = skeleton(model)
+        self.tree = Tree(skeleton(model))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.storage: dict[str, Layout] = {}
@@ -85,7 +84,7 @@ class _Compiler:
 
         def request_of(schedule: Schedule) -> PipelineRequest:
             part = split_batch(arguments, schedule.num_microbatches)[0]
-            return self._requested(self._capture(part, training), part, schedule)
+            return self._requested(self._capture(part, training, None), part, schedule)
 
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
@@ -98,8 +97,9 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
         """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
-        freeze(self.traced, frozen)
-        program = on_all_ranks(lambda: self._capture(arguments, training), lambda found: found.summary, self.mesh)
+        program = on_all_ranks(
+            lambda: self._capture(arguments, training, frozen), lambda found: found.summary, self.mesh
+        )
         assert self.schedule is not None, "the schedule is chosen for the first batch"
         request = self._requested(program, arguments, self.schedule)
         plan = self._plan(request)
@@ -108,9 +108,11 @@ class _Compiler:
         return pipeline
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool) -> Program:
+    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
         device = torch.device(self.mesh.device_type)
-        return capture(self.traced, *without_placements(arguments), training=training, device=device)
+        with self.tree.standing_in(training) as model:
+            freeze(model, frozen)
+            return capture(model, *without_placements(arguments), device=device)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
         """What is to be planned; parameters that are laid out stay where they are, whatever the limit."""
@@ -142,20 +144,19 @@ class _Compiler:
         if self.original is None:
             return
         whole = replicated(self.stage_devices.ndim)
-        self.owners.update(_owners(pipeline.programs, [name for name, _ in self.traced.named_buffers()]))
+        self.owners.update(_owners(pipeline.programs, [slot.name for slot in self.tree.buffers]))
         mine = {name for name, stages in self.owners.items() if not pipeline.executables.keys().isdisjoint(stages)}
-        self.storage.update({name: whole for name, _ in self.traced.named_parameters()})
+        self.storage.update(dict.fromkeys(self.tree.first_names, whole))
         self.storage.update(_layouts(pipeline))  # of all ranks: the first one plans for all
         original, self.original = self.original, None
-        attach(
-            self.module,
-            original,
-            self.storage,
+        storage = Storage(
             self.stage_devices,
+            self.storage,
             whole,
             lambda name: name not in self.owners or name in mine,
             lambda tensor: _of_first_rank(tensor, self.mesh, self.axis),
         )
+        self.module.lay_out(storage, original)
 
 
 def check_wish(wish: Wish, plan: PipelinePlan | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,8 @@ from autopar.plans.plan import Context, Plan
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
-from autopar.runtime.module.parameters import attach
+from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
 from autopar.sharding.layout import Layout, replicated
@@ -31,7 +31,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
     compiler = _Compiler(model, mesh, request, run.plan if isinstance(run.plan, Plan) else None)
     compiler.module = ParallelModule(
-        inspect.signature(model.forward),
+        compiler.tree,
         mesh,
         compiler.prepare,
         whole_outputs=request.whole_outputs,
@@ -39,7 +39,6 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
         num_microbatches=request.microbatches or 1,
     )
-    compiler.module.train(model.training)
     return compiler.module
 
 
@@ -50,7 +49,7 @@ class _Compiler:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None) -> None:
         self.mesh, self.request, self.plan = mesh, request, plan
-        self.traced = skeleton(model)
+        self.tree = Tree(skeleton(model))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.storage: dict[str, Layout] = {}
@@ -58,17 +57,20 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
-        freeze(self.traced, frozen)
-        space = on_all_ranks(lambda: self._capture(arguments, training), lambda found: found.program.summary, self.mesh)
+        space = on_all_ranks(
+            lambda: self._capture(arguments, training, frozen), lambda found: found.program.summary, self.mesh
+        )
         plan = self._plan(space)
         local = rewrite(space, choices_of(plan, space), plan.recompute)
         self._lay_out(space, local)
         return Executable.of(space.program, plan, local, self.mesh)
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool) -> Space:
+    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Space:
         device = torch.device(self.mesh.device_type)
-        program = capture(self.traced, *without_placements(arguments), training=training, device=device)
+        with self.tree.standing_in(training) as model:
+            freeze(model, frozen)
+            program = capture(model, *without_placements(arguments), device=device)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
     def _plan(self, space: Space) -> Plan:
@@ -91,7 +93,7 @@ class _Compiler:
         if self.original is None:
             return
         whole = replicated(self.mesh.ndim)
-        self.storage.update({name: whole for name, _ in self.traced.named_parameters()})
+        self.storage.update(dict.fromkeys(self.tree.first_names, whole))
         self.storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
         original, self.original = self.original, None
-        attach(self.module, original, self.storage, self.mesh, whole)
+        self.module.lay_out(Storage(self.mesh, self.storage, whole), original)

@@ -122,12 +122,13 @@ def _replaced(tensors: Sequence[Tensor], positions: Sequence[int], new: Sequence
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.pending = pending
         return parameters
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.pending.wait()
         return None, *grads
 
@@ -137,19 +138,21 @@ class _ReduceGradients(torch.autograd.Function):
     def forward(
         ctx: Any, axis: Axis, pending: _Pending | None, in_place: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.in_place = axis, pending, in_place
         return parameters
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.in_place and grads[0].is_contiguous():
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if ctx.in_place and grads[0] is not None and grads[0].is_contiguous():
             return None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
-        for numbers in _by_dtype(grads):
-            flat = _reduced(torch.cat([grads[i].reshape(-1) for i in numbers]), ctx.axis, ctx.pending)
-            for i, piece in zip(numbers, flat.split([grads[i].numel() for i in numbers]), strict=True):
-                reduced[i] = piece.view(grads[i].shape)
+        for group in _by_dtype(grads).values():
+            flat = _reduced(torch.cat([grad.reshape(-1) for grad in group.values()]), ctx.axis, ctx.pending)
+            pieces = flat.split([grad.numel() for grad in group.values()])
+            for (i, grad), piece in zip(group.items(), pieces, strict=True):
+                reduced[i] = piece.view(grad.shape)
         return None, None, None, *reduced
 
 
@@ -171,11 +174,13 @@ def _started(result: Tensor, pending: _Pending | None) -> Tensor:
     return result
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
+def _by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:
+    """Dtype → the tensors that there are, by position: a weight that a loss does not use has a gradient on no rank."""
+    groups: dict[torch.dtype, dict[int, Tensor]] = {}
     for number, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(number)
-    return list(groups.values())
+        if tensor is not None:
+            groups.setdefault(tensor.dtype, {})[number] = tensor
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +234,23 @@ class _GatherParameters(torch.autograd.Function):
         pending: _Pending | None,
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.dims, ctx.learning, ctx.pending = axis, dims, learning, pending
+        ctx.set_materialize_grads(False)
+        ctx.axis, ctx.dims, ctx.pending = axis, dims, pending
         whole = _gather(_Recipe(axis, dims, sizes, shards))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         scattered: list[Tensor | None] = [None] * len(grads)
         size = ctx.axis.size
-        for group in _by_dtype([grads[i] for i in ctx.learning]):
-            numbers = [ctx.learning[j] for j in group]
-            parts = [padded(grads[i], ctx.dims[i], size).chunk(size, ctx.dims[i]) for i in numbers]
+        for group in _by_dtype(grads).values():
+            parts = [padded(grad, ctx.dims[i], size).chunk(size, ctx.dims[i]) for i, grad in group.items()]
             flat = torch.cat([part[rank].reshape(-1) for rank in range(size) for part in parts])
             count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
             mine = _started(_c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group), ctx.pending)
-            for i, part, piece in zip(numbers, parts, mine.split([p[0].numel() for p in parts]), strict=True):
+            for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
                 scattered[i] = piece.view(part[0].shape)
         return None, None, None, None, None, *scattered
 
@@ -253,7 +258,7 @@ class _GatherParameters(torch.autograd.Function):
 def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
     shards: list[Any] = list(map(Regather.given_back, recipe.shards))
     whole: list[Tensor | None] = [None] * len(shards)
-    for numbers in _by_dtype(shards):
+    for numbers in map(tuple, _by_dtype(shards).values()):
         shapes = [shards[i].shape for i in numbers]
         flat = torch.cat([shards[i].reshape(-1) for i in numbers])
         for i in numbers:

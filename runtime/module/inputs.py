@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,6 +22,13 @@ from autopar.program.program import Program
 from autopar.sharding.layout import I, Layout, S, replicated
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call_signature(model: nn.Module) -> inspect.Signature:
+    """The signature that calls of a model are brought to; any, where a hook is to see them as they were made."""
+    if model._forward_pre_hooks or model._forward_hooks:
+        return inspect.signature(lambda *args, **kwargs: None)
+    return inspect.signature(model.forward)
 
 
 def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:

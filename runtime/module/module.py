@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,11 +16,12 @@ from autopar.errors import InputError
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
-from autopar.runtime.module.inputs import Arguments, canonical_arguments
+from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments
 from autopar.runtime.module.loss_scale import scale_of, with_scaled_gradient
 from autopar.runtime.module.parameters import placements_of
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.module.tree import Tree
 from autopar.runtime.recompute.run import run
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
@@ -47,7 +47,7 @@ class ParallelModule(StoredModule[Executable]):
 
     def __init__(
         self,
-        forward_signature: inspect.Signature,
+        tree: Tree,
         mesh: DeviceMesh,
         prepare: Prepare,
         *,
@@ -56,8 +56,8 @@ class ParallelModule(StoredModule[Executable]):
         seed: int = 0,
         num_microbatches: int = 1,
     ) -> None:
-        super().__init__(mesh.device_type, prepare)
-        self._forward_signature = forward_signature
+        super().__init__(tree, mesh.device_type, prepare)
+        self._forward_signature = call_signature(tree.root)
         self._mesh = mesh
         self._whole_outputs = whole_outputs
         self._deterministic = deterministic

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,54 +37,68 @@ def distribute(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
     return distribute_tensor(tensor.detach().to(mesh.device_type, copy=True), mesh, placements)
 
 
-def attach(
-    root: nn.Module,
-    model: nn.Module,
-    layouts: Mapping[str, Layout],
-    mesh: DeviceMesh,
-    whole: Layout,
-    wanted: Callable[[str], bool] = lambda name: True,
-    agreed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> None:
-    """Give `root` the parameters and buffers of `model` under their names, ties kept, each in its storage layout.
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How this rank stores the parameters and buffers of a model.
 
     Parameters become DTensors where `layouts` splits one of them: optimizers and clipping do not mix DTensors and plain
     tensors. Where it splits none they become plain tensors, which cost no dispatch. Those without a layout are stored
-    as `whole`. Buffers become plain tensors. What is plain is equal on every rank.
-
-    Of whose (first) name `wanted` is false, that is left out, under all its names. `agreed` gives the values of a
-    tensor that counts; it is called for each one, of those left out too.
+    as `whole`. Buffers become plain tensors. What is plain is equal on every rank: the first rank's values count.
     """
-    splits = any(placement.is_split for layout in layouts.values() for placement in layout)
-    made: dict[int, nn.Parameter] = {}
-    left_out: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in left_out:
-            continue
-        if id(parameter) not in made:
-            values = agreed(parameter)
-            if not wanted(name):
-                left_out.add(id(parameter))
-                continue
-            stored = distribute(values, layouts.get(name, whole), mesh)
-            if not splits:
-                stored = stored.to_local()
-            made[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
-        owner, leaf = _owner(root, name)
-        owner.register_parameter(leaf, made[id(parameter)])
-    shared: dict[int, torch.Tensor] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) in left_out:
-            continue
-        if id(buffer) not in shared:
-            values = agreed(buffer)
-            if not wanted(name):
-                left_out.add(id(buffer))
-                continue
-            shared[id(buffer)] = distribute(values, whole, mesh).to_local()
-        owner, leaf = _owner(root, name)
-        source = model.get_submodule(name.rpartition(".")[0])
-        owner.register_buffer(leaf, shared[id(buffer)], persistent=leaf not in source._non_persistent_buffers_set)
+
+    mesh: DeviceMesh
+    layouts: Mapping[str, Layout]
+    whole: Layout
+    wanted: Callable[[str], bool] = lambda name: True
+    """Of whose (first) name this is false, that is left out, under all its names."""
+    agreed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    """The values of a tensor that count; called for each one, of those left out too."""
+
+    @property
+    def splits(self) -> bool:
+        return any(placement.is_split for layout in self.layouts.values() for placement in layout)
+
+    def of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """First name → every parameter and buffer of `model` that this rank stores."""
+        made = {name: self.parameter(name, each) for name, each in model.named_parameters()}
+        made |= {name: self._values(name, each, self.whole) for name, each in model.named_buffers()}
+        return {name: each for name, each in made.items() if each is not None}
+
+    def parameter(self, name: str, given: torch.Tensor) -> nn.Parameter | None:
+        """A parameter as it is stored, with the hooks and the attributes of the one given."""
+        values = self._values(name, given, self.layouts.get(name, self.whole), self.splits)
+        if values is None:
+            return None
+        stored = nn.Parameter(values, requires_grad=given.requires_grad)
+        carry_over(given, stored)
+        return stored
+
+    def filled(self, name: str, given: nn.Parameter) -> nn.Parameter | None:
+        """What is stored of a parameter put in another's place: itself where that is whole, with values that count."""
+        if self.splits or isinstance(given, DTensor) or given.is_meta:
+            return self.parameter(name, given.full_tensor() if isinstance(given, DTensor) else given)
+        values = self._values(name, given, self.whole)
+        if values is None:
+            return None
+        given.data.copy_(values)
+        return given
+
+    def _values(self, name: str, given: torch.Tensor, layout: Layout, distributed: bool = False) -> torch.Tensor | None:
+        values = self.agreed(given)
+        if not self.wanted(name):
+            return None
+        stored = distribute(values, layout, self.mesh)
+        return stored if distributed else stored.to_local()
+
+
+def carry_over(given: torch.Tensor, stored: torch.Tensor) -> None:
+    """Give `stored` the hooks of `given` (the very dicts, so that their handles remove them) and its attributes."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(given, hooks, None):
+            setattr(stored, hooks, getattr(given, hooks))
+    for name, value in vars(given).items():
+        if name not in vars(stored):
+            setattr(stored, name, value)
 
 
 def ties_of(root: nn.Module) -> dict[str, str]:
@@ -95,8 +111,8 @@ def ties_of(root: nn.Module) -> dict[str, str]:
 def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
     """Make parameters one again that `nn.Module.to_empty` and the like have replaced one by one."""
     for name, first in ties.items():
-        owner, leaf = _owner(root, name)
-        owner.register_parameter(leaf, root.get_parameter(first))
+        path, _, leaf = name.rpartition(".")
+        root.get_submodule(path).register_parameter(leaf, root.get_parameter(first))
 
 
 def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,10 +122,11 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     tensors, DTensors are gathered, which all ranks of their mesh do together.
     """
     stored = dict(nn.Module.named_parameters(root, remove_duplicate=False))
-    if not any(isinstance(parameter, DTensor) for parameter in stored.values()):
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    distributed = any(isinstance(parameter, DTensor) for parameter in stored.values())
 
     def split(name: str, value: Any) -> Any:
+        if not distributed:
+            return value.full_tensor() if isinstance(value, DTensor) else value
         parameter = stored.get(name)
         plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if not plain or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
@@ -118,7 +135,9 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         value = value.detach().to(mesh.device_type)
         return distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
 
-    return {name: split(name, value) for name, value in state.items()}
+    found = OrderedDict((name, split(name, value)) for name, value in state.items())
+    found._metadata = getattr(state, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
+    return found
 
 
 def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -166,18 +185,6 @@ def _padded(local: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
     for have, want in zip(reversed(local.shape), reversed(local_shape), strict=True):
         padding += [0, want - have]
     return torch.nn.functional.pad(local, padding)
-
-
-def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds the tensor `name`, made where it is missing, and the tensor's own name in it."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, leaf
 
 
 def _unpadded_shape(shape: torch.Size, layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -10,14 +11,20 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.runtime.module.inputs import Arguments, kind_of
-from autopar.runtime.module.parameters import as_stored, tie, ties_of
+from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
+from autopar.runtime.module.replaced import checked
+from autopar.runtime.module.tree import FACE, State, Tree
 
 Runs = TypeVar("Runs")
 """What runs one kind of input."""
 
 
 class StoredModule(nn.Module, Generic[Runs]):
-    """A module that gets its parameters when its first inputs are known, as `parameters.attach` stores them."""
+    """A module that gets its parameters when its first inputs are known, as `lay_out` stores them.
+
+    Its submodules are copies of the model's own, in a `Tree`; the tree's root stands beside it and has the same
+    parameters, buffers, submodules and state-dict hooks.
+    """
 
     FIRST_CALL = "call it once"
 
@@ -27,29 +34,52 @@ class StoredModule(nn.Module, Generic[Runs]):
     Its process group is that of all ranks of the mesh: all of them skip an update, or none.
     """
 
-    def __init__(self, device: str, prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs]) -> None:
+    def __init__(
+        self, tree: Tree, device: str, prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs]
+    ) -> None:
         """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
         super().__init__()
+        for name in FACE:
+            self.__dict__[name] = vars(tree.root)[name]
+        self.training = tree.root.training
+        self.tree = tree
         self._device = device
         self._prepare = prepare
-        self._known: dict[object, Runs] = {}
+        self._known: dict[tuple[object, State, object], Runs] = {}
         self._latest: Runs | None = None
-        self._slots: tuple[tuple[str, dict[str, Any], str], ...] = ()
-        """(name, parameters of the module that owns it, its name there) of every parameter, tied ones once."""
+        self._state: State | None = None
+        self._storage: Storage | None = None
+        self._held: list[Any] = []
+        """What the tree's slots of parameters hold, as it was laid out or checked."""
+
+    def lay_out(self, storage: Storage, model: nn.Module) -> None:
+        """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
+        self.tree.put(storage.of(model))
+        self._storage, self._held = storage, self.tree.held()
 
     def _ready(self) -> Runs:
-        """What ran last; InputError where the module has no parameters yet."""
+        """What ran last, on parameters as they are to be; InputError where the module has none yet."""
         if self._latest is None:
             raise InputError(
                 "the model was compiled without example_inputs, so it has no parameters and no plan yet; "
                 f"{self.FIRST_CALL}, or give autopar.compile(..., example_inputs=...)."
             )
+        self._take_in_what_was_put()
         return self._latest
 
     def _prepared(self, arguments: Arguments) -> Runs:
         """What runs these arguments, prepared on their first appearance."""
-        frozen = self._frozen() if self._latest is not None else None
-        key = kind_of(arguments, self._device), self.training, frozen
+        frozen = None
+        if self._latest is not None:
+            self._take_in_what_was_put()
+            frozen = self._frozen()
+        else:
+            self.tree.look()
+        state = self.tree.state(self.training)
+        if self._state is None or not self._state.may_come_back(state):
+            self._known = {key: runs for key, runs in self._known.items() if key[1].may_come_back(state)}
+        self._state = state
+        key = kind_of(arguments, self._device), state, frozen
         if key not in self._known:
             # A first call for inference is prepared for training all the same.
             with torch.inference_mode(False), torch.enable_grad():
@@ -75,12 +105,25 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._ready()
         return super().state_dict(*args, **kwargs)
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the model's own class does it, extra state included."""
+        self.tree.root._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the model's own class does it, extra state included."""
+        self.tree.root._load_from_state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; parameters may also be whole tensors, equal on every rank."""
         self._ready()
         ties = ties_of(self)
-        result = super().load_state_dict(as_stored(self, state_dict), *args, **kwargs)
+        state: Any = as_stored(self, state_dict)
+        # Modules whose tensors other ranks have must not make up what an older version of theirs had not saved.
+        newest = {name: {"version": module._version} for name, module in self.tree.absent().items()}
+        state._metadata = {**state._metadata, **newest}
+        result = super().load_state_dict(state, *args, **kwargs)
         tie(self, ties)
+        self._held = self.tree.held()
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -89,15 +132,24 @@ class StoredModule(nn.Module, Generic[Runs]):
         ties = ties_of(self)
         super()._apply(fn, recurse)
         tie(self, ties)
+        self._held = self.tree.held()
         return self
+
+    def _take_in_what_was_put(self) -> None:
+        """Store parameters that were put in the place of others as those were; InputError where that cannot be."""
+        self.tree.look()
+        if all(map(operator.is_, self.tree.held(), self._held)):
+            return
+        assert self._storage is not None
+        replaced = checked(self.tree, self._held)
+        for name, given in replaced.items():
+            stored = self._storage.filled(name, given)
+            for slot in self.tree.parameters:
+                if self.tree.first_name[slot.name] == name:
+                    slot.tensors[slot.leaf] = stored
+        self._held = self.tree.held()
 
     def _frozen(self) -> frozenset[str]:
         """Frozen parameters get no gradient, which a graph is made for."""
-        if not self._slots:  # asked for in every step, and slow to walk through modules for
-            self._slots = tuple(self._found_slots())
-        return frozenset(name for name, owner, leaf in self._slots if not owner[leaf].requires_grad)
-
-    def _found_slots(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        for name, _ in super().named_parameters():
-            path, _, leaf = name.rpartition(".")
-            yield name, self.get_submodule(path)._parameters, leaf
+        slots = zip(self.tree.parameters, self._held, strict=True)
+        return frozenset(slot.name for slot, each in slots if each is not None and not each.requires_grad)

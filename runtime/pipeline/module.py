@@ -6,7 +6,6 @@ the model computes. A rank stores the parameters of its own stages.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch.utils import _pytree as pytree
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.runtime.module.batches import loss_position, split_batch
-from autopar.runtime.module.inputs import Arguments, canonical_arguments
+from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments
 from autopar.runtime.module.loss_scale import scale_of
 from autopar.runtime.module.parameters import placements_of
 from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.evaluation import evaluated
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.frozen import FrozenNames
@@ -48,7 +48,7 @@ class PipelineModule(StoredModule[Pipeline]):
 
     def __init__(
         self,
-        forward_signature: inspect.Signature,
+        tree: Tree,
         mesh: DeviceMesh,
         axis: str,
         prepare: PreparePipeline,
@@ -58,8 +58,8 @@ class PipelineModule(StoredModule[Pipeline]):
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(mesh.device_type, prepare)
-        self._forward_signature = forward_signature
+        super().__init__(tree, mesh.device_type, prepare)
+        self._forward_signature = call_signature(tree.root)
         self._mesh = mesh
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches

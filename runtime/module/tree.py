@@ -1,0 +1,174 @@
+"""The modules of a model as its compiled module shows them: copies, of its own classes, with attributes and hooks.
+
+Each slot of the copy holds a parameter or buffer as this rank stores it. While the model is captured it holds a
+stand-in on the meta device instead, with the shape, strides and dtype of the whole, so that what is captured is what
+the user sees: a module in evaluation, a hook, an attribute that was set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+FACE = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What a compiled module has in common with the root of its tree: the very same dicts."""
+MISSING: Any = object()
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Where a module keeps one of its parameters or buffers."""
+
+    name: str
+    kind: str
+    stand_in: Tensor
+    """The same one in all slots of a tied tensor."""
+    tensors: dict[str, Any] = field(default_factory=dict)
+    """Of the module that is there now: its parameters, or its buffers."""
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class State(NamedTuple):
+    """What a captured graph depends on, beside the inputs: which modules there are, their modes and their hooks."""
+
+    training: bool
+    modes: tuple[bool, ...]
+    hooks: tuple[int, ...]
+    """Numbers that are given once: a hook that was removed never comes back."""
+    changes: int
+    """How often modules have been put in the place of others."""
+
+    def may_come_back(self, now: State) -> bool:
+        """Whether modules can be in this state again, that are in state `now`."""
+        return self.changes == now.changes and set(self.hooks) <= set(now.hooks)
+
+
+class Tree:
+    """The modules below a compiled module, and the root that stands beside it: of the model's own class."""
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        """`skeleton` is a copy of a model whose tensors are on the meta device; it becomes the tree."""
+        self.root = skeleton
+        named = skeleton.named_parameters(remove_duplicate=False)
+        self.parameters = tuple(Slot(name, "_parameters", stand_in) for name, stand_in in named)
+        named = skeleton.named_buffers(remove_duplicate=False)
+        self.buffers = tuple(Slot(name, "_buffers", stand_in) for name, stand_in in named)
+        first: dict[int, str] = {}
+        self.first_name = {each.name: first.setdefault(id(each.stand_in), each.name) for each in self._slots()}
+        """Of a tensor under each of its names: the first one."""
+        self._children: list[dict[str, Any]] = []
+        self._known: list[object] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._hooks: list[dict[int, Any]] = []
+        self._changes = 0
+        self._look()
+
+    def _slots(self) -> Iterator[Slot]:
+        return itertools.chain(self.parameters, self.buffers)
+
+    @property
+    def first_names(self) -> tuple[str, ...]:
+        """Of all parameters, tied ones once."""
+        return tuple(slot.name for slot in self.parameters if self.first_name[slot.name] == slot.name)
+
+    def put(self, stored: Mapping[str, Tensor]) -> None:
+        """Fill the slots: first name → tensor; None in those whose tensors this rank does not hold."""
+        for slot in self._slots():
+            slot.tensors[slot.leaf] = stored.get(self.first_name[slot.name])
+
+    def absent(self) -> dict[str, nn.Module]:
+        """The modules of which another rank has all parameters and buffers, by name."""
+        here = {slot.name.rpartition(".")[0] for slot in self._slots() if slot.tensors.get(slot.leaf) is not None}
+        owners = {slot.name.rpartition(".")[0] for slot in self._slots()}
+        return {name: self.root.get_submodule(name) for name in owners - here}
+
+    def held(self) -> list[Any]:
+        """What the slots of parameters hold now."""
+        return [slot.tensors.get(slot.leaf, MISSING) for slot in self.parameters]
+
+    def state(self, training: bool) -> State:
+        """What a captured graph depends on, beside the inputs."""
+        modes = [each["training"] for each in self._attributes]
+        hooks = tuple(number for hooks in self._hooks if hooks for number in hooks)
+        return State(training, tuple(modes), hooks, self._changes)
+
+    def look(self) -> None:
+        """Find the modules again where others have been put in their place.
+
+        Asked for in every step, so it walks over flat lists.
+        """
+        if list(itertools.chain.from_iterable(map(dict.values, self._children))) != self._known:
+            self._look()
+
+    def _look(self) -> None:
+        modules = list(self.root.modules())
+        self._children = [module._modules for module in modules]
+        self._known = list(itertools.chain.from_iterable(map(dict.values, self._children)))
+        self._attributes = [vars(module) for module in modules[1:]]
+        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        self._changes += 1
+        by_name = dict(self.root.named_modules(remove_duplicate=False))
+        for slot in self._slots():
+            owner = by_name.get(slot.name.rpartition(".")[0])
+            slot.tensors = {} if owner is None else vars(owner)[slot.kind]
+
+    @contextlib.contextmanager
+    def standing_in(self, training: bool) -> Iterator[nn.Module]:
+        """The model to capture, in the mode of the compiled module; InputError for tensors that the model had not."""
+        held = [(slot, slot.tensors.get(slot.leaf, MISSING)) for slot in self._slots()]
+        for slot, _ in held:
+            slot.tensors[slot.leaf] = slot.stand_in
+        self.root.training = training
+        try:
+            self._check_complete()
+            yield self.root
+        finally:
+            for slot, tensor in held:
+                slot.tensors[slot.leaf] = tensor
+                if tensor is MISSING:
+                    del slot.tensors[slot.leaf]
+
+    def _check_complete(self) -> None:
+        """Raise InputError where parameters or buffers have come or gone since the model was compiled."""
+        now = itertools.chain(
+            self.root.named_parameters(remove_duplicate=False), self.root.named_buffers(remove_duplicate=False)
+        )
+        found, known = (
+            {name: id(tensor) for name, tensor in now},
+            {each.name: id(each.stand_in) for each in self._slots()},
+        )
+        if found == known:
+            return
+        new = [name for name, tensor in found.items() if known.get(name) != tensor]
+        gone = [name for name in known if name not in found]
+        raise InputError(
+            f"the modules have changed since the model was compiled: {_listed('new are', new)}"
+            f"{'; ' if new and gone else ''}{_listed('gone are', gone)}. Change the model (adapters, parametrizations, "
+            "pruning, other layers), then call autopar.compile; to give a parameter other values, assign to it or load "
+            "a state dict."
+        )
+
+
+def _listed(what: str, names: Iterable[str], most: int = 4) -> str:
+    found = list(names)
+    return f"{what} {', '.join(found[:most])}{' …' if len(found) > most else ''}" if found else ""
