@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.plans.plan import Plan
-from autopar.program.program import Program, info_of
+from autopar.program.program import Program, TensorInfo, info_of
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
 from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
 from autopar.runtime.implementations.dropout import use_randomness
@@ -65,6 +65,7 @@ class Executable:
     joined: Groups
     """Of the joined axes that the graph names."""
     parameters: tuple[GraphParameter, ...]
+    buffers: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
     """Placeholder → the constant, on the device of the mesh."""
     regathers: bool
@@ -81,6 +82,7 @@ class Executable:
             info = info_of(nodes[placeholder])
             shape = local.layouts[placeholder].local_shape(info.shape, mesh.shape)
             parameters.append(GraphParameter(name, tuple(name.split(".")), placeholder, shape, info.dtype))
+        buffers = {name: info_of(nodes[placeholder]) for name, placeholder in program.buffers.items()}
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
         steps = steps_of(local.module.graph)
@@ -88,7 +90,7 @@ class Executable:
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)
-        return cls(program, plan, local, mesh, joined, tuple(parameters), constants, regathers, recomputing)
+        return cls(program, plan, local, mesh, joined, tuple(parameters), buffers, constants, regathers, recomputing)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -100,7 +102,13 @@ class Executable:
         """Placeholder → buffer of `root`, for one run of the graph."""
         found: dict[str, torch.Tensor] = {}
         for name, placeholder in self.program.buffers.items():
-            buffer = root.get_buffer(name)
+            buffer, info = root.get_buffer(name), self.buffers[name]
+            if buffer.shape != info.shape or buffer.dtype != info.dtype:
+                raise InputError(
+                    f"the buffer {name} is {list(buffer.shape)} of {buffer.dtype} now and was {list(info.shape)} of "
+                    f"{info.dtype} when the model was compiled; give it that shape and dtype, "
+                    "or change the model and call autopar.compile again."
+                )
             # The graph may keep the old value for its backward.
             found[placeholder] = buffer.clone() if name in self.program.mutations else buffer
         return found

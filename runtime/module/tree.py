@@ -80,6 +80,7 @@ class Tree:
         self._known: list[object] = []
         self._attributes: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._changes = 0
         self._look()
 
@@ -104,7 +105,7 @@ class Tree:
 
     def held(self) -> list[Any]:
         """What the slots of parameters hold now."""
-        return [slot.tensors.get(slot.leaf, MISSING) for slot in self.parameters]
+        return [tensors.get(leaf, MISSING) for tensors, leaf in self._places]
 
     def state(self, training: bool) -> State:
         """What a captured graph depends on, beside the inputs."""
@@ -131,6 +132,7 @@ class Tree:
         for slot in self._slots():
             owner = by_name.get(slot.name.rpartition(".")[0])
             slot.tensors = {} if owner is None else vars(owner)[slot.kind]
+        self._places = [(slot.tensors, slot.leaf) for slot in self.parameters]
 
     @contextlib.contextmanager
     def standing_in(self, training: bool) -> Iterator[nn.Module]:

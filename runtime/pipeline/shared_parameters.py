@@ -49,14 +49,16 @@ def summed_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGr
 
 def _sum(parameter: nn.Parameter, ranks: Sequence[int], here: int, group: dist.ProcessGroup) -> None:
     own = _local(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).contiguous()
-    parts = {rank: own if rank == here else torch.empty_like(own) for rank in ranks}
+    has_one = torch.tensor([parameter.grad is not None], dtype=own.dtype, device=own.device)
+    parts = {rank: (own, has_one) if rank == here else (torch.empty_like(own), has_one.clone()) for rank in ranks}
     peers = [rank for rank in ranks if rank != here]
-    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in peers]
-    receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
+    sends = [dist.P2POp(dist.isend, each, group=group, group_peer=rank) for rank in peers for each in parts[here]]
+    receives = [dist.P2POp(dist.irecv, each, group=group, group_peer=rank) for rank in peers for each in parts[rank]]
     for work in dist.batch_isend_irecv([*sends, *receives]):
         work.wait()
-    total = torch.stack([parts[rank] for rank in ranks]).sum(0)
-    parameter.grad = _like(total, parameter)
+    if any(bool(has_one) for _, has_one in parts.values()):  # a weight that the loss does not use has no gradient
+        total = torch.stack([parts[rank][0] for rank in ranks]).sum(0)
+        parameter.grad = _like(total, parameter)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -257,6 +257,10 @@ def _around(model: Any) -> None:
     model.up = nn.Sequential(model.up, nn.Linear(HIDDEN, HIDDEN))
 
 
+def _other_buffer(model: Any) -> None:
+    model.norm.running_mean = torch.zeros(1)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "wider": (_wider, r"head.weight has the shape \[5, 32\] now, and \[4, 32\] when"),
     "another shape": (_of_another_shape, r"up.weight has the shape \[32, 1\] now"),
@@ -264,6 +268,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "tied": (_tied, "down.weight shares its tensor with up.weight since the model was compiled"),
     "parametrized": (_parametrized, "up.weight is gone"),
     "pruned": (_pruned, "up.weight is gone"),
+    "other buffer": (_other_buffer, r"the buffer norm.running_mean is \[1\] of torch.float32 now and was \[32\]"),
     "around a layer": (_around, "up.weight is gone"),
     "new layer": (_new_layer, "the modules have changed since the model was compiled: new are more.weight, more.bias"),
 }
