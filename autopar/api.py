@@ -83,8 +83,8 @@ def compile(
         time_limit: seconds after which the solver returns what it has, with its bound and a warning.
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
             memory limit, and where the graph is too wide for elimination.
-        deterministic: dropout equal to one device's, at the price of drawing whole masks.
-        seed: of dropout; by default rank 0's `torch.initial_seed()`.
+        deterministic: random numbers equal to one device's, at the price of drawing whole tensors.
+        seed: of random numbers (dropout and the like); by default rank 0's `torch.initial_seed()`.
         microbatches: into how many parts `train_step` splits a batch; the plan is for one of them. By default one, or
             as many as suit a pipeline.
         pipeline: the mesh axis whose ranks run stages of the model one after the other; an axis called "pp" is taken by

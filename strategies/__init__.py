@@ -3,6 +3,7 @@
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
+from autopar.program.effects import draws
 from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
 from autopar.strategies.rules import (
@@ -40,7 +41,13 @@ BY_NAME: dict[str, Entry] = matmul.BY_NAME
 
 
 def rule_of(call: Call) -> OpRule | None:
-    """The rule of a call; None where the tables have none, so that the call runs replicated."""
+    """The rule of a call; None where the tables have none, so that the call runs replicated.
+
+    A rule of a call that draws numbers counts where it says how they are drawn.
+    """
     entry = RULES.get(call.target) or BY_NAME.get(str(call.target))
     answer = entry(call) if callable(entry) else entry
-    return OpRule(answer) if isinstance(answer, str) else answer
+    op = OpRule(answer) if isinstance(answer, str) else answer
+    if op is not None and draws(call.target, call.arguments):
+        return op if any(each.random for each in op.implementations) else None
+    return op

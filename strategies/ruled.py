@@ -6,10 +6,12 @@ import functools
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
+from autopar.program.effects import draws
 from autopar.program.program import TensorInfo
 from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import WHOLE, BoundRule, Rule, Term
 from autopar.strategies import rule_of
+from autopar.strategies.rules.random import SEEDED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +37,8 @@ def ruled(call: Call) -> RuledCall:
         except RuleError as error:
             reason = str(error)
     rule = Rule(tuple(map(_whole, call.inputs)), tuple(map(_whole, call.outputs)))
-    return RuledCall(call, OpRule(str(rule)), BoundRule(rule, {}), reason)
+    drawn = (SEEDED,) if draws(call.target, call.arguments) else ()
+    return RuledCall(call, OpRule(str(rule), drawn), BoundRule(rule, {}), reason)
 
 
 def _whole(info: TensorInfo) -> Term:

@@ -34,6 +34,7 @@ from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.rewrite import rewrite
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
@@ -55,7 +56,7 @@ def compile_pipeline(
         compiler.prepare,
         num_microbatches=compiler.num_microbatches,
         whole_outputs=request.whole_outputs,
-        seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
+        random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
     )
     return compiler.module
 

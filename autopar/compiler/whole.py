@@ -20,6 +20,7 @@ from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
+from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
@@ -35,8 +36,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         mesh,
         compiler.prepare,
         whole_outputs=request.whole_outputs,
-        deterministic=run.deterministic,
-        seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
+        random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         num_microbatches=request.microbatches or 1,
     )
     return compiler.module

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopar.program.program import Program
 
+UNTAGGED = frozenset(
+    {
+        torch.ops.aten.feature_dropout.default,
+        torch.ops.aten.feature_alpha_dropout.default,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+"""Operations that draw random numbers, although PyTorch neither tags them nor gives them a generator."""
+RATES = ("dropout", "dropout_p")
+"""What PyTorch calls a probability to drop."""
+MODES = ("train", "training")
+"""What it calls the argument that says whether to draw at all."""
+
+
+def draws(target: object, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments, by schema name, draws random numbers."""
+    if not isinstance(target, torch._ops.OpOverload) or not _may_draw(target):
+        return False
+    rates = (*RATES, "p") if "dropout" in target._schema.name else RATES
+    return all(arguments.get(name, True) is not False for name in MODES) and all(
+        arguments.get(name) != 0 for name in rates
+    )
+
+
+@functools.cache
+def _may_draw(target: torch._ops.OpOverload) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in target.tags or target in UNTAGGED
+    return tagged or any("Generator" in str(argument.type) for argument in target._schema.arguments)
+
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call may draw random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether a call draws random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not _may_draw(node.target):
+        return False
+    given: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        else:
+            given[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return draws(node.target, given)
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

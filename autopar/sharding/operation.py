@@ -68,6 +68,8 @@ class Implementation:
     """Factors missing on the right whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
     random: bool = False
+    wraps: bool = False
+    """Whether it runs the ATen call itself, and is given that as `op`."""
     name: str = ""
     """What plans call it, beside others of the same rule; the first of a rule needs none."""
     flops: Callable[[Call, LocalSizes], int] | None = None

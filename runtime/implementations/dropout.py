@@ -1,17 +1,13 @@
-"""Dropout that draws the same numbers for the same piece of a tensor, wherever it lies.
+"""Dropout that draws the same mask for the same piece of a tensor, wherever it lies.
 
-Each draw has its own generator, seeded by (seed, step, key of the call, which part of the tensor this rank holds), so
-that ranks that hold the same part draw the same. The deterministic mode draws the mask of the whole tensor from the
+Each draw has its own generator (see `randomness`). The deterministic mode draws the mask of the whole tensor from the
 default generator, exactly as one device would, and takes its part: slower, for tests. Nothing here communicates.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,35 +16,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives.functions import local_slice
 from autopar.runtime.implementations.attention import seen_keys
-
-
-@dataclass(frozen=True, slots=True)
-class Randomness:
-    """What the draws of one step depend on."""
-
-    seed: int = 0
-    step: int = 0
-    deterministic: bool = False
-
-
-_randomness = Randomness()
-
-
-@contextlib.contextmanager
-def use_randomness(seed: int, step: int, deterministic: bool = False) -> Iterator[None]:
-    """Seed the draws inside the block."""
-    global _randomness
-    before = _randomness
-    _randomness = Randomness(seed, step, deterministic)
-    try:
-        yield
-    finally:
-        _randomness = before
-
-
-def randomness() -> Randomness:
-    """What draws depend on now."""
-    return _randomness
+from autopar.runtime.implementations.randomness import randomness
 
 
 def dropout(x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
@@ -98,7 +66,7 @@ def _dropped(x: Tensor, p: float, key: int, split: Sequence[tuple[Axis, ...]]) -
     """Zero with probability `p`, else scaled; `split` are the axes that split each dim."""
     if p == 0:
         return x
-    kept = _kept_of_whole(x, p, split) if _randomness.deterministic else _kept(x, p, key, split)
+    kept = _kept_of_whole(x, p, split) if randomness().deterministic else _kept(x, p, key, split)
     # Multiplied by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does it.
     return x * (kept.to(x.dtype).div_(1 - p) if p < 1 else kept.to(x.dtype))
 
@@ -129,9 +97,7 @@ def _kept(x: Tensor, p: float, key: int, split: Sequence[tuple[Axis, ...]]) -> T
 
 def _draw(shape: list[int], p: float, key: int, part: int, device: torch.device) -> Tensor:
     """True with probability 1 - p."""
-    numbers = (_randomness.seed, _randomness.step, key, part)
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    generator = torch.Generator(device).manual_seed(randomness().seed_of(key, part))
     return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
 
 

@@ -16,9 +16,10 @@ from autopar.plans.plan import Plan
 from autopar.program.program import Program, TensorInfo, info_of
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
 from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
-from autopar.runtime.implementations.dropout import use_randomness
+from autopar.runtime.implementations.randomness import Randomness, use_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
+from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.recompute.run import RunCall, steps_of
 from autopar.runtime.rewrite.rewrite import LocalProgram
 
@@ -70,6 +71,8 @@ class Executable:
     """Placeholder → the constant, on the device of the mesh."""
     regathers: bool
     """Whether some gathered weights are freed after use and gathered again in the backward."""
+    draws: bool
+    """Whether the graph draws random numbers."""
     recomputing: tuple[RunCall, ...]
     """The calls of the graph where some are computed again in the backward; else none."""
 
@@ -85,12 +88,15 @@ class Executable:
         buffers = {name: info_of(nodes[placeholder]) for name, placeholder in program.buffers.items()}
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
+        draws = any("key" in node.kwargs for node in local.module.graph.nodes)
         steps = steps_of(local.module.graph)
         recomputing = steps if any(step.role is not None for step in steps) else ()
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)
-        return cls(program, plan, local, mesh, joined, tuple(parameters), buffers, constants, regathers, recomputing)
+        return cls(
+            program, plan, local, mesh, joined, tuple(parameters), buffers, constants, regathers, draws, recomputing
+        )
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -126,11 +132,13 @@ class Executable:
                 root.get_buffer(name).copy_(value)
 
     @contextlib.contextmanager
-    def surroundings(self, seed: int, step: int, deterministic: bool) -> Iterator[None]:
+    def surroundings(self, random: Randomness) -> Iterator[None]:
         """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_mesh(self.mesh, self.joined))
-            stack.enter_context(use_randomness(seed, step, deterministic))
+            stack.enter_context(use_randomness(random.seed, random.step, random.deterministic))
+            if random.deterministic and self.draws:
+                stack.enter_context(generators_of_first_rank(self.mesh))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather())

@@ -22,6 +22,7 @@ from autopar.runtime.module.parameters import placements_of
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.recompute.run import run
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
@@ -52,18 +53,14 @@ class ParallelModule(StoredModule[Executable]):
         prepare: Prepare,
         *,
         whole_outputs: bool = False,
-        deterministic: bool = False,
-        seed: int = 0,
+        random_state: RandomState,
         num_microbatches: int = 1,
     ) -> None:
-        super().__init__(tree, mesh.device_type, prepare)
+        super().__init__(tree, mesh.device_type, prepare, random_state)
         self._forward_signature = call_signature(tree.root)
         self._mesh = mesh
         self._whole_outputs = whole_outputs
-        self._deterministic = deterministic
-        self._seed = seed
         self._num_microbatches = num_microbatches
-        self._step = 0
         self._stages: dict[Executable, Stage] = {}
 
     @property
@@ -119,10 +116,9 @@ class ParallelModule(StoredModule[Executable]):
             with_scaled_gradient(loss, scale).backward()
             return loss.detach()
         if executable not in self._stages:
-            self._stages[executable] = Stage(executable, self, self._seed, self._deterministic)
+            self._stages[executable] = Stage(executable, self, self.random_state)
         stage = self._stages[executable]
-        self._step += len(batches)
-        return accumulate(stage, batches, position, self._step - len(batches), scale)
+        return accumulate(stage, batches, position, self.random_state.advance(len(batches)), scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of the parameters; on a pipeline, which has it too, over all stages."""
@@ -140,9 +136,8 @@ class ParallelModule(StoredModule[Executable]):
 
     @contextlib.contextmanager
     def _surroundings(self, executable: Executable) -> Iterator[None]:
-        with executable.surroundings(self._seed, self._step, self._deterministic):
+        with self.random_state.call(executable.draws) as random, executable.surroundings(random):
             yield
-        self._step += 1
 
     @uncompiled
     def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:

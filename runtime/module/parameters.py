@@ -115,7 +115,7 @@ def tie(root: nn.Module, ties: Mapping[str, str]) -> None:
         root.get_submodule(path).register_parameter(leaf, root.get_parameter(first))
 
 
-def as_stored(root: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """A state dict in the kind of tensors that `root` stores.
 
     Where it stores DTensors, whole tensors of a parameter's shape are split as that parameter. Where it stores plain

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
+from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.recompute.run import run, steps_of
 from autopar.runtime.rewrite.hoist import hoist
 
@@ -22,12 +23,11 @@ from autopar.runtime.rewrite.hoist import hoist
 class Stage(nn.Module):
     """Runs the micro-batches of a step; `root` stores the parameters and buffers."""
 
-    def __init__(self, executable: Executable, root: nn.Module, seed: int = 0, deterministic: bool = False) -> None:
+    def __init__(self, executable: Executable, root: nn.Module, random_state: RandomState | None = None) -> None:
         super().__init__()
         self.executable = executable
         self._root = [root]  # in a list, so that it is no submodule
-        self._seed = seed
-        self._deterministic = deterministic
+        self._random_state = random_state or RandomState()
         self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
         self._steps = steps_of(self._hoisted.body.graph) if executable.recomputing else ()
         self._moved: tuple[Tensor, ...] = ()
@@ -78,7 +78,7 @@ class Stage(nn.Module):
         return [leaf for leaf in self._parameters.values() if leaf is not None]
 
     def _surroundings(self, microbatch: int) -> Any:
-        return self.executable.surroundings(self._seed, self._first_step + microbatch, self._deterministic)
+        return self.executable.surroundings(self._random_state.at(self._first_step + microbatch))
 
 
 def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:

@@ -14,6 +14,7 @@ from autopar.runtime.module.inputs import Arguments, kind_of
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
+from autopar.runtime.recompute.random_state import RandomState
 
 Runs = TypeVar("Runs")
 """What runs one kind of input."""
@@ -35,7 +36,11 @@ class StoredModule(nn.Module, Generic[Runs]):
     """
 
     def __init__(
-        self, tree: Tree, device: str, prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs]
+        self,
+        tree: Tree,
+        device: str,
+        prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
+        random_state: RandomState,
     ) -> None:
         """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
         super().__init__()
@@ -47,6 +52,8 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._prepare = prepare
         self._known: dict[tuple[object, State, object], Runs] = {}
         self._latest: Runs | None = None
+        self.random_state = random_state
+        """Seed and step of what the model draws; its state dict has them, too."""
         self._state: State | None = None
         self._storage: Storage | None = None
         self._held: list[Any] = []
@@ -81,8 +88,10 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._state = state
         key = kind_of(arguments, self._device), state, frozen
         if key not in self._known:
-            # A first call for inference is prepared for training all the same.
-            with torch.inference_mode(False), torch.enable_grad():
+            # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
+            # what that counts: the innermost hooks alone see what is saved.
+            apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with torch.inference_mode(False), torch.enable_grad(), apart:
                 found = self._prepare(arguments, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
             key = *key[:2], self._frozen() if frozen is None else frozen
@@ -105,13 +114,16 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._ready()
         return super().state_dict(*args, **kwargs)
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """As the model's own class does it, extra state included."""
-        self.tree.root._save_to_state_dict(*args, **kwargs)
+        self.tree.root._save_to_state_dict(destination, prefix, keep_vars)
+        self.random_state.write_into(destination._metadata[prefix[:-1]])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the model's own class does it, extra state included."""
         self.tree.root._load_from_state_dict(*args, **kwargs)
+        _, _, metadata, *_ = args
+        self.random_state.read_from(metadata)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; parameters may also be whole tensors, equal on every rank."""
@@ -119,8 +131,9 @@ class StoredModule(nn.Module, Generic[Runs]):
         ties = ties_of(self)
         state: Any = as_stored(self, state_dict)
         # Modules whose tensors other ranks have must not make up what an older version of theirs had not saved.
-        newest = {name: {"version": module._version} for name, module in self.tree.absent().items()}
-        state._metadata = {**state._metadata, **newest}
+        known = state._metadata
+        newest = {n: {**known.get(n, {}), "version": module._version} for n, module in self.tree.absent().items()}
+        state._metadata = {**known, **newest}
         result = super().load_state_dict(state, *args, **kwargs)
         tie(self, ties)
         self._held = self.tree.held()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.implementations.randomness import Randomness
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.pipeline.executable import Pipeline
@@ -18,7 +19,7 @@ def evaluated(
     root: StoredModule,
     arguments: Arguments,
     group: dist.ProcessGroup,
-    randomness: tuple[int, int, bool],
+    random: Randomness,
 ) -> list[Any]:
     """The flat outputs of a batch on every rank: stage after stage, each on its rank."""
     schedule, here = pipeline.schedule, dist.get_rank(group)
@@ -35,7 +36,7 @@ def evaluated(
             for each in sent:
                 dist.recv(each, group=group, group_src=schedule.rank_of(number - 1))
         given.update(zip(program.received, sent, strict=True))
-        with executable.surroundings(*randomness):
+        with executable.surroundings(random):
             outputs = executable.local.module(*(given[name] for name in executable.local.placeholders))
         executable.write_buffers(root, outputs)
         sent = tuple(each.contiguous() for each in outputs[: program.num_sent])

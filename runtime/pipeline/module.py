@@ -31,6 +31,7 @@ from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
 from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
 from autopar.runtime.ranks.failure import watched
+from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
 
@@ -55,18 +56,14 @@ class PipelineModule(StoredModule[Pipeline]):
         *,
         num_microbatches: Callable[[Arguments, bool], int],
         whole_outputs: bool = False,
-        deterministic: bool = False,
-        seed: int = 0,
+        random_state: RandomState,
     ) -> None:
-        super().__init__(tree, mesh.device_type, prepare)
+        super().__init__(tree, mesh.device_type, prepare, random_state)
         self._forward_signature = call_signature(tree.root)
         self._mesh = mesh
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches
         self._whole_outputs = whole_outputs
-        self._deterministic = deterministic
-        self._seed = seed
-        self._step = 0
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
         self._watch = watched(self, mesh)
         self._frozen_names = FrozenNames(self._group, mesh.device_type)
@@ -111,8 +108,8 @@ class PipelineModule(StoredModule[Pipeline]):
         pipeline = self._prepared(batches[0])
         if pipeline not in self._runners:
             runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
-            self._runners[pipeline] = runner(pipeline, self, self._group, self._seed, self._deterministic)
-        first_step, self._step = self._step, self._step + len(batches)
+            self._runners[pipeline] = runner(pipeline, self, self._group, self.random_state)
+        first_step = self.random_state.advance(len(batches))
         with summed_over_holders(self, pipeline.holders, self._group):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
 
@@ -135,8 +132,9 @@ class PipelineModule(StoredModule[Pipeline]):
         with torch.no_grad():
             self._num_microbatches(arguments, self.training)  # the schedule says which stages there are
             pipeline = self._prepared(arguments)
-            results = evaluated(pipeline, self, arguments, self._group, (self._seed, self._step, self._deterministic))
-        self._step += 1
+            random = self.random_state.at(self.random_state.step)
+            results = evaluated(pipeline, self, arguments, self._group, random)
+        self.random_state.advance(1)
         users = [
             self._user_output(value, layout, pipeline)
             for value, layout in zip(results, pipeline.result_layouts, strict=True)
@@ -175,9 +173,9 @@ class PipelineModule(StoredModule[Pipeline]):
 
 
 def _pipedream(
-    pipeline: Pipeline, root: PipelineModule, group: dist.ProcessGroup, seed: int, deterministic: bool
+    pipeline: Pipeline, root: PipelineModule, group: dist.ProcessGroup, random_state: RandomState
 ) -> PipeDream:
     """This rank's stage on the schedule that PyTorch does not have."""
     ((number, executable),) = pipeline.executables.items()
-    stage = StashingStage(executable, root, seed, deterministic)
+    stage = StashingStage(executable, root, random_state)
     return PipeDream(stage, number, pipeline.schedule, loss_position(pipeline.programs[-1]), root, group)

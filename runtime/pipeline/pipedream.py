@@ -26,6 +26,7 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stage import Stage, leaf_of
 from autopar.runtime.pipeline.stage import received_tensors, sent_tensors
+from autopar.runtime.recompute.random_state import RandomState
 
 
 class Root(Protocol):
@@ -37,8 +38,8 @@ class Root(Protocol):
 class StashingStage(Stage):
     """A stage whose micro-batches each have the weights that were the newest at their forward."""
 
-    def __init__(self, executable: Executable, root: nn.Module, seed: int = 0, deterministic: bool = False) -> None:
-        super().__init__(executable, root, seed, deterministic)
+    def __init__(self, executable: Executable, root: nn.Module, random_state: RandomState | None = None) -> None:
+        super().__init__(executable, root, random_state)
         self._stash: dict[int, tuple[tuple[Tensor, ...], dict[str, nn.Parameter | None]]] = {}
 
     def run(self, microbatches: Sequence[Arguments], first_step: int, number: int, received: Sequence[Tensor]) -> Any:

@@ -17,18 +17,19 @@ from autopar.runtime.module.stage import Stage
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.stage import ScheduledStage
+from autopar.runtime.recompute.random_state import RandomState
 
 
 class ScheduledStep:
     """This rank's stages on a schedule."""
 
     def __init__(
-        self, pipeline: Pipeline, root: StoredModule, group: dist.ProcessGroup, seed: int, deterministic: bool
+        self, pipeline: Pipeline, root: StoredModule, group: dist.ProcessGroup, random_state: RandomState
     ) -> None:
         schedule = pipeline.schedule
         last = schedule.num_stages - 1
         position = loss_position(pipeline.programs[last])
-        self._stages = [Stage(each, root, seed, deterministic) for each in pipeline.executables.values()]
+        self._stages = [Stage(each, root, random_state) for each in pipeline.executables.values()]
         self.scheduled = [
             ScheduledStage(stage, number, schedule.num_stages, position if number == last else None, group)
             for number, stage in zip(pipeline.executables, self._stages, strict=True)

@@ -20,7 +20,7 @@ def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
         return work()
     result: Any = None
     error: Exception | None = None
-    if dist.get_rank() == _first_rank(mesh):
+    if is_first_rank(mesh):
         try:
             result = work()
         except Exception as found:
@@ -80,8 +80,9 @@ def _gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
     return values
 
 
-def _first_rank(mesh: DeviceMesh) -> int:
-    return int(mesh.mesh.flatten()[0])
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank whose answers count."""
+    return dist.get_rank() == int(mesh.mesh.flatten()[0])
 
 
 def many_processes(mesh: DeviceMesh) -> bool:

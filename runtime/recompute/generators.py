@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.runtime.implementations.dropout import Randomness
+from autopar.runtime.implementations.randomness import Randomness
 
 
 def draws(node: fx.Node, randomness: Randomness) -> bool:
-    """Whether a call draws from the default generator."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether a call draws from the default generator, rather than from one of its own."""
     return "key" in node.kwargs and randomness.deterministic
 
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.collectives.axes import current_axes, use_axes
 from autopar.runtime.collectives.buckets import Regather
-from autopar.runtime.implementations import dropout
+from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
 
@@ -143,7 +143,7 @@ class Frame:
         self._again: dict[Key, Tensor] = {}
         self._open: Counter[Key] = Counter()
         self._axes = current_axes()
-        self._randomness = dropout.randomness()
+        self._randomness = randomness()
 
     def enter(self, node: fx.Node, given: dict[fx.Node, Any]) -> None:
         """Note what a call takes, before its first run."""
@@ -236,7 +236,7 @@ class Frame:
         random = self._randomness
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_axes(self._axes))
-            stack.enter_context(dropout.use_randomness(random.seed, random.step, random.deterministic))
+            stack.enter_context(use_randomness(random.seed, random.step, random.deterministic))
             stack.enter_context(torch.enable_grad())
             for kind in {held.device_type for held in self._held.values()} | {"cpu"}:
                 stack.enter_context(torch.autocast(kind, enabled=False))

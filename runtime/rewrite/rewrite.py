@@ -182,6 +182,8 @@ class _Rewriter:
             if strategy.implementation.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
+            if strategy.implementation.wraps:
+                kwargs["op"] = node.target
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new

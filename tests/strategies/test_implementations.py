@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.sharding.operation import OpRule
+from autopar.sharding.rule import Choice
 from autopar.strategies import RULES, rule_of
+from autopar.strategies.rules import random
+from tests.support.parts import Parts, local_shape, split
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.draw import Draw, Sample
 from tests.support.simulation.validate import Whole, only_implementation, show
 from tests.support.simulation.validate_implementations import (
     check_implementation,
+    implemented_choices,
     paddable_choices,
     padded_fault,
     random_fault,
+    run_implementation,
 )
 
 SEED = 0
@@ -30,6 +36,24 @@ def implemented_samples(target: Any) -> list[Sample]:
         if op is not None and (one := only_implementation(op)) is not None and not one.random:
             found.append(each)
     return found
+
+
+def random_samples(target: Any) -> list[tuple[Sample, OpRule]]:
+    """The sample calls that draw random numbers."""
+    found = []
+    for each in SAMPLES[target](Draw(SEED)):
+        op = rule_of(Whole.of(target, each.args, each.kwargs).call)
+        if op is not None and (one := only_implementation(op)) is not None and one.random:
+            found.append((each, op))
+    return found
+
+
+def drawn(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> Parts:
+    """What ranks get of equal parts, so that nothing but the numbers tells them apart."""
+    inputs = [split(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
+    inputs = [[parts[0]] * num_ranks for parts in inputs]
+    (outputs, *_), _ = run_implementation(whole, op, whole.bind(op), choice, inputs, [None] * len(whole.outputs))
+    return outputs
 
 
 TARGETS = sorted((target for target in RULES if target in SAMPLES and implemented_samples(target)), key=str)
@@ -73,6 +97,31 @@ def test_a_vocabulary_of_six_may_be_padded_for_four_ranks() -> None:
     op = rule_of(whole.call)
     assert op is not None
     assert [show(choice) for choice in paddable_choices(whole, op, num_ranks=4)] == ["S(0), R -> P"]
+
+
+RANDOM = sorted((target for target in random.RULES if random_samples(target)), key=str)
+
+
+@pytest.mark.parametrize("target", RANDOM, ids=str)
+def test_a_deterministic_draw_is_that_of_one_device(target: Any) -> None:
+    faults = []
+    for each, op in random_samples(target):
+        faults.extend(check_implementation(target, each.args, each.kwargs, op, seed=5))
+    assert not faults, "\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("target", RANDOM, ids=str)
+def test_ranks_draw_the_same_where_they_hold_the_same(target: Any) -> None:
+    for each, op in random_samples(target):
+        whole = Whole.of(target, each.args, each.kwargs)
+        for choice in implemented_choices(op, whole.bind(op)):
+            first, second = drawn(whole, op, choice, num_ranks=2)
+            assert torch.equal(first, second) is not choice.outputs[0].is_split, f"{whole}: {show(choice)}"
+            assert first.shape == second.shape == local_shape(whole.outputs[0], choice.outputs[0], 2)
+
+
+def test_every_operation_that_draws_is_compared() -> None:
+    assert set(RANDOM) == set(random.RULES)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])

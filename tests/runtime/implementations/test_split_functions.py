@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.implementations import mean as means
-from autopar.runtime.implementations.dropout import attention_with_dropout, dropout, use_randomness
+from autopar.runtime.implementations.dropout import attention_with_dropout, dropout
 from autopar.runtime.implementations.embedding import vocabulary_parallel_embedding
 from autopar.runtime.implementations.loss import cross_entropy
 from autopar.runtime.implementations.normalization import batch_norm
+from autopar.runtime.implementations.randomness import use_randomness
 from autopar.sharding.layout import I, Layout, P, R, S
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate

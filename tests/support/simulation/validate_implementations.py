@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime.collectives.axes import use_mesh
-from autopar.runtime.implementations.dropout import use_randomness
+from autopar.runtime.implementations.randomness import use_randomness
 from autopar.sharding.layout import I
 from autopar.sharding.operation import OpRule
 from autopar.sharding.rule import BoundRule, Choice
@@ -40,9 +40,19 @@ AXIS = "x"
 
 
 def check_implementation(
-    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], op_rule: OpRule, k: int = 2
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    op_rule: OpRule,
+    k: int = 2,
+    seed: int | None = None,
 ) -> list[str]:
-    """What is wrong with the choices of `op_rule` that its implementation carries out on one mesh axis of `k` ranks."""
+    """What is wrong with the choices of `op_rule` that its implementation carries out on one mesh axis of `k` ranks.
+
+    What draws numbers is held to one device's in the deterministic mode, from `seed`.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
     whole = Whole.of(target, args, kwargs)
     bound = whole.bind(op_rule)
     faults = []
@@ -50,7 +60,7 @@ def check_implementation(
         if not possible(whole, choice, k):
             continue
         inputs = [split(x, placement, k) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
-        fault = implementation_fault(whole, op_rule, bound, choice, inputs, k)
+        fault = implementation_fault(whole, op_rule, bound, choice, inputs, k, seed)
         if fault:
             faults.append(f'{whole}: "{op_rule.rule}", {choice.name}: {show(choice)}: {fault}')
     return faults
@@ -64,14 +74,20 @@ def implemented_choices(op: OpRule, bound: BoundRule) -> list[Choice]:
 
 
 def implementation_fault(
-    whole: Whole, op: OpRule, bound: BoundRule, choice: Choice, inputs: Sequence[Parts], num_ranks: int
+    whole: Whole,
+    op: OpRule,
+    bound: BoundRule,
+    choice: Choice,
+    inputs: Sequence[Parts],
+    num_ranks: int,
+    seed: int | None = None,
 ) -> str:
     """What is wrong with the choice when the ranks hold `inputs`; empty if values and gradients are right."""
     cotangents = [
         None if g is None else split(g, placement.transposed, num_ranks)
         for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
     ]
-    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
+    outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents, seed)
     if len(outputs) != len(whole.outputs):
         return f"{len(outputs)} outputs instead of {len(whole.outputs)}"
     return _fault(whole, choice.inputs, choice.outputs, outputs, gradients)
@@ -84,6 +100,7 @@ def run_implementation(
     choice: Choice,
     inputs: Sequence[Parts],
     cotangents: Sequence[Parts | None],
+    seed: int | None = None,
 ) -> tuple[list[Parts], list[Parts | None]]:
     """Run the function on all ranks: the parts of every output, and of every input's gradient (None: it has none)."""
     implementation = only_implementation(op)
@@ -94,7 +111,9 @@ def run_implementation(
     extra: dict[str, Any] = {"axes": {choice.factor: (AXIS,)} if choice.factor else {}, "sizes": dict(bound.sizes)}
     if implementation.random:
         extra["key"] = 0
-    with simulate(num_ranks), use_randomness(0, 0, False):
+    if implementation.wraps:
+        extra["op"] = whole.target
+    with simulate(num_ranks), use_randomness(0, 0, seed is not None):
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
         with use_mesh(mesh):
             local = [from_ranks(parts, x.requires_grad) for parts, x in zip(inputs, whole.inputs, strict=True)]
@@ -102,6 +121,8 @@ def run_implementation(
             if op.shape_argument is not None:
                 shape = list(local_shape(whole.outputs[0], choice.outputs[0], num_ranks))
                 args = (*args[: op.shape_argument], shape, *args[op.shape_argument + 1 :])
+            if seed is not None:
+                torch.manual_seed(seed)
             outputs = tensors_of(function(*args, **kwargs, **extra))
             given = [None if parts is None else from_ranks(parts) for parts in cotangents]
             gradients = gradients_of(local, outputs, given)

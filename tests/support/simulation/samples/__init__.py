@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.simulation.samples import matmul, network, pointwise, reduction, view
+from tests.support.simulation.samples import matmul, network, pointwise, random, reduction, view
 from tests.support.simulation.samples.draw import Samples
 
 SAMPLES: dict[Any, Samples] = {
@@ -13,4 +13,5 @@ SAMPLES: dict[Any, Samples] = {
     **reduction.SAMPLES,
     **matmul.SAMPLES,
     **network.SAMPLES,
+    **random.SAMPLES,
 }

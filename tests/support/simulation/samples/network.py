@@ -146,14 +146,6 @@ def binary_cross_entropy_with_logits(d: Draw) -> list[Sample]:
     ]
 
 
-def dropout(d: Draw) -> list[Sample]:
-    return [
-        sample(d.x(*d.sizes(2)), 0.5, True),
-        sample(d.x(*d.sizes(2)), 0.5, False),
-        sample(d.x(*d.sizes(3)), 0.0, True),
-    ]
-
-
 SAMPLES: dict[Any, Samples] = {
     aten.layer_norm.default: layer_norm,
     aten.native_layer_norm.default: native_layer_norm,
@@ -175,15 +167,6 @@ SAMPLES: dict[Any, Samples] = {
     aten.binary_cross_entropy.default: binary_cross_entropy,
     aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
     aten.cosine_similarity.default: lambda d: [sample(d.x(4, 6), d.x(4, 6)), sample(d.x(4, 6), d.x(4, 6), 0)],
-    **dict.fromkeys(
-        [aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default],
-        dropout,
-    ),
-    aten.rand.default: lambda d: [sample(list(d.sizes(2)))],
-    aten.randn.default: lambda d: [sample(list(d.sizes(2)))],
-    **dict.fromkeys([aten.rand_like.default, aten.randn_like.default], lambda d: [sample(d.constant(*d.sizes(2)))]),
-    aten.bernoulli.default: lambda d: [sample(d.constant(*d.sizes(2)).sigmoid())],
-    aten.bernoulli.p: lambda d: [sample(d.constant(*d.sizes(2)), 0.5)],
     aten._grouped_mm.default: lambda d: [
         sample(
             d.x(12, 64).bfloat16().detach().requires_grad_(),

@@ -1,0 +1,107 @@
+"""Any random call of ATen, drawing the same numbers for the same piece of its result, wherever that lies.
+
+The default generator is seeded for the call and set back behind it (see `randomness`). The deterministic mode gathers
+the inputs, draws the whole result from the default generator as one device would, and takes its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
+from torch.utils import _pytree as pytree
+
+from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
+from autopar.runtime.implementations.randomness import randomness
+from autopar.strategies.notation import names
+
+SIZE = "size"
+"""What ATen calls the argument that states the shape of a new tensor."""
+
+
+@torch.compiler.disable
+def seeded(*args: Any, op: torch._ops.OpOverload, key: int, axes: Axes, sizes: Mapping[str, int], **kwargs: Any) -> Any:
+    """As `op`, whose factors are called a, b, c … after the dims of its result. Moves nothing outside tests.
+
+    Under torch.compile it stands between compiled regions.
+    """
+    if randomness().deterministic:
+        return _of_whole(op, args, kwargs, axes) if axes else op(*args, **kwargs)
+    split = [axis for factor in sizes for axis in axes_of(axes.get(factor, ()))]
+    with _seeded_generator(_device_of(args, kwargs), key, part_of(split)):
+        return op(*args, **kwargs)
+
+
+def _of_whole(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> Any:
+    """This rank's part of what one device would draw."""
+    position = next((i for i, each in enumerate(op._schema.arguments) if each.name == SIZE), None)
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if position is None else args[position]
+    split = [(dim, axes_of(axes.get(factor, ()))) for dim, factor in enumerate(names(len(shape)))]
+
+    def gathered(x: Tensor) -> Tensor:
+        for dim, over in split:
+            place = dim - len(shape) + x.ndim  # inputs are broadcast to the result
+            if place >= 0 and x.shape[place] == shape[dim]:
+                for axis in reversed(over):
+                    x = all_gather_invariant(x, axis.name, place, x.shape[place] * axis.size)
+        return x
+
+    args, kwargs = pytree.tree_map_only(Tensor, gathered, (tuple(args), dict(kwargs)))
+    if position is not None:
+        whole = [part * num_parts_of(over) for part, (_, over) in zip(shape, split, strict=True)]
+        args = (*args[:position], whole, *args[position + 1 :])
+    result = op(*args, **kwargs)
+    for dim, over in split:
+        for axis in over:
+            result = split_replicated(result, axis.name, dim)
+    return result
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where a call draws."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor | torch.device):
+            return leaf.device if isinstance(leaf, Tensor) else leaf
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _seeded_generator(device: torch.device, key: int, part: Any) -> Iterator[None]:
+    """Seed the default generator for the block, and set it back behind it."""
+    mode = local_tensor_mode()
+    if mode is not None:
+        with _seeded_on_each_rank(mode, key, part):
+            yield
+        return
+    generator = torch.default_generator
+    if device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[number]
+    before = generator.get_state()
+    generator.manual_seed(randomness().seed_of(key, part))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+@contextlib.contextmanager
+def _seeded_on_each_rank(mode: LocalTensorMode, key: int, part: Any) -> Iterator[None]:
+    """As `_seeded_generator`, where ranks are simulated and `part` may be a number per rank."""
+    states = mode._per_rank_rng_states
+    before = dict(states)
+    parts = getattr(getattr(part, "node", None), "_local_ints", None)
+    with mode.disable():
+        for rank in mode.ranks:
+            seed = randomness().seed_of(key, int(part) if parts is None else parts[rank])
+            states[rank] = (torch.Generator().manual_seed(seed).get_state(), {})
+    try:
+        yield
+    finally:
+        states.update(before)

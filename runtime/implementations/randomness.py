@@ -1,0 +1,47 @@
+"""What the random draws of a step depend on, and the seed of each of them.
+
+A draw is seeded by (seed, step, key of the call, which part of the tensor this rank holds): ranks that hold the same
+part draw the same numbers, whatever their own generators are seeded with. In the deterministic mode all draws come from
+the default generator, in order, as on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """What the draws of one step depend on."""
+
+    seed: int = 0
+    step: int = 0
+    deterministic: bool = False
+
+    def seed_of(self, key: int, part: int) -> int:
+        """The seed of a call's draw for one part of its tensor, below 2^63."""
+        digest = hashlib.blake2b(repr((self.seed, self.step, key, part)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+_randomness = Randomness()
+
+
+@contextlib.contextmanager
+def use_randomness(seed: int, step: int, deterministic: bool = False) -> Iterator[None]:
+    """Seed the draws inside the block."""
+    global _randomness
+    before = _randomness
+    _randomness = Randomness(seed, step, deterministic)
+    try:
+        yield
+    finally:
+        _randomness = before
+
+
+def randomness() -> Randomness:
+    """What draws depend on now."""
+    return _randomness

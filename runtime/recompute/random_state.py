@@ -1,0 +1,105 @@
+"""Seed and step of what a module draws: counted by calls, kept in state dicts, the same again where a call is repeated.
+
+A state dict carries them in its metadata, beside the versions of modules: its keys are those of the model, and
+torch.save and torch.load keep it. What is made of names and tensors alone (torch.distributed.checkpoint) leaves it out,
+as it leaves out the states of PyTorch's generators; for these `RandomState` is a `Stateful`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.implementations.randomness import Randomness
+from autopar.runtime.ranks.agreement import from_first_rank, is_first_rank, many_processes
+from autopar.runtime.recompute.generators import generators_at, states_of
+from autopar.runtime.recompute.repeated_calls import RepeatedCalls, in_backward
+
+METADATA = "autopar_random"
+"""The entry in the metadata of a module's state dict."""
+
+
+class RandomState:
+    """What the numbers of a module's next call depend on. Equal on every rank.
+
+    `seed` is the number below all draws, `step` counts calls (of train_step: micro-batches). Where `seed_given`, a
+    module's state dict changes the step alone.
+    """
+
+    def __init__(self, seed: int = 0, deterministic: bool = False, seed_given: bool = False) -> None:
+        self.deterministic = deterministic
+        self._state = {"seed": seed, "step": 0}
+        """A module's state dict has this very dict, as it has the very tensors of the module."""
+        self._seed_given = seed_given
+        self._calls = RepeatedCalls()
+
+    @property
+    def seed(self) -> int:
+        return self._state["seed"]
+
+    @property
+    def step(self) -> int:
+        return self._state["step"]
+
+    @classmethod
+    def agreed(cls, seed: int | None, deterministic: bool, mesh: DeviceMesh) -> RandomState:
+        """That of a new module on all ranks, which call this together; without a seed the first rank's counts."""
+        found = from_first_rank(lambda: torch.initial_seed() if seed is None else seed, mesh)
+        return cls(found, deterministic, seed is not None)
+
+    def at(self, step: int) -> Randomness:
+        """What the draws of a step depend on."""
+        return Randomness(self.seed, step, self.deterministic)
+
+    def advance(self, count: int) -> int:
+        """The first of `count` steps, which are over then."""
+        self._state["step"] += count
+        return self.step - count
+
+    @contextlib.contextmanager
+    def call(self, draws: bool) -> Iterator[Randomness]:
+        """What a forward draws, which counts as a step if it ends well and does not repeat another.
+
+        Raises InputError where it repeats a call that is not known.
+        """
+        known = draws and not self.deterministic  # there the default generators say it all
+        if in_backward():
+            yield self.at(self._calls.step() if known else self.step)
+            return
+        if known:
+            self._calls.note(self.step)
+        yield self.at(self.step)
+        self.advance(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed and step."""
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on as after `state_dict()`."""
+        self._state.update({name: int(state_dict[name]) for name in self._state})
+
+    def write_into(self, metadata: dict[str, Any]) -> None:
+        """Go with a module's state dict, in the metadata of that module."""
+        metadata[METADATA] = self._state
+
+    def read_from(self, metadata: Mapping[str, Any]) -> None:
+        """Go on as a module's state dict says, if it does; a seed that was given stays."""
+        if METADATA in metadata:
+            found = metadata[METADATA]
+            self.load_state_dict({**found, "seed": self.seed} if self._seed_given else found)
+
+
+@contextlib.contextmanager
+def generators_of_first_rank(mesh: DeviceMesh) -> Iterator[None]:
+    """Let every rank draw as the first one would, whose generators go on; those of others stay where they are."""
+    if not many_processes(mesh):
+        yield
+        return
+    states = from_first_rank(lambda: states_of([torch.empty(0, device=mesh.device_type)]), mesh)
+    with generators_at(None if is_first_rank(mesh) else states):
+        yield
