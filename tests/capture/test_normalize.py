@@ -16,6 +16,7 @@ from autopar.capture.export import capture
 from autopar.capture.normalize import rehome
 from autopar.capture.passes.views import _split_groups
 from autopar.errors import CaptureError
+from autopar.program.effects import is_random
 from autopar.program.program import Program
 from tests.support.eager import assert_as_eager, calls
 
@@ -150,6 +151,47 @@ def test_a_buffer_written_twice_is_one_mutation() -> None:
 
     program = assert_as_eager(Function(forward), (_x(4, 6),))
     assert program.mutations == ("state",) and len(program.output) == 2
+
+
+@pytest.mark.parametrize("write", ["fill", "fill with a tensor", "copy", "zero"])
+def test_what_is_overwritten_has_a_gradient_of_zeros_without_dims_too(write: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        total = (x * self.weight).sum()
+        WRITES[write](total, self.bias[0])
+        return total
+
+    model = Function(forward)
+    assert_as_eager(model, (_x(4, 6),))
+    assert model.weight.grad is not None and not model.weight.grad.any()
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x.normal_(1, 2),
+    "uniform": lambda x: x.uniform_(-1, 1),
+    "bernoulli": lambda x: x.bernoulli_(0.3),
+    "bernoulli of a tensor": lambda x: x.bernoulli_(torch.full_like(x, 0.3)),
+    "exponential": lambda x: x.exponential_(2.0),
+    "log-normal": lambda x: x.log_normal_(),
+    "geometric": lambda x: x.geometric_(0.3),
+    "cauchy": lambda x: x.cauchy_(),
+    "whole numbers": lambda x: x.random_(3, 9),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_is_filled_at_random_is_as_eager(draw: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        written = x * self.weight
+        DRAWS[draw](written[1:])
+        return written * DRAWS[draw](torch.empty_like(x))
+
+    def seeded(output: Tensor) -> Tensor:
+        torch.manual_seed(5)  # for the run of the model itself, which follows
+        return output.square().mean()
+
+    torch.manual_seed(5)
+    program = assert_as_eager(Function(forward), (_x(4, 6),), loss=seeded)
+    assert sum(is_random(node) for node in calls(program)) == 2
 
 
 def test_a_write_into_an_expanded_tensor_is_refused() -> None:

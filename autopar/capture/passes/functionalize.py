@@ -168,26 +168,59 @@ def _functional(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Any) -> fx
     elif operation is aten.fill_.Scalar:
         new = draft.call(aten.full_like.default, target, args[1], module=module)
     else:
-        new = draft.call(_without_write(operation, module), *args, module=module, **kwargs)
+        if operation in DRAWS and value_of(target).requires_grad:
+            args = (draft.call(aten.detach.default, target, module=module), *args[1:])
+        new = draft.call(_without_write(operation, args, module), *args, module=module, **kwargs)
     dtype = value_of(node).dtype
     if value_of(new).dtype != dtype:
         new = draft.call(aten.to.dtype, new, dtype, module=module)
     if shape_of(new) != shape_of(node):
         new = draft.call(aten.expand.default, new, list(shape_of(node)), module=module)
-    if operation in OVERWRITES and value_of(target).requires_grad and shape_of(node):
+    if operation in OVERWRITES and value_of(target).requires_grad:
         # What is overwritten keeps a gradient, of zeros: to an optimizer that is not the same as none.
-        new = draft.call(aten.slice_scatter.default, target, new, module=module)
+        new = _over(draft, target, new, module)
     return new
 
 
-OVERWRITES = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default)
+def _over(draft: TracedGraph, target: fx.Node, new: fx.Node, module: str) -> fx.Node:
+    """The new value, computed from the one that it overwrites; a tensor without dims gets one for that."""
+    if shape_of(target):
+        return draft.call(aten.slice_scatter.default, target, new, module=module)
+    lines = [draft.call(aten.unsqueeze.default, each, 0, module=module) for each in (target, new)]
+    return draft.call(aten.squeeze.dim, draft.call(aten.slice_scatter.default, *lines, module=module), 0, module=module)
 
 
-def _without_write(operation: torch._ops.OpOverload, module: str) -> torch._ops.OpOverload:
+RANDOM_BETWEEN = getattr(aten.random_, "from")  # a graph cannot write down a call that is named like a word of Python
+UNLIKE = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    RANDOM_BETWEEN: aten.randint_like.low_dtype,
+}
+"""Operations that are called otherwise where they write nothing."""
+DRAWS = (
+    aten.bernoulli_.float,
+    aten.bernoulli_.Tensor,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    RANDOM_BETWEEN,
+    aten.uniform_.default,
+)
+"""Operations that fill a tensor with random numbers."""
+OVERWRITES = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default, *DRAWS)
+
+
+def _without_write(operation: torch._ops.OpOverload, args: Any, module: str) -> torch._ops.OpOverload:
     """`aten.add.Tensor` for `aten.add_.Tensor`."""
+    if operation in UNLIKE and None not in args:
+        return UNLIKE[operation]
     name, overload = operation._schema.name.partition("::")[2], operation._overloadname
     packet = getattr(aten, name.removesuffix("_"), None) if operation.namespace == "aten" else None
-    if name.endswith("_") and packet is not None and overload in packet.overloads():
+    if name.endswith("_") and packet is not None and overload in packet.overloads() and operation not in UNLIKE:
         return getattr(packet, overload)
     raise CaptureError(
         f"{operation} in {module or 'the forward'} writes into its arguments and has no form that does not; "
