@@ -19,6 +19,7 @@ from autopar.runtime.collectives.buckets import Regather, gather_parameters, red
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
+from autopar.runtime.module.unset_buffers import UnsetBuffers
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.recompute.run import RunCall, steps_of
 from autopar.runtime.rewrite.rewrite import LocalProgram
@@ -105,8 +106,10 @@ class Executable:
         return dict(zip((parameter.placeholder for parameter in self.parameters), parts, strict=True))
 
     def buffers_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Placeholder → buffer of `root`, for one run of the graph."""
+        """Placeholder → buffer of `root`, for one run of the graph; InputError where one has no values."""
         found: dict[str, torch.Tensor] = {}
+        unset = getattr(root, "unset_buffers", None) or UnsetBuffers()
+        missing = bool(unset)
         for name, placeholder in self.program.buffers.items():
             buffer, info = root.get_buffer(name), self.buffers[name]
             if buffer.shape != info.shape or buffer.dtype != info.dtype:
@@ -115,8 +118,11 @@ class Executable:
                     f"{info.dtype} when the model was compiled; give it that shape and dtype, "
                     "or change the model and call autopar.compile again."
                 )
+            missing = missing or buffer.is_meta
             # The graph may keep the old value for its backward.
             found[placeholder] = buffer.clone() if name in self.program.mutations else buffer
+        if missing:
+            unset.check(root, self.program.buffers)
         return found
 
     def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from autopar.runtime.module.inputs import Arguments, kind_of
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
+from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
 from autopar.runtime.recompute.random_state import RandomState
 
 Runs = TypeVar("Runs")
@@ -54,6 +55,7 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._latest: Runs | None = None
         self.random_state = random_state
         """Seed and step of what the model draws; its state dict has them, too."""
+        self.unset_buffers = UnsetBuffers()
         self._state: State | None = None
         self._storage: Storage | None = None
         self._held: list[Any] = []
@@ -142,10 +144,19 @@ class StoredModule(nn.Module, Generic[Runs]):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""
         self._ready()
-        ties = ties_of(self)
+        ties, unset = ties_of(self), self.unset_buffers.names(self)
         super()._apply(fn, recurse)
         tie(self, ties)
         self._held = self.tree.held()
+        self.unset_buffers.mark(self, unset)
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As in `torch.nn.Module`, but buffers that no state dict has keep their values, if they have any."""
+        self._ready()
+        before = dict(not_persistent(self))
+        super().to_empty(device=device, recurse=recurse)
+        self.unset_buffers.restore(self, before)
         return self
 
     def _take_in_what_was_put(self) -> None:
