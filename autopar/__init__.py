@@ -24,6 +24,7 @@ from autopar.errors import (
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
+from autopar.strategies.register import register_rule
 
 __all__ = [
     "AnnotationError",
@@ -47,4 +48,5 @@ __all__ = [
     "compile",
     "constrain",
     "plan",
+    "register_rule",
 ]

@@ -1,10 +1,11 @@
-"""What may be chosen: one table of rules per family of operations, and the lookup over all of them."""
+"""What may be chosen: one table of rules per family of operations, users' own rules, and the lookup."""
 
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
 from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
+from autopar.strategies.registered import registered
 from autopar.strategies.rules import (
     attention,
     conv,
@@ -40,7 +41,13 @@ BY_NAME: dict[str, Entry] = matmul.BY_NAME
 
 
 def rule_of(call: Call) -> OpRule | None:
-    """The rule of a call; None where the tables have none, so that the call runs replicated."""
+    """The rule of a call; None where there is none, so that the call runs replicated.
+
+    What the user has registered comes before the tables; RuleError where that does not fit the call.
+    """
+    given = registered(call.target)
+    if given is not None:
+        return given.of(call)
     entry = RULES.get(call.target) or BY_NAME.get(str(call.target))
     answer = entry(call) if callable(entry) else entry
     return OpRule(answer) if isinstance(answer, str) else answer

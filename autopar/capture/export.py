@@ -22,8 +22,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.capture.functions import kept_functions
 from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
+from autopar.capture.passes.functions import KeptUse
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.errors import CaptureError
@@ -49,8 +51,8 @@ def capture(
         device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
 
     Raises:
-        CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
-            may not; a module has a backward hook.
+        CaptureError: the forward depends on the values of tensors, or writes where it may not; a module has a backward
+            hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
@@ -61,10 +63,11 @@ def capture(
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
-    exported = _export(traced, fake_args, fake_kwargs, autocast)
+    functions: list[KeptUse] = []
+    exported = _export(traced, fake_args, fake_kwargs, autocast, functions)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
-    draft = inline(exported.graph_module, sources, mode, values, autocast)
+    draft = inline(exported.graph_module, sources, mode, values, autocast, functions)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -143,11 +146,15 @@ def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    functions: list[KeptUse],
 ) -> torch.export.ExportedProgram:
     try:
         autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with faithful_tracing(), _only_what_is_read(), autocasting:
+        with faithful_tracing(), kept_functions(functions), _only_what_is_read(), autocasting:
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
