@@ -75,11 +75,13 @@ def _target(operation: Operation) -> torch._ops.OpOverload | type[torch.autograd
         )
     library, _, name = operation.partition("::")
     name, _, overload = name.partition(".")
-    packet = getattr(getattr(torch.ops, library), name, None) if library.isidentifier() and name.isidentifier() else None
+    packet = (
+        getattr(getattr(torch.ops, library), name, None) if library.isidentifier() and name.isidentifier() else None
+    )
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         raise RuleError(
-            f'there is no operator "{operation}"; write "library::operator", and import what defines it before its rule '
-            "is registered."
+            f'there is no operator "{operation}"; write "library::operator", and import what defines it before its '
+            "rule is registered."
         )
     return _overload(packet, overload, operation)
 
@@ -100,8 +102,8 @@ def _checked(rule: Rule) -> Rule:
         unknown = [name for name in term.factors if name not in known]
         if unknown:
             raise RuleError(
-                f'rule "{rule}": "{unknown[0]}" stands on the right only, so that no rank could make its part; write "_" '
-                "for a dim that every rank makes whole."
+                f'rule "{rule}": "{unknown[0]}" stands on the right only, so that no rank could make its part; write '
+                '"_" for a dim that every rank makes whole.'
             )
     return rule
 
@@ -129,7 +131,8 @@ def _check_signature(rule: Rule, function: type[torch.autograd.Function]) -> Non
     num_arguments = len(parameters) - (not separate)
     if len(rule.inputs) > num_arguments:
         raise RuleError(
-            f'rule "{rule}" has {len(rule.inputs)} terms for inputs; {_named(function)} takes {num_arguments} arguments.'
+            f'rule "{rule}" has {len(rule.inputs)} terms for inputs; {_named(function)} takes {num_arguments} '
+            "arguments."
         )
 
 

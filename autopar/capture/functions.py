@@ -48,7 +48,7 @@ def kept_functions(uses: list[KeptUse]) -> Iterator[None]:
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)):
         yield
 
-    
+
 def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor], tracer: Any) -> Any:
     """What the Function gives, by its own forward on tensors without values, none of it in the graph."""
     shapes = getattr(detect_fake_mode(tensors), "shape_env", None)
@@ -64,9 +64,10 @@ def _outputs(cls: type[torch.autograd.Function], args: Any, tensors: list[Tensor
         except CaptureError:
             raise
         except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "")
             raise _refused(
                 cls,
-                f"does not run on tensors without values ({type(error).__name__}: {str(error).strip().splitlines()[0]})",
+                f"does not run on tensors without values ({type(error).__name__}: {text})",
                 "Write what it calls as a custom operator with torch.library.custom_op, register_fake and "
                 "register_autograd",
             ) from error

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 
-
 @contextlib.contextmanager
 def faithful_tracing() -> Iterator[None]:
     """Everything below at once, with gradients enabled, as training runs."""

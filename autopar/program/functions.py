@@ -23,7 +23,7 @@ class FunctionCall:
 
     function: Function
     autocast: torch.dtype | None
-    """The dtype of the autocast region that the model calls it in; its own operations are then cast as in eager mode."""
+    """The dtype of the autocast region around the call: its own operations are cast there, as in eager mode."""
     objects: tuple[tuple[int, object], ...] = ()
     """Arguments that no graph can print, by position; the node has None in their place."""
 

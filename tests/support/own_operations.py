@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import autopar
-from autopar.hardware.profile import Hardware
+from autopar.strategies.registered import REGISTERED
+from autopar.strategies.ruled import ruled
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import mesh
 
@@ -91,19 +92,32 @@ class Squashed(torch.autograd.Function):
         return g * slope * weight, (g * y).flatten(0, -2).sum(0), None
 
 
-class Own(nn.Module):
-    """Two layers of the operations above; `loss` of a batch of sequences."""
+class Layer(nn.Module):
+    """8 → 16 → 8."""
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(*shape, generator=generator) / 4 for shape in ((16, 8), (8, 16), (16,), (16,), (8,))]
-        self.up, self.down, self.bias, self.gain, self.weight = map(nn.Parameter, drawn)
+        self.up, self.down = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
+        self.bias, self.gain = nn.Parameter(torch.randn(16) / 4), nn.Parameter(torch.randn(16))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSH = project(x_BSD, self.up, self.bias, 0.5)
-        h_BSH, above_BSH = Squashed.apply(h_BSH, self.gain, 2.0)
-        y_BSD = project(h_BSH * (1 + above_BSH), self.down, None, 2.0)
+        h_BSH, above_BSH = Squashed.apply(project(x_BSD, self.up, self.bias, 0.5), self.gain, 2.0)
+        return project(h_BSH * (1 + above_BSH), self.down, None, 2.0)
+
+
+class Own(nn.Module):
+    """Two layers of the operations above; the loss of a batch of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSD = x_BSD
+        for layer in self.layers:
+            y_BSD = y_BSD + layer(y_BSD)
         total_BS, square_BSD = energy([y_BSD, x_BSD * y_BSD], self.weight)
         return total_BS.square().mean() + square_BSD.mean()
 
@@ -113,6 +127,12 @@ def register_own(**changed: str) -> None:
     autopar.register_rule(project, changed.get("project", "~... k, ~o k, +o -> ... o"), flops=2, override=True)
     autopar.register_rule("autopar_own::energy", changed.get("energy", "... d, d -> ..., ... d"), override=True)
     autopar.register_rule(Squashed, changed.get("squashed", "... d, d -> ... d, ... d"), override=True)
+
+
+def forget_rules() -> None:
+    """Let there be no rules but those of the tables."""
+    REGISTERED.clear()
+    ruled.cache_clear()
 
 
 def batch(step: int) -> Tensor:
@@ -138,14 +158,15 @@ def trained_on_ranks(
     sizes: tuple[int, ...], options: dict[str, Any], with_rules: bool = True, compiled: bool = False
 ) -> tuple[dict[str, Tensor], set[str]]:
     """As `trained`, on the ranks of this process group, and the strategies of the operations above."""
+    forget_rules()
     if with_rules:
         register_own()
-    hardware: Hardware = SLOW_DEVICES
-    model = autopar.compile(Own(), mesh(sizes, ("dp", "tp")[-len(sizes) :]), (batch(0),), hardware=hardware, **options)
+    options = {"hardware": SLOW_DEVICES, **options}
+    model = autopar.compile(Own(), mesh(sizes, ("dp", "tp")[-len(sizes) :]), (batch(0),), **options)
     own = ("project", "energy", "squashed")
     choices = {f"{name}: {choice}" for name, choice in model.plan.choices.items() if name.startswith(own)}
     found = trained(torch.compile(model, backend="aot_eager") if compiled else model)  # type: ignore[arg-type]
-    return {name.removeprefix("_orig_mod."): value for name, value in found.items()}, choices
+    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}, choices
 
 
 def _whole(x: Any) -> Tensor:

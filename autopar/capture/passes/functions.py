@@ -49,9 +49,7 @@ class KeptUse:
         left = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(function, left, spec, places)
 
-    def call(
-        self, tensors: Sequence[Any], autocast: torch.dtype | None
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def call(self, tensors: Sequence[Any], autocast: torch.dtype | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Target and arguments of the node, given those in the place of the tensors."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -66,4 +64,4 @@ def _is_printed(argument: Any) -> bool:
     """Whether a graph can hold and print an argument."""
     if isinstance(argument, list | tuple) and type(argument) in (list, tuple):
         return all(map(_is_printed, argument))
-    return isinstance(argument, PLAIN) or isinstance(argument, torch.fx.Node)
+    return isinstance(argument, (*PLAIN, torch.fx.Node))
