@@ -28,9 +28,9 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
             stays whole, "..." is any number of dims. Before a term "~" says that the operation is linear in it, "+"
             that it is added. Numbers and other arguments are passed over.
         flops: floating point operations of a forward: a number per point of all names (2 for a matrix product), or a
-            function of the shapes of the tensor inputs. An operation that states them counts as a product: selective
-            recomputation keeps its outputs. By default as the rule says: two per point where it multiplies and sums,
-            one per element of the outputs else.
+            function of the shapes of the tensor arguments (None for one that a call leaves out, a list of shapes for
+            a list). An operation that states them counts as a product: selective recomputation keeps its outputs. By
+            default as the rule says: two per point where it multiplies and sums, else one per element of the outputs.
         override: whether to replace a rule that there is.
 
     Every process registers the same rules, before it plans. `check_rule` finds out whether a rule is right.
@@ -42,7 +42,7 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
 
     >>> register_rule("mylib::scaled", "b s d, d -> b s d")  # doctest: +SKIP
     """
-    target = _target(operation)
+    target = target_of(operation)
     given = Registered(_checked(Rule.parse(rule)), _checked_flops(flops))
     present = REGISTERED.get(target)
     if isinstance(target, torch._ops.OpOverload):
@@ -59,7 +59,8 @@ def register_rule(operation: Operation, rule: str, *, flops: Flops = None, overr
     ruled.cache_clear()  # what was found of its calls without the rule
 
 
-def _target(operation: Operation) -> torch._ops.OpOverload | type[torch.autograd.Function]:
+def target_of(operation: Operation) -> torch._ops.OpOverload | type[torch.autograd.Function]:
+    """The operator or class that is meant; RuleError where there is none."""
     if isinstance(operation, CustomOpDef):
         return operation._opoverload
     if isinstance(operation, torch._ops.OpOverload):

@@ -27,7 +27,8 @@ Flops = int | Callable[..., int] | None
 class Registered:
     """A user's rule, and the floating point operations of a forward.
 
-    `flops` is a number per point of the space that the rule's names span, or a function of the shapes of the inputs.
+    `flops` is a number per point of the space that the rule's names span, or a function of the shapes of the tensor
+    arguments (a list of shapes where one is a list, None where it is left out).
     """
 
     rule: Rule
@@ -35,18 +36,20 @@ class Registered:
 
     def of(self, call: Call) -> OpRule:
         """The rule of one call; RuleError where it does not fit the call."""
-        inputs = _repeated(self.rule, self.rule.inputs, _inputs_of(call), "tensor arguments")
+        inputs = _repeated(
+            self.rule, self.rule.inputs, list(map(_num_tensors, _tensor_arguments(call))), "tensor arguments"
+        )
         outputs = _repeated(self.rule, self.rule.outputs, _outputs_of(call), "outputs")
         fitted = Rule(inputs, outputs)
         return OpRule(str(fitted), flops=self._flops(fitted, call))
 
     def _flops(self, fitted: Rule, call: Call) -> int | None:
-        shapes = [info.shape for info in call.inputs]
         if self.flops is None:
             return None
         if callable(self.flops):
-            return self.flops(*shapes)
-        return self.flops * math.prod(fitted.bind(shapes, [info.shape for info in call.outputs]).sizes.values())
+            return self.flops(*map(_shapes_of, _tensor_arguments(call)))
+        shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]
+        return self.flops * math.prod(fitted.bind(*shapes).sizes.values())
 
 
 REGISTERED: dict[object, Registered] = {}
@@ -68,11 +71,11 @@ def tensor_returns(operator: torch._ops.OpOverload) -> int:
     return sum("Tensor" in str(result.type) for result in operator._schema.returns)
 
 
-def _inputs_of(call: Call) -> list[int]:
-    """How many tensors each argument that takes some has; of a Function, each that has some."""
+def _tensor_arguments(call: Call) -> list[Any]:
+    """The arguments that have terms: those that the schema calls tensors; of a Function, those that have some."""
     if isinstance(call.target, torch._ops.OpOverload):
-        return [_num_tensors(call.arguments.get(name)) for name in tensor_arguments(call.target)]
-    return [count for count in map(_num_tensors, call.arguments.values()) if count]
+        return [call.arguments.get(name) for name in tensor_arguments(call.target)]
+    return [argument for argument in call.arguments.values() if _num_tensors(argument)]
 
 
 def _outputs_of(call: Call) -> list[int]:
@@ -86,6 +89,11 @@ def _num_tensors(argument: Any) -> int:
     if isinstance(argument, list | tuple):
         return sum(map(_num_tensors, argument))
     return isinstance(argument, TensorInfo)
+
+
+def _shapes_of(argument: Any) -> Any:
+    """The shape of a tensor, the shapes of a list of them, None where an optional one is left out."""
+    return argument.shape if isinstance(argument, TensorInfo) else argument and list(map(_shapes_of, argument))
 
 
 def _repeated(rule: Rule, terms: Sequence[Term], counts: Sequence[int], what: str) -> tuple[Term, ...]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from autopar.strategies import RULES, rule_of
+from autopar.validation.whole_call import Whole, show
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.draw import Draw, Sample
-from tests.support.simulation.validate import Whole, only_implementation, show
+from tests.support.simulation.validate import only_implementation
 from tests.support.simulation.validate_implementations import (
     check_implementation,
     paddable_choices,
