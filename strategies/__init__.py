@@ -36,7 +36,7 @@ TABLES = (
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
-BY_NAME: dict[str, Entry] = matmul.BY_NAME
+BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **matmul.BY_NAME, **pointwise.BY_NAME}
 """Operations that are not there until another module is imported."""
 
 
