@@ -29,7 +29,7 @@ def _bloom() -> nn.Module:
 def _recurrent_gemma() -> nn.Module:
     from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "lru_width": 32}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "lru_width": 32}
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SIZES, **sizes, attention_window_size=8))
 
 
@@ -41,7 +41,7 @@ def _yoso() -> nn.Module:
 
 
 def _inputs(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    ids = torch.randint(3, 32, (8, 16), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 32, (8, 4), generator=torch.Generator().manual_seed(seed))
     return (), {"input_ids": ids, "labels": ids}
 
 
