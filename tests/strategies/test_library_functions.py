@@ -14,10 +14,10 @@ import autopar
 from autopar.capture.export import capture
 from autopar.program.functions import FunctionCall
 from autopar.strategies.roles import RoledProgram
-from tests.runtime.rewrite.test_simulated import assert_equal, on_one_process, on_simulated_ranks
+from tests.runtime.rewrite.test_simulated import Annotations, assert_equal, on_one_process, on_simulated_ranks
 from tests.support.families import FAMILIES, Family
 
-SIZES = {"vocab_size": 32, "hidden_size": 32}
+SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32}
 
 
 def _bloom() -> nn.Module:
@@ -29,20 +29,35 @@ def _bloom() -> nn.Module:
 def _recurrent_gemma() -> nn.Module:
     from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "lru_width": 32}
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "lru_width": 32}
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SIZES, **sizes, attention_window_size=8))
 
 
 def _yoso() -> nn.Module:
     from transformers import YosoConfig, YosoForMaskedLM
 
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
     return YosoForMaskedLM(YosoConfig(**SIZES, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
 def _inputs(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     ids = torch.randint(3, 32, (8, 4), generator=torch.Generator().manual_seed(seed))
     return (), {"input_ids": ids, "labels": ids}
+
+
+PINS: dict[str, Annotations] = {
+    "bloom": (),
+    "recurrent_gemma": (
+        ("*", {"dp": "data", "sp": "data"}),
+        ("linear", {"tp": "column"}),
+    ),  # else solving takes minutes
+    "yoso": (),
+}
 
 
 def _family(name: str) -> Family:
@@ -59,7 +74,7 @@ def _family(name: str) -> Family:
 @pytest.mark.parametrize("name", ["bloom", "recurrent_gemma", "yoso"])
 def test_a_family_with_functions_trains_as_one_process_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, name, _family(name))
-    assert_equal(on_simulated_ranks(name, (), monkeypatch), on_one_process(name))
+    assert_equal(on_simulated_ranks(name, PINS[name], monkeypatch), on_one_process(name))
     program = capture(FAMILIES[name].build(), *_inputs(0))
     calls = [call for call in RoledProgram.of(program).calls.values() if isinstance(call.call.target, FunctionCall)]
     assert calls and all(call.bound.splittable and not call.ruled.reason for call in calls)

@@ -13,7 +13,6 @@ import autopar
 from autopar.capture.export import capture
 from autopar.cost.operations import flops
 from autopar.errors import RuleError
-from autopar.planning.settings import context_of
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.roles import RoledProgram
 from tests.support.own_operations import Own, Squashed, batch, energy, forget_rules, project, register_own
@@ -94,10 +93,7 @@ def test_flops_are_priced_and_stand_in_formulas() -> None:
 def test_a_rule_that_is_registered_later_is_seen() -> None:
     def unruled() -> set[str]:
         plan = autopar.plan(Own(), autopar.Mesh({"tp": 2}), (batch(0),), hardware=SLOW_DEVICES)
-        return {
-            context_of(plan).space.decisions[context_of(plan).space.index[name]].menu.call.name
-            for name in plan.unruled or ()
-        }  # type: ignore[union-attr]
+        return {row.operation for row in plan.rows if row.name in (plan.unruled or {})}
 
     whole = unruled()
     register_own()
