@@ -24,6 +24,8 @@ from autopar.errors import (
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
+from autopar.strategies.register import register_rule
+from autopar.validation.check_rule import check_rule
 
 __all__ = [
     "AnnotationError",
@@ -44,7 +46,9 @@ __all__ = [
     "annotate",
     "annotate_plan",
     "bench",
+    "check_rule",
     "compile",
     "constrain",
     "plan",
+    "register_rule",
 ]

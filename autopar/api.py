@@ -56,6 +56,7 @@ def compile(
     schedule: str | None = None,
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
+    assume: Sequence[str] | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -93,6 +94,8 @@ def compile(
             "pipedream"; by default the one with the shortest predicted step.
         chunks: stages per rank; by default as few as the schedule takes.
         stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
+        assume: branches on the values of tensors that capture need not follow, as a CaptureError names them: a check
+            that is taken to pass by its line ("model.py:12"), another with the value it tests ("model.py:88=False").
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -117,6 +120,7 @@ def compile(
         schedule=schedule,
         chunks=chunks,
         stages=stages,
+        assume=assume,
     )
     run, abstract = RunOptions(plan, deterministic, seed), Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -153,6 +157,7 @@ def plan(
     schedule: str | None = None,
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
+    assume: Sequence[str] | None = None,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -181,5 +186,6 @@ def plan(
         schedule=schedule,
         chunks=chunks,
         stages=stages,
+        assume=assume,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

@@ -1,4 +1,4 @@
-"""What may be chosen: one table of rules per family of operations, and the lookup over all of them."""
+"""What may be chosen: one table of rules per family of operations, users' own rules, and the lookup."""
 
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
@@ -6,6 +6,7 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
 from autopar.program.effects import draws
 from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
+from autopar.strategies.registered import registered
 from autopar.strategies.rules import (
     attention,
     conv,
@@ -36,15 +37,19 @@ TABLES = (
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}
-BY_NAME: dict[str, Entry] = matmul.BY_NAME
+BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **matmul.BY_NAME, **pointwise.BY_NAME}
 """Operations that are not there until another module is imported."""
 
 
 def rule_of(call: Call) -> OpRule | None:
-    """The rule of a call; None where the tables have none, so that the call runs replicated.
+    """The rule of a call; None where there is none, so that the call runs replicated.
 
-    A rule of a call that draws numbers counts where it says how they are drawn.
+    What the user has registered comes before the tables; RuleError where that does not fit the call. A rule of the
+    tables of a call that draws numbers counts where it says how they are drawn.
     """
+    given = registered(call.target)
+    if given is not None:
+        return given.of(call)
     entry = RULES.get(call.target) or BY_NAME.get(str(call.target))
     answer = entry(call) if callable(entry) else entry
     op = OpRule(answer) if isinstance(answer, str) else answer

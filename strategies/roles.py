@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.program.calls import is_call, source_of
+from autopar.errors import RuleError
+from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call, OpRule, is_matmul
 from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
@@ -169,7 +170,7 @@ class _Reader:
 
     def _call(self, node: fx.Node) -> None:
         inputs = tuple((source.name, position) for source, position in map(source_of, tensor_inputs(node)))
-        found = ruled(Call.of(node))
+        found = _ruled(node)
         dims = tuple([self.dims[value] for value in inputs])
         for known in (self.learned, self.from_inputs):
             if any(name in known for name, _ in inputs):
@@ -182,6 +183,18 @@ class _Reader:
         for position, (roles, info) in enumerate(zip(_output_roles(found, dims), found.call.outputs, strict=True)):
             self.infos[node.name, position] = info
             self.dims[node.name, position] = roles
+
+
+def _ruled(node: fx.Node) -> RuledCall:
+    """The call of a node with its rule; RuleError with its place where a user's rule does not fit."""
+    try:
+        return ruled(Call.of(node))
+    except RuleError as error:
+        raise RuleError(
+            f"{node.name} in {module_of(node) or 'the forward'}: the rule registered for {node.target} does not fit: "
+            f"{error} Tensor inputs are {', '.join(map(str, Call.of(node).inputs))}, outputs "
+            f"{', '.join(map(str, Call.of(node).outputs))}; correct it with autopar.register_rule(…, override=True)."
+        ) from error
 
 
 @functools.lru_cache(maxsize=8192)

@@ -11,6 +11,7 @@ from autopar.program.program import TensorInfo
 from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import WHOLE, BoundRule, Rule, Term
 from autopar.strategies import rule_of
+from autopar.strategies.registered import registered
 from autopar.strategies.rules.random import SEEDED
 
 
@@ -27,7 +28,10 @@ class RuledCall:
 
 @functools.lru_cache(maxsize=8192)
 def ruled(call: Call) -> RuledCall:
-    """The call with its rule; equal calls of all layers get theirs once."""
+    """The call with its rule; equal calls of all layers get theirs once.
+
+    A rule of the tables that does not fit leaves the call replicated; one that the user gave is a RuleError.
+    """
     op = rule_of(call)
     reason = "no rule"
     if op is not None:
@@ -35,6 +39,8 @@ def ruled(call: Call) -> RuledCall:
             shapes = [info.shape for info in call.inputs], [info.shape for info in call.outputs]
             return RuledCall(call, op, Rule.parse(op.rule).bind(*shapes))
         except RuleError as error:
+            if registered(call.target) is not None:
+                raise
             reason = str(error)
     rule = Rule(tuple(map(_whole, call.inputs)), tuple(map(_whole, call.outputs)))
     drawn = (SEEDED,) if draws(call.target, call.arguments) else ()

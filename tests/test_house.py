@@ -27,7 +27,7 @@ ORDER = (
     ("capture.passes", "sharding", "models"),
     ("capture", "hardware", "solver", "strategies.rules"),
     ("strategies",),
-    ("strategies.presets", "plans", "cost"),
+    ("strategies.presets", "plans", "cost", "validation"),
     ("space",),
     ("memory", "annotations"),
     ("planning", "pipeline.schedules"),

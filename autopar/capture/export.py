@@ -22,8 +22,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
+from autopar.capture.functions import kept_functions
 from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
+from autopar.capture.passes.functions import KeptUse
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.errors import CaptureError
@@ -39,6 +42,7 @@ def capture(
     *,
     training: bool | None = None,
     device: torch.device | None = None,
+    assume: Sequence[Assumption] = (),
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
 
@@ -47,10 +51,11 @@ def capture(
         args, kwargs: example inputs; only shapes and dtypes of tensors count.
         training: the mode to capture in; by default the model's own.
         device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
+        assume: branches on values whose outcome is known.
 
     Raises:
-        CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
-            may not; a module has a backward hook.
+        CaptureError: the forward depends on the values of tensors, or writes where it may not; a module has a backward
+            hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
@@ -61,19 +66,22 @@ def capture(
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
-    exported = _export(traced, fake_args, fake_kwargs, autocast)
+    functions: list[KeptUse] = []
+    branches = Branches(type(model).__name__, assume)
+    exported = _export(traced, fake_args, fake_kwargs, autocast, functions, branches)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
-    draft = inline(exported.graph_module, sources, mode, values, autocast)
+    draft = inline(exported.graph_module, sources, mode, values, autocast, functions)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft)
     if device is not None:
         rehome(draft.graph, device)
-    return _program(
-        draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs)
-    )
+    names = _leaf_names(model, args, kwargs)
+    program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
+    program.assumed = tuple(branches.taken)
+    return program
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -143,19 +151,31 @@ def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    functions: list[KeptUse],
+    branches: Branches,
 ) -> torch.export.ExportedProgram:
-    try:
-        autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with faithful_tracing(), _only_what_is_read(), autocasting:
-            return torch.export.export(model, args, kwargs, strict=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        own = _cause(error, CaptureError)
-        if own is not None:
-            raise own from error
-        raise CaptureError(_explained(model, error)) from error
+    with contextlib.ExitStack() as tracing:
+        tracing.enter_context(faithful_tracing())
+        tracing.enter_context(kept_functions(functions))
+        tracing.enter_context(decided_branches(branches))
+        tracing.enter_context(_only_what_is_read())
+        tracing.enter_context(torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None))
+        try:
+            exported = torch.export.export(model, args, kwargs, strict=False)
+        except Exception as error:
+            own = _cause(error, CaptureError)
+            if own is error:
+                raise
+            if own is not None:
+                raise own from error
+            raise CaptureError(branches.refusal if branches.open else _explained(branches.model, error)) from error
+    if branches.open:
+        raise CaptureError(branches.refusal)
+    return exported
 
 
 @contextlib.contextmanager
@@ -175,19 +195,20 @@ def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
     return None
 
 
-def _explained(model: nn.Module, error: Exception) -> str:
-    """What was found, and what to do about it."""
-    name, text = type(model).__name__, str(error).strip()
+def _explained(name: str, error: Exception) -> str:
+    """What was found, where in the model, and what to do about it."""
+    text, place = str(error).strip(), place_of(error)
     first = text.splitlines()[0] if text else type(error).__name__
+    where = "" if place is None else f" at {place}"
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "unbacked" in text.lower():
         return (
-            f"{name} decides on the value of a tensor while it runs ({first}); a captured graph is one path for all "
-            "values. Replace the branch by torch.where, make the number an argument of forward, and set "
+            f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
+            "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
             "layerdrop to 0 where the model has one."
         )
     return (
-        f"{name} cannot be traced: {type(error).__name__}: {first}. Check that the model runs eagerly on these inputs; "
-        "its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
+        f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "
+        "inputs; its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
     )
 
 

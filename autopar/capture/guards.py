@@ -13,8 +13,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from autopar.errors import CaptureError
-
 
 @contextlib.contextmanager
 def faithful_tracing() -> Iterator[None]:
@@ -22,7 +20,6 @@ def faithful_tracing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(refuse_autograd_functions())
         stack.enter_context(checkpoints_called_directly())
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
@@ -38,25 +35,6 @@ def check_no_backward_hooks(model: nn.Module) -> None:
                 "pre_hook), and a captured graph computes the gradients of tensors, not of modules; remove it, or "
                 "register it on a parameter (parameter.register_hook) or on the compiled model itself."
             )
-
-
-@contextlib.contextmanager
-def refuse_autograd_functions() -> Iterator[None]:
-    """Raise CaptureError at the first use of a user's autograd.Function: tracing would lose its backward."""
-
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch._library.autograd":  # the backward of a custom operator, which is kept whole
-            return apply(cls, *args, **kwargs)
-        raise CaptureError(
-            f"the model uses the autograd.Function {cls.__module__}.{cls.__qualname__}; its own backward would be "
-            "lost, because a captured graph keeps only what the forward computes. Write it as a custom operator with "
-            "torch.library.custom_op and register_autograd (it is then kept whole), or as plain PyTorch operations."
-        )
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
-        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
+from autopar.capture.assumptions import assumptions_of
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
@@ -55,6 +56,7 @@ def plan_request(
     schedule: str | None = None,
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
+    assume: Sequence[str] | None = None,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value."""
     return PlanRequest(
@@ -70,6 +72,7 @@ def plan_request(
         schedule,
         chunks,
         None if stages is None else tuple(stages),
+        assumptions_of(assume),
     )
 
 

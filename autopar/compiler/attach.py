@@ -29,7 +29,9 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     request = plan_request(model, **{**options, "memory": plan.memory_limit})
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     args, kwargs = split_batch(batch, request.microbatches or 1)[0]
-    space = request.space(capture(skeleton(model), args, kwargs, training=model.training), plan.mesh)
+    space = request.space(
+        capture(skeleton(model), args, kwargs, training=model.training, assume=request.assume), plan.mesh
+    )
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})

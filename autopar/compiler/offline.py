@@ -60,7 +60,9 @@ class _Planner:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
                 part = split_batch(self.batch, count)[0]
-                self.programs[count] = capture(skeleton(self.model), *part, training=self.model.training)
+                self.programs[count] = capture(
+                    skeleton(self.model), *part, training=self.model.training, assume=self.request.assume
+                )
         return self.programs[count]
 
     def on(self, mesh: Mesh) -> Plan:

@@ -113,7 +113,7 @@ class _Compiler:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            return capture(model, *without_placements(arguments), device=device)
+            return capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
         """What is to be planned; parameters that are laid out stay where they are, whatever the limit."""

@@ -70,7 +70,7 @@ class _Compiler:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            program = capture(model, *without_placements(arguments), device=device)
+            program = capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
     def _plan(self, space: Space) -> Plan:

@@ -138,7 +138,8 @@ class Repetition:
         """A hub stands where its consumers do, if that is one layer; else where the tensor was made."""
         wires = self._targets[number]
         places = [self._places[wire.target] for wire in wires]
-        if places[0].layer is not None and len({(_stack(place), place.layer) for place in places}) == 1:
+        inside = all(place.layer is not None for place in places)
+        if inside and len({(_stack(place), place.layer) for place in places}) == 1:
             consumers = tuple((place.name, wire.target_input) for place, wire in zip(places, wires, strict=True))
             return _Place(places[0].layer, (_stack(places[0]), "hub", consumers))
         origin = self._origin(number)

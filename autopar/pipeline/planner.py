@@ -67,7 +67,7 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         starts=starts,
         timeline=simulate(request.schedule, [stage.seconds for stage in stages]),
         memory_limit=request.settings.memory,
-        notes=tuple(notes),
+        notes=(*notes, *stages[0].plan.notes),
     )
 
 

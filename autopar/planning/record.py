@@ -93,6 +93,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         solver=answer.solver,
         memory_limit=context.settings.memory,
         unruled=space.unruled(),
+        notes=tuple(f"assumed, not checked: {each}" for each in space.program.assumed),
         memory=answer.memory,
         recompute=answer.modes,
         multiplier=answer.multiplier,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.annotations.pins import Mode, pins_of
+from autopar.capture.assumptions import Assumption
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.errors import InputError
 from autopar.hardware.load import load
@@ -51,6 +52,8 @@ class PlanRequest:
     chunks: int | None = None
     stages: tuple[str, ...] | None = None
     """Modules with which the second and later stages of a pipeline begin."""
+    assume: tuple[Assumption, ...] = ()
+    """Branches on the values of tensors whose outcome is known."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):

@@ -73,6 +73,8 @@ class Program:
     """Of a pipeline stage: placeholders of what arrives from the stage before, in the order in which that sends it."""
     num_sent: int = 0
     """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
+    assumed: tuple[str, ...] = ()
+    """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
     facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What has been found out of the graph, by the name of the question: it does not change once it is captured."""
 

@@ -46,3 +46,8 @@ def attention(call: Call) -> OpRule:
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}
+
+BY_NAME: dict[str, Entry] = {
+    "transformers.models.yoso.modeling_yoso.YosoCumulation": "b s, b t, b s _, b t _, b t e -> b s e",
+}
+"""autograd.Functions of libraries that need not be there; YOSO's has masks, queries, keys and values."""

@@ -220,3 +220,12 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.type_as.default: type_as,
     **dict.fromkeys((aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast),
 }
+
+BY_NAME: dict[str, Entry] = dict.fromkeys(
+    (
+        "transformers.models.bloom.modeling_bloom.GeLUFunction",
+        "transformers.models.recurrent_gemma.modeling_recurrent_gemma.SqrtBoundDerivative",
+    ),
+    _UNARY,
+)
+"""autograd.Functions of libraries that need not be there."""

@@ -121,25 +121,6 @@ def test_an_attention_mask_from_the_caller_is_seen() -> None:
     assert_as_eager(family.build(), args, {**kwargs, "attention_mask": mask}, family.loss)
 
 
-class Reversed(torch.autograd.Function):
-    """The identity, with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return -gradient
-
-
-def test_an_autograd_function_is_refused_by_name() -> None:
-    model = _forward(lambda self, x: Reversed.apply(x * self.w), w=_weight(3))
-    with pytest.raises(CaptureError, match=r"autograd.Function tests\.capture\.test_export\.Reversed.*custom_op"):
-        capture(model, (_x(2, 3),), {})
-    assert torch.equal(Reversed.apply(torch.ones(1)), torch.ones(1)), "the guard ends with the capture"
-
-
 @torch.library.custom_op("autopar_tests::tripled", mutates_args=())
 def tripled(x: Tensor) -> Tensor:
     """The identity, whose gradient is three times too large, so that a lost backward shows."""
@@ -368,7 +349,7 @@ def test_a_frozen_norm_stays_frozen_while_its_model_trains() -> None:
         (lambda self, x: x * self.w.detach().mul_(2), "writes into the parameter w.*buffer"),
         (lambda self, x: x * self.w.data, r"value is not there.*\.detach"),
         (lambda self, x: x.mul_(2) * self.w, "writes into its input.*clone"),
-        (lambda self, x: x @ self.missing, "cannot be traced: AttributeError.*runs eagerly"),
+        (lambda self, x: x @ self.missing, r"cannot be traced at test_export.py:\d+, in .*: AttributeError.*eagerly"),
         (lambda self, x: (x * self.w).expand(2, 2, 3).contiguous().numpy(), "cannot be traced"),
     ],
 )

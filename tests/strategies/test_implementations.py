@@ -12,10 +12,11 @@ from autopar.sharding.operation import OpRule
 from autopar.sharding.rule import Choice
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.rules import random
-from tests.support.parts import Parts, local_shape, split
+from autopar.validation.parts import Parts, local_shape, split
+from autopar.validation.whole_call import Whole, show
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.draw import Draw, Sample
-from tests.support.simulation.validate import Whole, only_implementation, show
+from tests.support.simulation.validate import only_implementation
 from tests.support.simulation.validate_implementations import (
     check_implementation,
     implemented_choices,

@@ -12,10 +12,11 @@ import pytest
 from autopar.errors import RuleError
 from autopar.sharding.rule import PASS_REPLICATED
 from autopar.strategies import RULES, rule_of
+from autopar.validation.whole_call import Whole, fault_of
 from tests.support.simulation.samples import SAMPLES
 from tests.support.simulation.samples.allowed import ALLOWED, NOT_COMPARED
 from tests.support.simulation.samples.draw import Draw
-from tests.support.simulation.validate import Report, Whole, check, fault_of, only_implementation
+from tests.support.simulation.validate import Report, check, only_implementation
 
 SEED = 0
 TARGETS = sorted((target for target in RULES if target in SAMPLES and target not in NOT_COMPARED), key=str)

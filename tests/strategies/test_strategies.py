@@ -23,9 +23,10 @@ from autopar.strategies import BY_NAME, RULES, TABLES, notation, rule_of
 from autopar.strategies.notation import broadcast
 from autopar.strategies.rules import view
 from autopar.strategies.rules.view import reshaped
+from autopar.validation.parts import split
+from autopar.validation.whole_call import Whole
 from tests.support.families import FAMILIES
-from tests.support.parts import split
-from tests.support.simulation.validate import Whole, check, only_implementation
+from tests.support.simulation.validate import check, only_implementation
 from tests.support.simulation.validate_implementations import AXIS, implemented_choices, run_implementation
 
 aten = torch.ops.aten

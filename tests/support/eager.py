@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.assumptions import Assumption
 from autopar.capture.export import capture
 from autopar.program.program import Program
 
@@ -41,6 +42,7 @@ def assert_as_eager(
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] = lambda output: output.square().mean(),
     tolerance: float = 1e-6,
+    assume: Sequence[Assumption] = (),
 ) -> Program:
     """Capture the model, train one step with the program and with the model itself, and compare everything."""
     kwargs = dict(kwargs or {})
@@ -48,7 +50,7 @@ def assert_as_eager(
     for module in expected.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # type: ignore[union-attr]
-    program = capture(model, args, kwargs)
+    program = capture(model, args, kwargs, assume=assume)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))
     loss(output).backward()

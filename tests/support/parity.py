@@ -160,10 +160,10 @@ def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.c
     It is found so in `modules`, which call it.
     """
 
-    def find(model: nn.Module, *args: Any, device: torch.device) -> Program:
+    def find(model: nn.Module, *args: Any, **options: Any) -> Program:
         key = (*graph, model.training)
         if key not in _programs:
-            _programs[key] = capture(model, *args, device=device)
+            _programs[key] = capture(model, *args, **options)
         return _programs[key]
 
     patches = contextlib.ExitStack()

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Casts
+from autopar.capture.passes.functions import KEPT, KeptUse
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
 from autopar.errors import CaptureError
 
@@ -44,6 +45,8 @@ class Inliner:
     """Copies calls of the exported graph and its regions into the draft."""
 
     draft: TracedGraph
+    functions: Sequence[KeptUse]
+    """What the calls of KEPT stand for."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
@@ -76,6 +79,9 @@ class Inliner:
             return self.copy(body, inputs, replace(region, casts=casts))
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
+        if target is KEPT:
+            number, *tensors = args
+            target, args = self.functions[number].call(tensors, region.casts and region.casts.dtype)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
@@ -109,6 +115,7 @@ def inline(
     mode: FakeTensorMode,
     values: Mapping[str, Any],
     autocast: torch.dtype | None,
+    functions: Sequence[KeptUse] = (),
 ) -> TracedGraph:
     """A draft of an exported graph.
 
@@ -116,6 +123,7 @@ def inline(
         sources: what each tensor placeholder stands for; equal sources become one placeholder.
         values: fake value of every tensor placeholder.
         autocast: dtype of the autocast region around the whole graph, if any.
+        functions: uses of autograd.Functions, by the number that stands for them.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     draft = TracedGraph(
@@ -133,7 +141,7 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    outputs = Inliner(draft).copy(module, inputs, Region(casts=casts))
+    outputs = Inliner(draft, functions).copy(module, inputs, Region(casts=casts))
     draft.graph.output(outputs)
     return draft
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from autopar.sharding.layout import I, P, Placement, R, S
 from autopar.sharding.operation import Implementation, OpRule
 from autopar.sharding.rule import Choice
-from tests.support.parts import split, value_fault
-from tests.support.simulation.validate import Whole, check, covers, fault_of, right_choices, show
+from autopar.validation.parts import split, value_fault
+from autopar.validation.whole_call import Whole, fault_of, show
+from tests.support.simulation.validate import check, covers, right_choices
 
 aten = torch.ops.aten
 

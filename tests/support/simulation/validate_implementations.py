@@ -22,19 +22,10 @@ from autopar.sharding.operation import OpRule
 from autopar.sharding.rule import BoundRule, Choice
 from autopar.space.menu import padded_factors
 from autopar.strategies import rule_of
-from tests.support.parts import Parts, local_shape, split
+from autopar.validation.parts import Parts, local_shape, split
+from autopar.validation.whole_call import Placements, Whole, gradients_of, joined_fault, possible, show, tensors_of
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
-from tests.support.simulation.validate import (
-    Placements,
-    Whole,
-    gradients_of,
-    implemented,
-    joined_fault,
-    only_implementation,
-    possible,
-    show,
-    tensors_of,
-)
+from tests.support.simulation.validate import implemented, only_implementation
 
 AXIS = "x"
 

@@ -1,0 +1,67 @@
+"""What stands for an `autograd.Function` in an exported graph, until it becomes a call of its own.
+
+The exporter accepts operators only: while it traces, each use of a Function is the operator KEPT with a number and the
+tensors, and the number says which Function was used, with which other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+
+from autopar.capture.passes.traced_graph import PLAIN
+from autopar.program.functions import Function, function_call
+
+
+class _Kept(HigherOrderOperator):
+    """The operator itself: it is recorded, and never run."""
+
+    def __init__(self) -> None:
+        super().__init__("autopar_kept_function")
+
+    def __call__(self, number: int, *tensors: Tensor) -> Any:
+        raise AssertionError("an exported graph is rewritten before it runs")
+
+
+KEPT = _Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUse:
+    """One use of a Function: its arguments flat, tensors left out."""
+
+    function: Function
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    places: tuple[int, ...]
+    """Which leaves are the tensors."""
+
+    @classmethod
+    def of(cls, function: Function, args: Sequence[Any]) -> KeptUse:
+        leaves, spec = pytree.tree_flatten(tuple(args))
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        left = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(function, left, spec, places)
+
+    def call(self, tensors: Sequence[Any], autocast: torch.dtype | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Target and arguments of the node, given those in the place of the tensors."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args = list(pytree.tree_unflatten(leaves, self.spec))
+        objects = [i for i, arg in enumerate(args) if not _is_printed(arg)]
+        target = function_call(self.function, autocast, tuple((i, args[i]) for i in objects))
+        return target, tuple(None if i in objects else arg for i, arg in enumerate(args))
+
+
+def _is_printed(argument: Any) -> bool:
+    """Whether a graph can hold and print an argument."""
+    if isinstance(argument, list | tuple) and type(argument) in (list, tuple):
+        return all(map(_is_printed, argument))
+    return isinstance(argument, (*PLAIN, torch.fx.Node))
