@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,10 +24,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.capture.globals_read import called_functions, globals_read
 from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
+from autopar.capture.outside import refuse_outside_sources
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
+from autopar.capture.recorder import Recorder, check_settled
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
 
@@ -49,19 +54,38 @@ def capture(
         device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
 
     Raises:
-        CaptureError: the forward depends on the values of tensors, uses an autograd.Function, or writes where it
-            may not; a module has a backward hook.
+        CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
+            time, uses an autograd.Function, or writes where it may not; a module has a backward hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
+    first, recorder = _captured(model, args, kwargs, training, device)
+    if not recorder.evolved:
+        return replace(first, python=recorder.state(settled=True))
+    second, again = _captured(model, args, kwargs, training, device, recorder.put_evolved)
+    check_settled(recorder, again)
+    return replace(first, python=recorder.state(settled=_equal(first, second)))
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool | None,
+    device: torch.device | None,
+    change: Callable[[nn.Module], None] = lambda traced: None,
+) -> tuple[Program, Recorder]:
+    """The Program of a model that is changed before, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training)
+    change(traced)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
-    exported = _export(traced, fake_args, fake_kwargs, autocast)
+    recorder = Recorder(traced, globals_read(traced))
+    exported = _export(traced, fake_args, fake_kwargs, autocast, recorder)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
     draft = inline(exported.graph_module, sources, mode, values, autocast)
@@ -71,9 +95,15 @@ def capture(
     normalize(draft)
     if device is not None:
         rehome(draft.graph, device)
-    return _program(
-        draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, _leaf_names(model, args, kwargs)
-    )
+    names = _leaf_names(model, args, kwargs)
+    program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
+    return program, recorder
+
+
+def _equal(one: Program, other: Program) -> bool:
+    """Whether two programs compute the same."""
+    constants = zip(one.constants.values(), other.constants.values(), strict=False)
+    return one.fingerprint == other.fingerprint and all(torch.equal(a, b) for a, b in constants)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -143,11 +173,18 @@ def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None, recorder: Recorder
 ) -> torch.export.ExportedProgram:
     try:
         autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with faithful_tracing(), _only_what_is_read(), autocasting:
+        sources = refuse_outside_sources(model, called_functions(model))
+        with (
+            faithful_tracing(),
+            _only_what_is_read(),
+            autocasting,
+            sources,
+            recorder.recording(),
+        ):
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
@@ -161,7 +198,9 @@ def _export(
 @contextlib.contextmanager
 def _only_what_is_read() -> Iterator[None]:
     """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
-    with _use_lazy_graph_module(True), mock.patch.object(fx_config, "do_not_emit_stack_traces", True):
+    quiet = mock.patch.object(fx_config, "do_not_emit_stack_traces", True)
+    with _use_lazy_graph_module(True), quiet, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # what is written is recorded by ourselves
         yield
 
 

@@ -57,6 +57,7 @@ def compile_pipeline(
         whole_outputs=request.whole_outputs,
         seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
     )
+    compiler.module.follow(model)
     return compiler.module
 
 

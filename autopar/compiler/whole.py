@@ -39,6 +39,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
         num_microbatches=request.microbatches or 1,
     )
+    compiler.module.follow(model)
     return compiler.module
 
 

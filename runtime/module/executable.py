@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError
 from autopar.plans.plan import Plan
 from autopar.program.program import Program, TensorInfo, info_of
+from autopar.program.python_state import PythonState
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
 from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
 from autopar.runtime.implementations.dropout import use_randomness
@@ -72,6 +73,11 @@ class Executable:
     """Whether some gathered weights are freed after use and gathered again in the backward."""
     recomputing: tuple[RunCall, ...]
     """The calls of the graph where some are computed again in the backward; else none."""
+
+    @property
+    def python(self) -> PythonState:
+        """What the forward has read of Python."""
+        return self.program.python
 
     @classmethod
     def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:

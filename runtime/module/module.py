@@ -83,7 +83,7 @@ class ParallelModule(StoredModule[Executable]):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """What runs a micro-batch of these inputs, planned on their first appearance."""
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        return self._prepared(split_batch(arguments, self._num_microbatches)[0])
+        return self._prepared(split_batch(arguments, self._num_microbatches)[0], example=True)
 
     # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
     # everything else is disabled.
@@ -111,7 +111,7 @@ class ParallelModule(StoredModule[Executable]):
         """
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         batches = split_batch(arguments, self._num_microbatches)
-        executable = self._prepared(batches[0])
+        executable = self._prepared(batches[0], example=len(batches) == 1)
         position = loss_position(executable.program)
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
