@@ -31,8 +31,10 @@ from autopar.capture.outside import refuse_outside_sources
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.recorder import Recorder, check_settled
+from autopar.capture.tensor_hooks import TensorHooks
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
+from autopar.program.python_state import PythonState
 
 ORDER = ("parameter", "buffer", "constant", "input")
 
@@ -61,11 +63,13 @@ def capture(
     1
     """
     first, recorder = _captured(model, args, kwargs, training, device)
-    if not recorder.evolved:
-        return replace(first, python=recorder.state(settled=True))
-    second, again = _captured(model, args, kwargs, training, device, recorder.put_evolved)
-    check_settled(recorder, again)
-    return replace(first, python=recorder.state(settled=_equal(first, second)))
+    settled = True
+    if recorder.evolved:
+        second, again = _captured(model, args, kwargs, training, device, recorder.put_evolved)
+        check_settled(recorder, again)
+        settled = _equal(first, second)
+    first.python = replace(recorder.state(settled), hooks=first.python.hooks)
+    return first
 
 
 def _captured(
@@ -84,8 +88,8 @@ def _captured(
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
-    recorder = Recorder(traced, globals_read(traced))
-    exported = _export(traced, fake_args, fake_kwargs, autocast, recorder)
+    recorder, hooks = Recorder(traced, globals_read(traced)), TensorHooks(traced, model)
+    exported = _export(traced, fake_args, fake_kwargs, autocast, recorder, hooks)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
     draft = inline(exported.graph_module, sources, mode, values, autocast)
@@ -97,6 +101,7 @@ def _captured(
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
+    program.python = PythonState(hooks=tuple(hooks.hooks))
     return program, recorder
 
 
@@ -173,18 +178,18 @@ def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: torch.dtype | None, recorder: Recorder
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    recorder: Recorder,
+    hooks: TensorHooks,
 ) -> torch.export.ExportedProgram:
     try:
         autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
         sources = refuse_outside_sources(model, called_functions(model))
-        with (
-            faithful_tracing(),
-            _only_what_is_read(),
-            autocasting,
-            sources,
-            recorder.recording(),
-        ):
+        recording = hooks.recording(), recorder.recording()
+        with faithful_tracing(), _only_what_is_read(), autocasting, sources, recording[0], recording[1]:
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise

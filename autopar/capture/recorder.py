@@ -103,7 +103,7 @@ class Recorder:
             tuple(read.place for read in reads),
             tuple((write.place, write.value) for write in (*plain, *evolved)),
             tuple(write.place for write in lost),
-            settled,
+            settled=settled,
         )
 
     def put_evolved(self, traced: nn.Module) -> None:

@@ -83,6 +83,8 @@ class PythonState:
     """Plain values that a call leaves in places, which later calls leave alone."""
     lost: tuple[Place, ...] = ()
     """Places into which the forward writes tensors or objects, which a compiled module does not have."""
+    hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
+    """The gradient hooks that the forward registers on tensors, by the number that calls of `gradient_hook` have."""
     settled: bool = True
     """Whether the graph is the same before and after what is left is there."""
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.plans.plan import Plan
+from autopar.program.gradient_hooks import use_hooks
 from autopar.program.program import Program, TensorInfo, info_of
 from autopar.program.python_state import PythonState
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
@@ -137,6 +138,8 @@ class Executable:
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_mesh(self.mesh, self.joined))
             stack.enter_context(use_randomness(seed, step, deterministic))
+            if self.program.python.hooks:
+                stack.enter_context(use_hooks(self.program.python.hooks))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather())
