@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar.capture.globals_read import called_functions, globals_read
+from autopar.capture.grad_mode import asked_modes
 from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
 from autopar.capture.outside import refuse_outside_sources
@@ -68,7 +69,7 @@ def capture(
         second, again = _captured(model, args, kwargs, training, device, recorder.put_evolved)
         check_settled(recorder, again)
         settled = _equal(first, second)
-    first.python = replace(recorder.state(settled), hooks=first.python.hooks)
+    first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
     return first
 
 
@@ -89,7 +90,8 @@ def _captured(
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
     recorder, hooks = Recorder(traced, globals_read(traced)), TensorHooks(traced, model)
-    exported = _export(traced, fake_args, fake_kwargs, autocast, recorder, hooks)
+    with asked_modes() as modes:
+        exported = _export(traced, fake_args, fake_kwargs, autocast, recorder, hooks)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
     draft = inline(exported.graph_module, sources, mode, values, autocast)
@@ -101,7 +103,7 @@ def _captured(
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
-    program.python = PythonState(hooks=tuple(hooks.hooks))
+    program.python = PythonState(hooks=tuple(hooks.hooks), modes=tuple(modes.items()))
     return program, recorder
 
 

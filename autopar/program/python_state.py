@@ -85,6 +85,8 @@ class PythonState:
     """Places into which the forward writes tensors or objects, which a compiled module does not have."""
     hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
     """The gradient hooks that the forward registers on tensors, by the number that calls of `gradient_hook` have."""
+    modes: tuple[tuple[str, bool], ...] = ()
+    """The functions of torch that the forward asks for modes (`is_grad_enabled` …), and what they say in the call."""
     settled: bool = True
     """Whether the graph is the same before and after what is left is there."""
 
@@ -101,6 +103,8 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
+        if any(getattr(torch, name)() != value for name, value in self._state.modes):
+            return False
         if self._entries.same():
             return True
         try:
@@ -143,7 +147,7 @@ class _Entries:
 
     @classmethod
     def of(cls, root: nn.Module, places: Iterable[Place]) -> _Entries:
-        found = cls()
+        found = cls(others=[(torch.get_default_dtype, torch.get_default_dtype())])
         seen: set[int] = set()
         for place in places:
             found._add(place, place.holder(root), seen)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from autopar.capture.grad_mode import of_this_call
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState, Watch
 from autopar.runtime.module.inputs import Arguments, kind_of
@@ -128,7 +129,7 @@ class StoredModule(nn.Module, Generic[Runs]):
         number = self._python.fitting(known)
         if number == len(known):
             # A first call for inference is prepared for training all the same.
-            with torch.inference_mode(False), torch.enable_grad():
+            with of_this_call(), torch.inference_mode(False), torch.enable_grad():
                 found = self._prepare(arguments, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
             kind = *kind[:2], self._frozen() if frozen is None else frozen

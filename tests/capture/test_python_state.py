@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from datetime import datetime
 from random import uniform
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.export import capture, skeleton
+from autopar.capture.grad_mode import of_this_call
 from autopar.errors import CaptureError
 from autopar.program.python_state import PythonState, Watch
 
@@ -301,3 +303,44 @@ def test_sources_are_as_they_were_after_a_refusal() -> None:
         _captured(_model(lambda self, x: x * self.w * random.random()))
     assert (random.random, time.time, datetime, nn.Module.__setattr__) == before
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def _asking(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert not torch.is_grad_enabled()
+    return x * self.w if torch.is_grad_enabled() else x * self.w * 2
+
+
+def test_a_forward_that_asks_for_gradients_is_told_of_the_call() -> None:
+    model = _model(_asking)
+    captured = {}
+    for name, mode in (("on", torch.enable_grad), ("off", torch.no_grad), ("inference", torch.inference_mode)):
+        with mode(), of_this_call(), torch.inference_mode(False), torch.enable_grad():
+            program = capture(model, (torch.ones(2, 4),), {})
+        captured[name] = program.fingerprint, Watch(model, program.python)
+    assert captured["on"][0] != captured["off"][0] == captured["inference"][0]
+    with torch.no_grad():
+        assert [name for name, (_, watch) in captured.items() if watch.holds()] == ["off", "inference"]
+    assert [name for name, (_, watch) in captured.items() if watch.holds()] == ["on"]
+
+
+def test_another_default_dtype_is_another_kind() -> None:
+    model = _model(lambda self, x: x * self.w + torch.zeros(4))
+    watch = Watch(model, _captured(model))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert not watch.holds()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert watch.holds()
+
+
+def test_what_a_forward_prints_and_warns_of_is_said_when_it_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        print("rows", x.shape[0])
+        warnings.warn("captured", stacklevel=1)
+        return x * self.w
+
+    with pytest.warns(UserWarning, match="captured"):
+        _captured(_model(forward))
+    assert capsys.readouterr().out == "rows 2\n"

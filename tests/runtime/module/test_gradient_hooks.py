@@ -68,7 +68,7 @@ def _trained(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, A
             assert_close(whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}")
         compiled.layers[1].norm = eager.layers[1].norm = 0.5 + step  # read in the backward, by the hook alone
     for layer, other in zip(compiled.layers, eager.layers, strict=True):
-        assert_close(layer.seen, other.seen)
+        assert_close(layer.seen, other.seen, rtol=1e-4, atol=1e-6)
     assert bool(compiled.plan.recompute) == ("recompute" in options)
     assert sum(map(len, compiled._known.values())) == 1
 
