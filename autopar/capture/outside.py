@@ -50,7 +50,7 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
     `functions` are those of the user that the model calls, in whose files the sources may be globals.
     """
     replaced: dict[int, Any] = {id(_DATETIME): _clock()}
-    places: list[tuple[dict[str, Any], str]] = [(vars(datetime), "datetime")]
+    places: list[tuple[Any, str]] = [(vars(datetime), "datetime")]
     for module, names, advice in _sources():
         for name in names:
             function = getattr(module, name, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,8 @@ class Recorder:
 
     def _patch(self, cls: type) -> None:
         """Record reads and writes of attributes of a class's objects."""
-        get, put = cls.__getattribute__, cls.__setattr__
+        get: Callable[[Any, str], Any] = cls.__getattribute__  # pyright: ignore[reportAssignmentType]
+        put: Callable[[Any, str, Any], None] = cls.__setattr__  # pyright: ignore[reportAssignmentType]
 
         def read(holder: Any, name: str) -> Any:
             try:

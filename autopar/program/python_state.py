@@ -44,14 +44,9 @@ class Place:
     name: str
     """As a user writes it: `layers.0.config.beta`."""
 
-    @property
-    def key(self) -> tuple[Any, tuple[Any, ...]]:
-        """What is equal for equal places in models."""
-        return self.owner if isinstance(self.owner, str) else id(self.owner), self.steps
-
     def holder(self, root: nn.Module) -> Any:
         """The object in which the last step looks."""
-        found = root.get_submodule(self.owner) if isinstance(self.owner, str) else self.owner
+        found: Any = root.get_submodule(self.owner) if isinstance(self.owner, str) else self.owner
         for kind, key in self.steps[:-1]:
             found = getattr(found, key) if kind == "attribute" else found[key]
         return found

@@ -92,8 +92,8 @@ class ParallelModule(StoredModule[Executable]):
         """Run the model on the global batch."""
         executable, inputs = self._entered(args, kwargs)
         with self._surroundings(executable):
+            _check_not_compiled(executable)
             if executable.recomputing and torch.is_grad_enabled():
-                _check_not_compiled(executable)
                 outputs = run(executable.local.module.graph, executable.recomputing, inputs)
             else:
                 outputs = executable.local.module(*inputs)
@@ -162,11 +162,22 @@ class ParallelModule(StoredModule[Executable]):
 
 
 def _check_not_compiled(executable: Executable) -> None:
-    """Raise InputError under torch.compile, which decides by itself what to keep and does not see saved tensors."""
-    if get_eval_frame_callback() not in (None, False):
-        modes = [step.role for step in executable.recomputing if step.role is not None]
-        named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+    """Raise InputError under torch.compile, which decides by itself what to keep, and freezes hooks."""
+    hooks = executable.program.python.hooks
+    if not (executable.recomputing or hooks) or not torch.is_grad_enabled() or not _compiling():
+        return
+    if hooks:
         raise InputError(
-            f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
-            'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+            "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
+            "model without torch.compile, or register the hooks on parameters."
         )
+    modes = [step.role for step in executable.recomputing if step.role is not None]
+    named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+    raise InputError(
+        f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
+        'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+    )
+
+
+def _compiling() -> bool:
+    return get_eval_frame_callback() not in (None, False)

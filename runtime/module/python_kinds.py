@@ -26,7 +26,7 @@ from autopar.program.python_state import (
     is_observable,
 )
 
-Key = tuple[Any, tuple[Any, ...]]
+Key = tuple[int, Any]
 MANY = 8
 """After so many programs for one kind of input a warning says what varies."""
 
@@ -125,23 +125,31 @@ class _Original:
         self._root = root
         self._model = weakref.ref(original)
         self._seen: dict[Key, list[Any]] = {}
-        """Place → a reference to what holds it in the original, the value that was last seen there, the place."""
+        """(id of what holds an attribute, its name) → a reference to that, the value last seen, the place."""
+        self._read: list[Key] = []
+        """What forward reads."""
         for path, module in original.named_modules():
             self._look(module, Place(path, (), path), depth=3)
-        self._read: list[Key] = []
 
     def _look(self, holder: Any, at: Place, depth: int) -> None:
         for name, value in vars(holder).items():
-            place = at.attribute(name)
             if isinstance(value, ATOMS) and name not in INTERNALS:
-                self._seen[place.key] = [weakref.ref(holder), value, place]
+                self._seen.setdefault((id(holder), name), [weakref.ref(holder), value, at.attribute(name)])
             elif depth and is_observable(value):
                 with contextlib.suppress(TypeError):  # an object without weak references
-                    self._look(value, place, depth - 1)
+                    self._look(value, at.attribute(name), depth - 1)
 
     def read(self, places: Iterable[Place]) -> None:
         """Forward reads these places."""
-        self._read = list(dict.fromkeys((*self._read, *(each.key for each in places if each.key in self._seen))))
+        model = self._model()
+        if model is None:
+            return
+        found = dict.fromkeys(self._read)
+        for place in places:
+            if isinstance(place.owner, str):
+                with contextlib.suppress(AttributeError, LookupError):  # the original has changed
+                    found[id(place.holder(model)), place.steps[-1][1]] = None
+        self._read = [key for key in found if key in self._seen]
 
     def take_over(self, everything: bool) -> None:
         """Set in the copy what was set in the original since it was last looked at; of what forward reads, or all."""

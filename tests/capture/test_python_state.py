@@ -39,8 +39,8 @@ class Config:
         self.windows = [1, 2]
 
 
-def _model(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
-    model = type("Model", (nn.Module,), {"forward": forward})()
+def _model(forward: Callable[..., Any], **attributes: Any) -> Any:
+    model: Any = type("Model", (nn.Module,), {"forward": forward})()
     model.w = nn.Parameter(torch.ones(4))
     for name, value in attributes.items():
         setattr(model, name, value)
@@ -112,7 +112,7 @@ def _config(self: Any, x: Tensor) -> Tensor:
 def test_what_an_object_holds_is_watched_as_far_as_it_is_read(change: Callable[[Any], None]) -> None:
     model = _model(_config, config=Config())
     watch = Watch(model, _captured(model))
-    model.config.unread = 2.0  # type: ignore[union-attr]
+    model.config.unread = 2.0
     assert watch.holds()
     change(model)
     assert not watch.holds()
@@ -127,7 +127,7 @@ def test_an_array_a_tensor_and_a_namespace_are_watched_by_content(array: Any) ->
     model = _model(forward, data=array)
     watch = Watch(model, _captured(model))
     assert watch.holds()
-    (model.data.k if isinstance(array, SimpleNamespace) else model.data)[0] = 2.0  # type: ignore[union-attr, operator]
+    (model.data.k if isinstance(array, SimpleNamespace) else model.data)[0] = 2.0
     assert not watch.holds()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -90,3 +90,13 @@ def test_a_hook_sees_the_whole_gradient(
 def test_a_hook_would_see_gradients_of_micro_batches() -> None:
     with pytest.raises(CaptureError, match=r"each of 2 micro-batches.*microbatches=1"):
         autopar.plan(Normalizing(), autopar.Mesh({"dp": 2}), (torch.ones(4, 8),), microbatches=2)
+
+
+def _compiled_again() -> None:
+    compiled = autopar.compile(Normalizing(), mesh((1,), ("dp",)), hardware=SLOW_DEVICES)
+    with pytest.raises(InputError, match=r"torch.compile runs a model whose forward registers gradient hooks"):
+        torch.compile(compiled, backend="eager")(torch.ones(4, 8))
+
+
+def test_torch_compile_would_freeze_a_hook(ranks: Ranks) -> None:
+    ranks.run(_compiled_again, world_size=1)

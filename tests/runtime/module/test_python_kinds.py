@@ -60,7 +60,7 @@ def _step(model: Any, train_step: bool) -> dict[str, Tensor | None]:
     else:
         loss = model(x_BD)
         loss.backward()
-    return {"": whole(loss).detach(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
+    return {"": loss.detach(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
 
 
 def _num_programs(compiled: Any) -> int:
@@ -76,7 +76,7 @@ def _same(compiled: Any, eager: Any) -> None:
 def _changed(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, Any]) -> None:
     global GAIN
     GAIN = 1.0
-    original = Annealed()
+    original: Any = Annealed()
     eager = copy.deepcopy(original)
     x_BD = torch.randn(4, 8)
     compiled = autopar.compile(original, mesh(shape, axes), example_inputs=(x_BD,), hardware=SLOW_DEVICES, **options)
@@ -97,7 +97,7 @@ def _changed(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, A
     GAIN = 2.0
     _same(compiled, eager)
     with pytest.raises(TypeError, match=r"hidden is written by forward.*return it"):
-        compiled.hidden + 1
+        _ = compiled.hidden + 1
     with pytest.raises(TypeError, match=r"hidden is written by forward"):
         torch.relu(compiled.hidden)
     del original
@@ -118,7 +118,7 @@ def test_what_is_set_after_compile_counts(
 
 
 def _lazily() -> None:
-    original = Annealed()
+    original: Any = Annealed()
     eager = copy.deepcopy(original)
     compiled = autopar.compile(original, mesh((2,), ("dp",)), hardware=SLOW_DEVICES)
     compiled.beta = eager.beta = 0.5
