@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.errors import InputError
 from autopar.program.python_state import (
     ATOMS,
     CONTAINERS,
@@ -38,10 +39,13 @@ class PythonKinds:
         """`root` is the model that is captured."""
         self.root = root
         self._original: _Original | None = None
+        self.shown = False
+        """Whether the compiled module has the attributes of the model: when it is made."""
 
     def follow(self, original: nn.Module) -> None:
         """Let what is set in attributes of the model of which `root` is a copy count, while somebody else holds it."""
         self._original = _Original(original, self.root)
+        self.shown = True
 
     def keeps(self, name: str) -> bool:
         """Whether the model has data under a name: an attribute of its own, or one of its class that is no code."""
@@ -50,9 +54,14 @@ class PythonKinds:
         return name in vars(self.root) or isinstance(getattr(type(self.root), name, MISSING), (*ATOMS, *CONTAINERS))
 
     def takes(self, compiled: type, name: str, value: Any) -> bool:
-        """Whether an attribute that is set on the compiled module is the model's."""
+        """Whether an attribute that is set on the compiled module is the model's; InputError where both have one."""
         if name in INTERNALS or isinstance(value, nn.Parameter | nn.Module):
             return False
+        if hasattr(compiled, name) and name in vars(self.root) and not name.startswith("_"):
+            raise InputError(
+                f"{name} is an attribute of the compiled module and one of the model; set that of the model with "
+                f"compiled.tree.root.{name} = …, or give it another name."
+            )
         registered = any(name in vars(self.root)[kind] for kind in ("_parameters", "_buffers", "_modules"))
         return not registered and (self.keeps(name) or not (name.startswith("_") or hasattr(compiled, name)))
 

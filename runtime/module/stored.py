@@ -82,14 +82,14 @@ class StoredModule(nn.Module, Generic[Runs]):
             return super().__getattr__(name)
         except AttributeError:
             python = vars(self).get("_python")
-            if python is None or not python.keeps(name):
+            if python is None or not python.shown or not python.keeps(name):
                 raise
             return getattr(python.root, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""
         python = vars(self).get("_python")
-        if python is None or name in vars(self) or not python.takes(type(self), name, value):
+        if python is None or not python.shown or name in vars(self) or not python.takes(type(self), name, value):
             super().__setattr__(name, value)
         else:
             setattr(python.root, name, value)

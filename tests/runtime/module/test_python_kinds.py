@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import autopar
+from autopar.errors import InputError
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -125,6 +126,20 @@ def _lazily() -> None:
     original.inner.k = eager.inner.k = 7
     x_BD = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     assert_close(compiled(x_BD), eager(x_BD))
+
+
+def _both_have_it() -> None:
+    model: Any = Annealed()
+    model.scaler, model._step = 2.0, "the model's"
+    compiled = autopar.compile(model, mesh((1,), ("dp",)), example_inputs=(torch.ones(4, 8),), hardware=SLOW_DEVICES)
+    with pytest.raises(InputError, match=r"scaler is an attribute of the compiled module and one of the model"):
+        compiled.scaler = 3.0
+    compiled(torch.ones(4, 8))
+    assert compiled._step == 1 and compiled.tree.root._step == "the model's"
+
+
+def test_an_attribute_that_both_have_is_refused(ranks: Ranks) -> None:
+    ranks.run(_both_have_it, world_size=1)
 
 
 def test_what_is_set_before_the_first_call_counts(ranks: Ranks) -> None:
