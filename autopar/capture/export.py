@@ -24,15 +24,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.capture.globals_read import called_functions, globals_read
-from autopar.capture.grad_mode import asked_modes
 from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
 from autopar.capture.normalize import normalize, rehome
-from autopar.capture.outside import refuse_outside_sources
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
-from autopar.capture.recorder import Recorder, check_settled
-from autopar.capture.tensor_hooks import TensorHooks
+from autopar.capture.python.globals_read import called_functions, globals_read
+from autopar.capture.python.grad_mode import asked_modes
+from autopar.capture.python.outside import refuse_outside_sources
+from autopar.capture.python.recorder import Recorder, check_settled
+from autopar.capture.python.tensor_hooks import TensorHooks
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
 from autopar.program.python_state import PythonState

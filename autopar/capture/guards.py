@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from autopar.capture.cone import comes_from_inputs
+from autopar.capture.python.cone import comes_from_inputs
 from autopar.errors import CaptureError
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from autopar.capture.grad_mode import of_this_call
+from autopar.capture.python.grad_mode import of_this_call
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState, Watch
 from autopar.runtime.module.inputs import Arguments, kind_of

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.user_code import is_users, where
+from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 
 RANDOM = "draw with torch's random operations (torch.rand, torch.randint …), which stay random, or give it as input"

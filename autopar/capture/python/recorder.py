@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.cone import comes_from, depends_on_call
-from autopar.capture.user_code import is_users, where
+from autopar.capture.python.cone import comes_from, depends_on_call
+from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 from autopar.program.python_state import (
     ATOMS,
@@ -49,6 +50,8 @@ class Read:
     items: list[Any] | None
     """Of a container, before the forward has changed it."""
     location: str
+    own: dict[str, Any] = field(default_factory=dict)
+    """The attributes of the object that has this one."""
 
 
 @dataclass(slots=True)
@@ -155,7 +158,13 @@ class Recorder:
         self._on = False  # what looks at the value is no part of the forward
         try:
             place = self._place(holder, name)
-            self._reads[key] = Read(place, value, _items(value), where(sys._getframe(2)))
+            location = where(sys._getframe(2))
+            if isinstance(value, Iterator):
+                raise CaptureError(
+                    f"the forward reads {place.name} ({location}), a {type(value).__name__}, which gives another value "
+                    f"in every call. {ADVICE}"
+                )
+            self._reads[key] = Read(place, value, _items(value), location, _own(holder))
             self._observe(value, place)
         finally:
             self._on = True
@@ -208,6 +217,11 @@ class Recorder:
     def _end(self) -> None:
         """At the end of a forward, while what it has changed is still there (`torch.export` puts attributes back)."""
         self._on = False
+        for key, read in self._reads.items():
+            now = read.own.get(key[1], read.before)
+            if now is not read.before and key not in self._writes:  # behind the back of __setattr__
+                dependent = any(depends_on_call(x, self._traced) for x in _tensors(now))
+                self._writes[key] = Write(read.place, now, read.location, dependent)
         self._check()
         pairs = [(self._reads[key], write) for key, write in self._writes.items() if key in self._reads]
         evolved = [w for read, w in pairs if not equal(read.before, w.value) and _is_plain(w.value)]
@@ -219,10 +233,12 @@ class Recorder:
         """Raise CaptureError for tensors that the next call would read, and for containers that were changed."""
         for key, write in self._writes.items():
             read = self._reads.get(key)
-            if read is not None and write.dependent:
+            remembers = write.dependent or is_observable(write.value)
+            if read is not None and remembers and write.value is not read.before:
+                what = "a tensor" if write.dependent else f"a {type(write.value).__name__}"
                 raise CaptureError(
-                    f"the forward writes a tensor into {write.place.name} ({write.location}), which the next call "
-                    f"reads ({read.location}). {ADVICE}"
+                    f"the forward writes {what} into {write.place.name} ({write.location}), which the next call reads "
+                    f"({read.location}). {ADVICE}"
                 )
         for read in (*self._reads.values(), *self._inner, *self._globals):
             if read.items is not None and not _only_cached(read, self._traced):
@@ -287,7 +303,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _items(value: Any) -> list[Any] | None:
-    return contents(value) if isinstance(value, list | dict | set) else None
+    """What a container holds that can change; of an array its bytes."""
+    if isinstance(value, list | dict | set | deque):
+        return contents(value)
+    return [value.tobytes()] if type(value).__module__ == "numpy" and hasattr(value, "tobytes") else None
 
 
 def _value(place: Place, root: nn.Module) -> Any:
@@ -304,7 +323,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _only_cached(read: Read, traced: nn.Module) -> bool:
     """Whether a container is as it was, or a dict that only got more items, which are the same in every call."""
     assert read.items is not None
-    now = contents(read.before)
+    now = _items(read.before) or []
     if len(now) == len(read.items):
         return all(map(equal, now, read.items))
     if not isinstance(read.before, dict):

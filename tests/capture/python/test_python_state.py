@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.export import capture, skeleton
-from autopar.capture.grad_mode import of_this_call
+from autopar.capture.python.grad_mode import of_this_call
 from autopar.errors import CaptureError
 from autopar.program.python_state import PythonState, Watch
 
@@ -40,7 +41,7 @@ class Config:
 
 
 def _model(forward: Callable[..., Any], **attributes: Any) -> Any:
-    model: Any = type("Model", (nn.Module,), {"forward": forward})()
+    model: Any = type("Model", (nn.Module,), {"forward": forward, "calls": 0})()
     model.w = nn.Parameter(torch.ones(4))
     for name, value in attributes.items():
         setattr(model, name, value)
@@ -205,9 +206,55 @@ def _remember(self: Any, x: Tensor) -> Tensor:
     return x * self.w if previous is None else (x - previous) * self.w
 
 
+class Meter:
+    """Counts."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+
+def _count_in_dict(self: Any, x: Tensor) -> Tensor:
+    self.__dict__["state"] = self.state + 1
+    return x * self.w
+
+
+def _count_in_class(self: Any, x: Tensor) -> Tensor:
+    type(self).calls += 1
+    return x * self.w
+
+
+def _count_in_array(self: Any, x: Tensor) -> Tensor:
+    self.state[0] += 1
+    return x * self.w
+
+
+def _count_in_object(self: Any, x: Tensor) -> Tensor:
+    self.state.calls += 1
+    return x * self.w
+
+
+def _count_in_new_objects(self: Any, x: Tensor) -> Tensor:
+    self.state = Meter(self.state.calls + 1)
+    return x * self.w
+
+
+def _count_with_iterator(self: Any, x: Tensor) -> Tensor:
+    return x * self.w * next(self.state)
+
+
 @pytest.mark.parametrize(
     ("forward", "state", "message"),
     [
+        (_count_in_dict, 0, r"changes state with every call.*to 1, then to 2"),
+        (_count_in_class, 0, r"changes Model.calls with every call.*to 1, then to 2"),
+        (_count_in_array, np.zeros(2), r"changes the ndarray state"),
+        (_count_in_object, Meter(0), r"changes state.calls with every call.*to 1, then to 2"),
+        (_count_in_new_objects, Meter(0), r"writes a Meter into state.*which the next call reads"),
+        (
+            _count_with_iterator,
+            itertools.count(),
+            r"reads state \(.*\), a count, which gives another value in every call",
+        ),
         (_count, 0, r"changes state with every call \(.*test_python_state.py:\d+\): to 1, then to 2.*buffer"),
         (_count_in_module, 0, r"changes config.beta with every call.*to 0.5, then to 0.25.*buffer"),
         (_count_globally, 0, r"changes CALLS with every call.*to 1, then to 2.*argument"),

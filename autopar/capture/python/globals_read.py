@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.user_code import is_installed, is_users
+from autopar.capture.python.user_code import is_installed, is_users
 from autopar.program.python_state import ATOMS, CONTAINERS, Place
 
 
@@ -27,7 +27,20 @@ def globals_read(model: nn.Module) -> tuple[Place, ...]:
             continue
         for place in _places(function):
             found.setdefault((id(place.owner), str(place.steps)), place)
+    for cls in dict.fromkeys(base for module in model.modules() for base in type(module).__mro__):
+        if is_users(cls.__module__) and isinstance(vars(cls).get("forward"), types.FunctionType):
+            for place in _class_places(cls):
+                found.setdefault((id(place.owner), str(place.steps)), place)
     return tuple(found.values())
+
+
+def _class_places(cls: type) -> Iterator[Place]:
+    """The data of a module's class that its forward names, as `type(self).calls`."""
+    forward = vars(cls)["forward"]
+    if not is_installed(forward.__code__):
+        for name in sorted(_names(forward.__code__) & vars(cls).keys()):
+            if _is_data(vars(cls)[name]) and not name.startswith("__"):
+                yield Place(cls, (("attribute", name),), f"{cls.__name__}.{name}")
 
 
 def called_functions(model: nn.Module) -> list[types.FunctionType]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from autopar.capture.user_code import is_users
+from autopar.capture.python.user_code import is_users
 
 MODES: dict[str, Callable[[], bool]] = {
     "is_grad_enabled": torch.is_grad_enabled,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.user_code import where
+from autopar.capture.python.user_code import where
 from autopar.errors import CaptureError
 from autopar.program.gradient_hooks import GRADIENT_HOOK, Hook
 from autopar.program.python_state import ATOMS
