@@ -24,7 +24,7 @@ ORDER = (
     ("units",),
     ("progress",),
     ("program",),
-    ("capture.passes", "sharding", "models"),
+    ("capture.passes", "capture.python", "sharding", "models"),
     ("capture", "hardware", "solver", "strategies.rules"),
     ("strategies",),
     ("strategies.presets", "plans", "cost", "validation"),

@@ -6,31 +6,29 @@ silence is guarded in `guards`; what it cannot follow is a CaptureError.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import config as fx_config
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
-from autopar.capture.functions import kept_functions
-from autopar.capture.guards import check_no_backward_hooks, faithful_tracing
+from autopar.capture.assumptions import Assumption
+from autopar.capture.guards import check_no_backward_hooks
 from autopar.capture.normalize import normalize, rehome
-from autopar.capture.passes.functions import KeptUse
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
+from autopar.capture.python.recorder import Recorder, check_settled
+from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo
+from autopar.program.python_state import PythonState
 
 ORDER = ("parameter", "buffer", "constant", "input")
 
@@ -54,24 +52,44 @@ def capture(
         assume: branches on values whose outcome is known.
 
     Raises:
-        CaptureError: the forward depends on the values of tensors, or writes where it may not; a module has a backward
-            hook.
+        CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
+            time, or writes where it may not; a module has a backward hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
+    first, recorder = _captured(model, args, kwargs, training, device, assume)
+    settled = True
+    if recorder.evolved:
+        second, again = _captured(model, args, kwargs, training, device, assume, recorder.put_evolved)
+        check_settled(recorder, again)
+        settled = _equal(first, second)
+    first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
+    return first
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool | None,
+    device: torch.device | None,
+    assume: Sequence[Assumption],
+    change: Callable[[nn.Module], None] = lambda traced: None,
+) -> tuple[Program, Recorder]:
+    """The Program of a model that is changed before, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training)
+    change(traced)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
     fake_kwargs = _without_cache(fake_kwargs)
     autocast = _autocast_dtype(args, kwargs)
-    functions: list[KeptUse] = []
-    branches = Branches(type(model).__name__, assume)
-    exported = _export(traced, fake_args, fake_kwargs, autocast, functions, branches)
+    observed = Observed.of(traced, model, assume)
+    exported = export(traced, fake_args, fake_kwargs, autocast, observed)
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     sources, values, tied = _sources(exported, traced, leaves)
-    draft = inline(exported.graph_module, sources, mode, values, autocast, functions)
+    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -80,8 +98,15 @@ def capture(
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
-    program.assumed = tuple(branches.taken)
-    return program
+    program.assumed = tuple(observed.branches.taken)
+    program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
+    return program, observed.recorder
+
+
+def _equal(one: Program, other: Program) -> bool:
+    """Whether two programs compute the same."""
+    constants = zip(one.constants.values(), other.constants.values(), strict=False)
+    return one.fingerprint == other.fingerprint and all(torch.equal(a, b) for a, b in constants)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -148,68 +173,6 @@ def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
     devices = dict.fromkeys([x.device.type for x in tensors if x.device.type != "meta"] + ["cpu"])
     enabled = [device for device in devices if torch.is_autocast_enabled(device)]
     return torch.get_autocast_dtype(enabled[0]) if enabled else None
-
-
-def _export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    autocast: torch.dtype | None,
-    functions: list[KeptUse],
-    branches: Branches,
-) -> torch.export.ExportedProgram:
-    with contextlib.ExitStack() as tracing:
-        tracing.enter_context(faithful_tracing())
-        tracing.enter_context(kept_functions(functions))
-        tracing.enter_context(decided_branches(branches))
-        tracing.enter_context(_only_what_is_read())
-        tracing.enter_context(torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None))
-        try:
-            exported = torch.export.export(model, args, kwargs, strict=False)
-        except Exception as error:
-            own = _cause(error, CaptureError)
-            if own is error:
-                raise
-            if own is not None:
-                raise own from error
-            raise CaptureError(branches.refusal if branches.open else _explained(branches.model, error)) from error
-    if branches.open:
-        raise CaptureError(branches.refusal)
-    return exported
-
-
-@contextlib.contextmanager
-def _only_what_is_read() -> Iterator[None]:
-    """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
-    with _use_lazy_graph_module(True), mock.patch.object(fx_config, "do_not_emit_stack_traces", True):
-        yield
-
-
-def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
-    """The first error of a kind in the chain of causes."""
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, kind):
-            return current
-        current = current.__cause__ or current.__context__
-    return None
-
-
-def _explained(name: str, error: Exception) -> str:
-    """What was found, where in the model, and what to do about it."""
-    text, place = str(error).strip(), place_of(error)
-    first = text.splitlines()[0] if text else type(error).__name__
-    where = "" if place is None else f" at {place}"
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "unbacked" in text.lower():
-        return (
-            f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
-            "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
-            "layerdrop to 0 where the model has one."
-        )
-    return (
-        f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "
-        "inputs; its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
-    )
 
 
 def _sources(

@@ -11,7 +11,9 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from autopar.capture.python.cone import comes_from_inputs
+from autopar.errors import CaptureError
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def hugging_face_masks() -> Iterator[None]:
     find_packed = masks.find_packed_sequence_indices
 
     def find_packed_in_inputs(position_ids: Tensor) -> Tensor | None:
-        return find_packed(position_ids) if _comes_from_inputs(position_ids) else None
+        return find_packed(position_ids) if comes_from_inputs(position_ids) else None
 
     with contextlib.ExitStack() as stack:
         for name in ("transformers.masking_utils", "transformers.integrations.sdpa_attention"):
@@ -93,23 +95,3 @@ def no_fused_encoder_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _comes_from_inputs(tensor: Tensor) -> bool:
-    """Whether a tensor depends on an input of the graph being traced (no tensor is, where nothing is traced)."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return True
-    slot = get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
-        return False
-    left, seen = [slot.proxy.node], set()  # type: ignore[union-attr]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            return True
-        left += node.all_input_nodes
-    return False

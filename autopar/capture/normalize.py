@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.passes.functionalize import functionalize
+from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
@@ -77,6 +78,7 @@ def propagate(draft: TracedGraph) -> None:
 
 PASSES: tuple[Pass, ...] = (
     functionalize,
+    hooks_on_all_uses,
     drop_dead_calls,
     single_broadcasts,
     drop_identities,

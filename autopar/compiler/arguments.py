@@ -14,12 +14,13 @@ from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
 from autopar.cost.optimizer import Optimizer
-from autopar.errors import InputError, MeshError, PipelineError
+from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.request import Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
+from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
 from autopar.units import parse_bytes
 
@@ -110,6 +111,17 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
             )
     if isinstance(plan, PipelinePlan):
         raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
+
+
+def check_hooks(program: Program, num_microbatches: int) -> Program:
+    """The program; CaptureError where gradient hooks would see the gradients of micro-batches."""
+    if program.python.hooks and num_microbatches > 1:
+        raise CaptureError(
+            f"the forward registers gradient hooks, which would see the gradient of each of {num_microbatches} "
+            "micro-batches, and not that of the batch; compile without a pipeline and with microbatches=1, or register "
+            "them on parameters."
+        )
+    return program
 
 
 def check_mesh(mesh: object) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, skeleton
-from autopar.compiler.arguments import ExampleInputs, check_no_pipeline, example_arguments
+from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, example_arguments
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
@@ -60,9 +60,9 @@ class _Planner:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
                 part = split_batch(self.batch, count)[0]
-                self.programs[count] = capture(
-                    skeleton(self.model), *part, training=self.model.training, assume=self.request.assume
-                )
+                model = skeleton(self.model)
+                program = capture(model, *part, training=self.model.training, assume=self.request.assume)
+                self.programs[count] = check_hooks(program, count)
         return self.programs[count]
 
     def on(self, mesh: Mesh) -> Plan:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
-from autopar.compiler.arguments import RunOptions
+from autopar.compiler.arguments import RunOptions, check_hooks
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import MeshError, PipelineError, PlanError
 from autopar.pipeline.plan import PipelinePlan
@@ -58,6 +58,7 @@ def compile_pipeline(
         whole_outputs=request.whole_outputs,
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
     )
+    compiler.module.follow(model)
     return compiler.module
 
 
@@ -113,7 +114,8 @@ class _Compiler:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            return capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
+            program = capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
+        return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:
         """What is to be planned; parameters that are laid out stay where they are, whatever the limit."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
-from autopar.compiler.arguments import RunOptions, check_no_pipeline
+from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
 from autopar.compiler.garbage_collection import uncollected
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -39,6 +39,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         num_microbatches=request.microbatches or 1,
     )
+    compiler.module.follow(model)
     return compiler.module
 
 
@@ -71,6 +72,7 @@ class _Compiler:
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
             program = capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
+        check_hooks(program, self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
     def _plan(self, space: Space) -> Plan:

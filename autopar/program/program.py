@@ -22,6 +22,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from autopar.program.python_state import PythonState
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -75,6 +77,8 @@ class Program:
     """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
     assumed: tuple[str, ...] = ()
     """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
+    python: PythonState = field(default=PythonState(), compare=False)
+    """What the forward reads of Python beside its inputs, and what it leaves there."""
     facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What has been found out of the graph, by the name of the question: it does not change once it is captured."""
 

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.plans.plan import Plan
+from autopar.program.gradient_hooks import use_hooks
 from autopar.program.program import Program, TensorInfo, info_of
+from autopar.program.python_state import PythonState
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
 from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
@@ -76,6 +78,11 @@ class Executable:
     """Whether the graph draws random numbers."""
     recomputing: tuple[RunCall, ...]
     """The calls of the graph where some are computed again in the backward; else none."""
+
+    @property
+    def python(self) -> PythonState:
+        """What the forward has read of Python."""
+        return self.program.python
 
     @classmethod
     def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
@@ -145,6 +152,8 @@ class Executable:
             stack.enter_context(use_randomness(random.seed, random.step, random.deterministic))
             if random.deterministic and self.draws:
                 stack.enter_context(generators_of_first_rank(self.mesh))
+            if self.program.python.hooks:
+                stack.enter_context(use_hooks(self.program.python.hooks))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather())

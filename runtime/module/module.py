@@ -80,7 +80,7 @@ class ParallelModule(StoredModule[Executable]):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """What runs a micro-batch of these inputs, planned on their first appearance."""
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        return self._prepared(split_batch(arguments, self._num_microbatches)[0])
+        return self._prepared(split_batch(arguments, self._num_microbatches)[0], example=True)
 
     # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
     # everything else is disabled.
@@ -89,8 +89,8 @@ class ParallelModule(StoredModule[Executable]):
         """Run the model on the global batch."""
         executable, inputs = self._entered(args, kwargs)
         with self._surroundings(executable):
+            _check_not_compiled(executable)
             if executable.recomputing and torch.is_grad_enabled():
-                _check_not_compiled(executable)
                 outputs = run(executable.local.module.graph, executable.recomputing, inputs)
             else:
                 outputs = executable.local.module(*inputs)
@@ -108,7 +108,7 @@ class ParallelModule(StoredModule[Executable]):
         """
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         batches = split_batch(arguments, self._num_microbatches)
-        executable = self._prepared(batches[0])
+        executable = self._prepared(batches[0], example=len(batches) == 1)
         position = loss_position(executable.program)
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
@@ -157,11 +157,22 @@ class ParallelModule(StoredModule[Executable]):
 
 
 def _check_not_compiled(executable: Executable) -> None:
-    """Raise InputError under torch.compile, which decides by itself what to keep and does not see saved tensors."""
-    if get_eval_frame_callback() not in (None, False):
-        modes = [step.role for step in executable.recomputing if step.role is not None]
-        named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+    """Raise InputError under torch.compile, which decides by itself what to keep, and freezes hooks."""
+    hooks = executable.program.python.hooks
+    if not (executable.recomputing or hooks) or not torch.is_grad_enabled() or not _compiling():
+        return
+    if hooks:
         raise InputError(
-            f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
-            'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+            "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
+            "model without torch.compile, or register the hooks on parameters."
         )
+    modes = [step.role for step in executable.recomputing if step.role is not None]
+    named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
+    raise InputError(
+        f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
+        'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
+    )
+
+
+def _compiling() -> bool:
+    return get_eval_frame_callback() not in (None, False)

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from autopar.capture.python.grad_mode import of_this_call
 from autopar.errors import InputError
+from autopar.program.python_state import INTERNALS, PythonState, Watch
 from autopar.runtime.module.inputs import Arguments, kind_of
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
+from autopar.runtime.module.python_kinds import PythonKinds, warn_of_many
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
 from autopar.runtime.recompute.random_state import RandomState
 
-Runs = TypeVar("Runs")
+
+class Captured(Protocol):
+    """What runs one kind of input."""
+
+    @property
+    def python(self) -> PythonState:
+        """What the forward has read of Python when it was captured."""
+        ...
+
+
+Runs = TypeVar("Runs", bound=Captured)
 """What runs one kind of input."""
 
 
@@ -51,7 +64,9 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.tree = tree
         self._device = device
         self._prepare = prepare
-        self._known: dict[tuple[object, State, object], Runs] = {}
+        self._python = PythonKinds(tree.root)
+        self._known: dict[tuple[object, State, object], list[tuple[Watch, Runs]]] = {}
+        """A kind of input → programs for it, and the Python state for which each was captured."""
         self._latest: Runs | None = None
         self.random_state = random_state
         """Seed and step of what the model draws; its state dict has them, too."""
@@ -66,6 +81,36 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, self.tree.held()
 
+    def follow(self, original: nn.Module) -> None:
+        """Let what is set in attributes of the original count, too, as long as somebody holds it."""
+        self._python.follow(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """As in `torch.nn.Module`; else what the model keeps under this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            python = vars(self).get("_python")
+            if python is None or not python.shown or not python.keeps(name):
+                raise
+            return getattr(python.root, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""
+        python = vars(self).get("_python")
+        if python is None or not python.shown or name in vars(self) or not python.takes(type(self), name, value):
+            super().__setattr__(name, value)
+        else:
+            setattr(python.root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """As in `torch.nn.Module`; an attribute that the model keeps is deleted there."""
+        python = vars(self).get("_python")
+        if python is not None and name not in vars(self) and name in vars(python.root) and name not in INTERNALS:
+            delattr(python.root, name)
+        else:
+            super().__delattr__(name)
+
     def _ready(self) -> Runs:
         """What ran last, on parameters as they are to be; InputError where the module has none yet."""
         if self._latest is None:
@@ -76,8 +121,8 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._take_in_what_was_put()
         return self._latest
 
-    def _prepared(self, arguments: Arguments) -> Runs:
-        """What runs these arguments, prepared on their first appearance."""
+    def _prepared(self, arguments: Arguments, *, example: bool = False) -> Runs:
+        """What runs these arguments, prepared on their first appearance; an `example` is not run now."""
         frozen = None
         if self._latest is not None:
             self._take_in_what_was_put()
@@ -88,17 +133,23 @@ class StoredModule(nn.Module, Generic[Runs]):
         if self._state is None or not self._state.may_come_back(state):
             self._known = {key: runs for key, runs in self._known.items() if key[1].may_come_back(state)}
         self._state = state
-        key = kind_of(arguments, self._device), state, frozen
-        if key not in self._known:
+        kind = kind_of(arguments, self._device), state, frozen
+        known = self._known.get(kind, [])
+        number = self._python.fitting(known)
+        if number == len(known):
             # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
             # what that counts: the innermost hooks alone see what is saved.
             apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            with torch.inference_mode(False), torch.enable_grad(), apart:
+            with of_this_call(), torch.inference_mode(False), torch.enable_grad(), apart:
                 found = self._prepare(arguments, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
-            key = *key[:2], self._frozen() if frozen is None else frozen
-            self._known[key] = found
-        self._latest = self._known[key]
+            kind = *kind[:2], self._frozen() if frozen is None else frozen
+            known = self._known.setdefault(kind, [])
+            known.append((self._python.watched(found.python), found))
+            warn_of_many(known)
+        watch, self._latest = known[number]
+        if not example:
+            watch.leave_written()
         return self._latest
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.program.program import Program
+from autopar.program.python_state import PythonState
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.pipeline.pipedream import check_not_shared
 from autopar.runtime.pipeline.shared_parameters import holders_of
@@ -28,6 +29,11 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_not_shared(self.schedule.name, tuple(self.holders))
+
+    @property
+    def python(self) -> PythonState:
+        """What the forward has read of Python."""
+        return self.programs[0].python
 
     @property
     def schedule(self) -> Schedule:

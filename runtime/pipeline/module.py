@@ -88,7 +88,8 @@ class PipelineModule(StoredModule[Pipeline]):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         """What trains a batch of these inputs, planned on its first appearance."""
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        return self._prepared(split_batch(arguments, self._num_microbatches(arguments, self.training))[0])
+        microbatches = split_batch(arguments, self._num_microbatches(arguments, self.training))
+        return self._prepared(microbatches[0], example=True)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.

@@ -122,6 +122,7 @@ def _stage(
         received=tuple(node.name for node in received),
         num_sent=len(sent),
         assumed=program.assumed,
+        python=program.python,
     )
     return made, received
 

@@ -1,0 +1,125 @@
+"""What a forward may not ask while it is traced: random numbers that are not PyTorch's, clocks, seeds.
+
+A graph would hold the answer of one call for ever. `torch.rand` and the like are operations, and stay random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import secrets
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.python.user_code import is_users, where
+from autopar.errors import CaptureError
+
+RANDOM = "draw with torch's random operations (torch.rand, torch.randint …), which stay random, or give it as input"
+CLOCK = "measure around the model, or give the time as input"
+SEED = "seed outside the model: dropout follows compile(..., seed=) and the step"
+SOURCES: tuple[tuple[types.ModuleType, tuple[str, ...], str], ...] = (
+    (
+        random,
+        tuple(name for name, value in vars(random).items() if getattr(value, "__self__", 0) is random._inst),
+        RANDOM,
+    ),
+    (uuid, ("uuid1", "uuid4"), RANDOM),
+    (os, ("urandom",), RANDOM),
+    (secrets, ("token_bytes", "token_hex", "token_urlsafe", "randbelow", "choice", "randbits"), RANDOM),
+    (time, tuple(f"{n}{s}" for n in ("time", "monotonic", "perf_counter", "process_time") for s in ("", "_ns")), CLOCK),
+    (torch, ("manual_seed", "seed", "set_rng_state"), SEED),
+    (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng"), SEED),
+    (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"), SEED),
+)
+"""(module, functions, what to do instead)"""
+
+
+@contextlib.contextmanager
+def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionType]) -> Iterator[None]:
+    """Raise CaptureError where the user's code asks one of SOURCES, or draws from a generator of its own.
+
+    `functions` are those of the user that the model calls, in whose files the sources may be globals.
+    """
+    replaced: dict[int, Any] = {id(_DATETIME): _clock()}
+    places: list[tuple[Any, str]] = [(vars(datetime), "datetime")]
+    for module, names, advice in _sources():
+        for name in names:
+            function = getattr(module, name, None)
+            if function is not None:
+                replaced.setdefault(id(function), _refusing(function, f"{module.__name__}.{name}", advice))
+                places.append((vars(module), name))
+    files = {id(function.__globals__): function.__globals__ for function in functions}
+    for namespace in files.values():
+        places += [(namespace, name) for name, value in namespace.items() if id(value) in replaced]
+    generators = _generators(model, list(files.values()))
+    before = [_state_of(generator) for _, generator in generators]
+    with contextlib.ExitStack() as stack:
+        for namespace, name in places:
+            stack.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = replaced[id(namespace[name])]
+        yield
+    for (name, generator), state in zip(generators, before, strict=True):
+        if _state_of(generator) != state:
+            raise CaptureError(
+                f"the forward draws from {name}, a {type(generator).__name__}: a graph would keep this one draw for "
+                f"all calls; {RANDOM}."
+            )
+
+
+def _generators(model: nn.Module, files: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """The random generators that are attributes of modules, or globals of the user's files."""
+    numpy = sys.modules.get("numpy.random")
+    kinds = (random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
+    named = [(f"{path}.{name}".lstrip("."), v) for path, m in model.named_modules() for name, v in vars(m).items()]
+    named += [item for file in files for item in file.items()]
+    return [(name, value) for name, value in named if isinstance(value, kinds)]
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    return repr(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
+
+
+_DATETIME = datetime.datetime
+
+
+def _sources() -> Iterator[tuple[Any, tuple[str, ...], str]]:
+    yield from SOURCES
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        state = numpy.mtrand._rand
+        yield numpy, tuple(n for n in dir(numpy) if getattr(getattr(numpy, n), "__self__", 0) is state), RANDOM
+
+
+def _refusing(function: Callable[..., Any], name: str, advice: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        _check_not_users(sys._getframe(1), name, advice)
+        return function(*args, **kwargs)
+
+    return refuse
+
+
+def _clock() -> type:
+    def now(cls: type, *args: Any) -> Any:
+        _check_not_users(sys._getframe(1), "datetime.now", CLOCK)
+        return _DATETIME.now(*args)
+
+    return type("datetime", (_DATETIME,), dict.fromkeys(("now", "utcnow", "today"), classmethod(now)))
+
+
+def _check_not_users(frame: types.FrameType, name: str, advice: str) -> None:
+    """Raise CaptureError where a frame runs the user's code."""
+    if is_users(frame.f_globals.get("__name__")):
+        raise CaptureError(
+            f"the forward calls {name}() ({where(frame)}): a graph would keep this one answer for all calls; {advice}."
+        )

@@ -1,0 +1,340 @@
+"""What a forward reads and writes of Python while it is traced: attributes of its modules and of what they hold.
+
+Attribute access of all modules, and of the objects that are found in their attributes, goes through this file while a
+model is traced. What a forward reads before it writes, its graph depends on. What it writes is harmless where nothing
+reads it first, or where it settles: a cache that is filled once. A value that goes from one call to the next would
+stand still in a graph, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.python.cone import comes_from, depends_on_call
+from autopar.capture.python.user_code import is_users, where
+from autopar.errors import CaptureError
+from autopar.program.python_state import (
+    ATOMS,
+    CONTAINERS,
+    INTERNALS,
+    MAX_ITEMS,
+    MISSING,
+    Place,
+    PythonState,
+    contents,
+    equal,
+    is_observable,
+)
+
+ADVICE = (
+    "A compiled module runs a graph, in which that stands still: register it as a buffer and write into that, or take "
+    "it as an argument and return its new value."
+)
+
+
+@dataclass(slots=True)
+class Read:
+    """The first time that a forward asks for an attribute or a global, before anything is written there."""
+
+    place: Place
+    before: Any
+    items: list[Any] | None
+    """Of a container, before the forward has changed it."""
+    location: str
+    own: dict[str, Any] = field(default_factory=dict)
+    """The attributes of the object that has this one."""
+
+
+@dataclass(slots=True)
+class Write:
+    """The last time that a forward sets an attribute."""
+
+    place: Place
+    value: Any
+    location: str
+    dependent: bool
+    """Whether it holds a tensor that is computed from inputs, parameters or random numbers."""
+
+
+class Recorder:
+    """Records one trace of a model."""
+
+    def __init__(self, traced: nn.Module, globals_read: tuple[Place, ...] = ()) -> None:
+        self._traced = traced
+        self._places = {id(module): Place(path, (), path) for path, module in traced.named_modules()}
+        """Where the objects are whose attributes are recorded."""
+        self._reads: dict[tuple[int, str], Read] = {}
+        self._globals = [self._global(place) for place in globals_read]
+        self._inner: list[Read] = []
+        """Of containers in containers."""
+        self._writes: dict[tuple[int, str], Write] = {}
+        self._kept: list[Any] = []  # an object that goes would leave its id to another
+        self._patched: set[type] = set()
+        self._stack = contextlib.ExitStack()
+        self._on = False
+        self.evolved: tuple[Write, ...] = ()
+        """Plain values that the forward has read, and then changed; known when it has ended."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside; at the end of the forward, CaptureError for what it writes and a graph cannot keep."""
+        with self._stack:
+            self._patch(nn.Module)
+            ends = self._traced.register_forward_hook(lambda *_: self._end())
+            self._stack.callback(ends.remove)
+            self._on = True
+            self._stack.callback(setattr, self, "_on", False)
+            yield
+
+    def state(self, settled: bool) -> PythonState:
+        """What this trace has read and written; `settled`, as in `PythonState`."""
+        reads = (*self._reads.values(), *self._globals)
+        fresh = [write for key, write in self._writes.items() if key not in self._reads]
+        evolved = [write for write in self.evolved if isinstance(write.place.owner, str)]
+        plain = [write for write in fresh if _is_plain(write.value)]
+        lost = [write for write in fresh if not _is_plain(write.value)]
+        return PythonState(
+            tuple(read.place for read in reads),
+            tuple((write.place, write.value) for write in (*plain, *evolved)),
+            tuple(write.place for write in lost),
+            settled=settled,
+        )
+
+    def put_evolved(self, traced: nn.Module) -> None:
+        """Change another copy of the model as this forward has changed its own; globals are changed already."""
+        for write in self.evolved:
+            if isinstance(write.place.owner, str):
+                write.place.set(traced, write.value)
+
+    def restore_globals(self) -> None:
+        """Undo what the forward has written outside the model."""
+        for read in self._globals:
+            if read.before is not MISSING:
+                read.place.set(self._traced, read.before)
+
+    def _global(self, place: Place) -> Read:
+        value = _value(place, self._traced)
+        return Read(place, value, _items(value), "")
+
+    def _patch(self, cls: type) -> None:
+        """Record reads and writes of attributes of a class's objects."""
+        get: Callable[[Any, str], Any] = cls.__getattribute__  # pyright: ignore[reportAssignmentType]
+        put: Callable[[Any, str, Any], None] = cls.__setattr__  # pyright: ignore[reportAssignmentType]
+
+        def read(holder: Any, name: str) -> Any:
+            try:
+                value = get(holder, name)
+            except AttributeError:
+                if self._on:
+                    self._note_missing(holder, name)
+                raise
+            if self._on:
+                self._note(holder, name, value)
+            return value
+
+        def write(holder: Any, name: str, value: Any) -> None:
+            put(holder, name, value)
+            if self._on:
+                self._note_write(holder, name, value)
+
+        self._stack.enter_context(_replaced(cls, "__getattribute__", read))
+        self._stack.enter_context(_replaced(cls, "__setattr__", write))
+
+    def _note(self, holder: Any, name: str, value: Any) -> None:
+        key = id(holder), name
+        if name in INTERNALS or key in self._reads or key in self._writes or key[0] not in self._places:
+            return
+        if name not in _own(holder) and _is_computed(type(holder), name):
+            return
+        self._on = False  # what looks at the value is no part of the forward
+        try:
+            place = self._place(holder, name)
+            location = where(sys._getframe(2))
+            if isinstance(value, Iterator):
+                raise CaptureError(
+                    f"the forward reads {place.name} ({location}), a {type(value).__name__}, which gives another value "
+                    f"in every call. {ADVICE}"
+                )
+            self._reads[key] = Read(place, value, _items(value), location, _own(holder))
+            self._observe(value, place)
+        finally:
+            self._on = True
+
+    def _note_missing(self, holder: Any, name: str) -> None:
+        key = id(holder), name
+        if name in INTERNALS or name.startswith("__") or key in self._reads or key in self._writes:
+            return
+        if key[0] not in self._places or _is_registered(holder, name):
+            return
+        self._reads[key] = Read(self._place(holder, name), MISSING, None, where(sys._getframe(2)))
+
+    def _note_write(self, holder: Any, name: str, value: Any) -> None:
+        key = id(holder), name
+        if name in INTERNALS or key[0] not in self._places or _is_registered(holder, name):
+            return
+        self._on = False
+        try:
+            before = self._reads[key].before if key in self._reads else MISSING
+            written = _tensors(value) if value is not before else []
+            dependent = any(depends_on_call(x, self._traced) or comes_from(x, before) for x in written)
+            self._writes[key] = Write(self._place(holder, name), value, where(sys._getframe(2)), dependent)
+        finally:
+            self._on = True
+
+    def _place(self, holder: Any, name: str) -> Place:
+        return self._places[id(holder)].attribute(name)
+
+    def _observe(self, value: Any, place: Place) -> None:
+        """Record the attributes of an object, and of those in a container, which a module has in its own."""
+        if isinstance(value, dict):
+            pairs = list(value.items())
+        elif isinstance(value, list | tuple):
+            pairs = list(enumerate(value))
+        else:
+            pairs = []
+        for key, item in pairs[:MAX_ITEMS]:
+            if not isinstance(item, ATOMS):
+                self._observe(item, place.item(key))
+                self._inner.append(Read(place.item(key), item, _items(item), ""))
+        cls = type(value)
+        if pairs or id(value) in self._places or not (is_observable(value) and is_users(cls.__module__)):
+            return
+        self._places[id(value)] = place
+        self._kept.append(value)
+        if cls not in self._patched:
+            self._patched.add(cls)
+            self._patch(cls)
+
+    def _end(self) -> None:
+        """At the end of a forward, while what it has changed is still there (`torch.export` puts attributes back)."""
+        self._on = False
+        for key, read in self._reads.items():
+            now = read.own.get(key[1], read.before)
+            if now is not read.before and key not in self._writes:  # behind the back of __setattr__
+                dependent = any(depends_on_call(x, self._traced) for x in _tensors(now))
+                self._writes[key] = Write(read.place, now, read.location, dependent)
+        self._check()
+        pairs = [(self._reads[key], write) for key, write in self._writes.items() if key in self._reads]
+        evolved = [w for read, w in pairs if not equal(read.before, w.value) and _is_plain(w.value)]
+        now = [Write(read.place, _value(read.place, self._traced), read.location, False) for read in self._globals]
+        evolved += [w for read, w in zip(self._globals, now, strict=True) if not equal(read.before, w.value)]
+        self.evolved = tuple(evolved)
+
+    def _check(self) -> None:
+        """Raise CaptureError for tensors that the next call would read, and for containers that were changed."""
+        for key, write in self._writes.items():
+            read = self._reads.get(key)
+            remembers = write.dependent or is_observable(write.value)
+            if read is not None and remembers and write.value is not read.before:
+                what = "a tensor" if write.dependent else f"a {type(write.value).__name__}"
+                raise CaptureError(
+                    f"the forward writes {what} into {write.place.name} ({write.location}), which the next call reads "
+                    f"({read.location}). {ADVICE}"
+                )
+        for read in (*self._reads.values(), *self._inner, *self._globals):
+            if read.items is not None and not _only_cached(read, self._traced):
+                raise CaptureError(
+                    f"the forward changes the {type(read.before).__name__} {read.place.name}"
+                    f"{f' ({read.location})' if read.location else ''}. {ADVICE}"
+                )
+
+
+def check_settled(first: Recorder, second: Recorder) -> None:
+    """Raise CaptureError where a second call changes again what the first one has changed."""
+    changed = {write.place.name: write.value for write in first.evolved}
+    for write in second.evolved:
+        first.restore_globals()
+        found = f" ({write.location})" if write.location else ""
+        raise CaptureError(
+            f"the forward changes {write.place.name} with every call{found}: to "
+            f"{_short(changed.get(write.place.name))}, then to {_short(write.value)}. {ADVICE}"
+        )
+
+
+@contextlib.contextmanager
+def _replaced(cls: type, name: str, function: Any) -> Iterator[None]:
+    """A method of a class is another one inside; a class that inherited it inherits it again afterwards."""
+    had = vars(cls).get(name, MISSING)
+    setattr(cls, name, function)
+    try:
+        yield
+    finally:
+        if had is MISSING:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, had)
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    """Whether a class computes an attribute when it is asked for: its own code is recorded instead."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            kept = isinstance(found, types.FunctionType | types.MemberDescriptorType)
+            return hasattr(type(found), "__get__") and not kept
+    return False
+
+
+def _own(holder: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _is_registered(holder: Any, name: str) -> bool:
+    """Whether a module has a parameter, buffer or module of this name."""
+    own = vars(holder) if isinstance(holder, nn.Module) else {}
+    return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an atom, or a container of such."""
+    return isinstance(value, ATOMS) or (isinstance(value, CONTAINERS) and all(map(_is_plain, contents(value))))
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What a container holds that can change; of an array its bytes."""
+    if isinstance(value, list | dict | set | deque):
+        return contents(value)
+    return [value.tobytes()] if type(value).__module__ == "numpy" and hasattr(value, "tobytes") else None
+
+
+def _value(place: Place, root: nn.Module) -> Any:
+    holder, (kind, key) = place.holder(root), place.steps[-1]
+    if kind == "item":
+        return holder.get(key, MISSING)
+    return getattr(holder, key, MISSING)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _only_cached(read: Read, traced: nn.Module) -> bool:
+    """Whether a container is as it was, or a dict that only got more items, which are the same in every call."""
+    assert read.items is not None
+    now = _items(read.before) or []
+    if len(now) == len(read.items):
+        return all(map(equal, now, read.items))
+    if not isinstance(read.before, dict):
+        return False
+    half = len(read.items) // 2
+    old = dict(zip(read.items[:half], read.items[half:], strict=True))
+    new = [value for key, value in read.before.items() if key not in old]
+    kept = all(key in read.before and equal(read.before[key], value) for key, value in old.items())
+    return kept and not any(depends_on_call(x, traced) for value in new for x in _tensors(value))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

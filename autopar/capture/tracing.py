@@ -1,0 +1,121 @@
+"""`torch.export`, with what it would lose in silence noticed beside the graph, and its errors in the user's terms."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
+from autopar.capture.functions import kept_functions
+from autopar.capture.guards import faithful_tracing
+from autopar.capture.passes.functions import KeptUse
+from autopar.capture.python.globals_read import called_functions, globals_read
+from autopar.capture.python.grad_mode import asked_modes
+from autopar.capture.python.outside import refuse_outside_sources
+from autopar.capture.python.recorder import Recorder
+from autopar.capture.python.tensor_hooks import TensorHooks
+from autopar.errors import CaptureError
+
+
+@dataclass(slots=True, eq=False)
+class Observed:
+    """What is noticed while a model is traced, beside its graph."""
+
+    branches: Branches
+    """On the values of tensors."""
+    recorder: Recorder
+    """Of what the forward reads and writes of Python."""
+    hooks: TensorHooks
+    """That the forward registers on its tensors."""
+    functions: list[KeptUse] = field(default_factory=list)
+    """Uses of autograd.Functions, in order."""
+    modes: dict[str, bool] = field(default_factory=dict)
+    """What the forward asks of PyTorch's own state."""
+
+    @classmethod
+    def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
+        """For a trace of `traced`, a copy of `model`."""
+        recorder = Recorder(traced, globals_read(traced))
+        return cls(Branches(type(model).__name__, assume), recorder, TensorHooks(traced, model))
+
+    @contextlib.contextmanager
+    def observing(self, traced: nn.Module) -> Iterator[None]:
+        """Notice inside; CaptureError for what cannot be kept."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_functions(self.functions))
+            stack.enter_context(decided_branches(self.branches))
+            self.modes = stack.enter_context(asked_modes())
+            stack.enter_context(refuse_outside_sources(traced, called_functions(traced)))
+            stack.enter_context(self.hooks.recording())
+            stack.enter_context(self.recorder.recording())
+            yield
+
+
+def export(
+    traced: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    observed: Observed,
+) -> torch.export.ExportedProgram:
+    """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed."""
+    branches = observed.branches
+    autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+    try:
+        with faithful_tracing(), _only_what_is_read(), autocasting, observed.observing(traced):
+            exported = torch.export.export(traced, args, kwargs, strict=False)
+    except Exception as error:
+        own = _cause(error, CaptureError)
+        if own is error:
+            raise
+        if own is not None:
+            raise own from error
+        raise CaptureError(branches.refusal if branches.open else _explained(branches.model, error)) from error
+    if branches.open:
+        raise CaptureError(branches.refusal)
+    return exported
+
+
+@contextlib.contextmanager
+def _only_what_is_read() -> Iterator[None]:
+    """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
+    quiet = mock.patch.object(fx_config, "do_not_emit_stack_traces", True)
+    with _use_lazy_graph_module(True), quiet, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # what is written is recorded by ourselves
+        yield
+
+
+def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
+    """The first error of a kind in the chain of causes."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, kind):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def _explained(name: str, error: Exception) -> str:
+    """What was found, where in the model, and what to do about it."""
+    text, place = str(error).strip(), place_of(error)
+    first = text.splitlines()[0] if text else type(error).__name__
+    where = "" if place is None else f" at {place}"
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "unbacked" in text.lower():
+        return (
+            f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
+            "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
+            "layerdrop to 0 where the model has one."
+        )
+    return (
+        f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "
+        "inputs; its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
+    )

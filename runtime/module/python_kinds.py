@@ -1,0 +1,177 @@
+"""Which captured program fits the Python state that the model has now: attributes, globals, closures.
+
+A program is captured for what the forward has read of Python. Where that is another now, the call is one of another
+kind, for which the model is captured and planned anew; where it is again what it was, the old program runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.program.python_state import (
+    ATOMS,
+    CONTAINERS,
+    INTERNALS,
+    MISSING,
+    Place,
+    PythonState,
+    Watch,
+    equal,
+    is_observable,
+)
+
+Key = tuple[int, Any]
+MANY = 8
+"""After so many programs for one kind of input a warning says what varies."""
+
+
+class PythonKinds:
+    """The Python state of one model."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """`root` is the model that is captured."""
+        self.root = root
+        self._original: _Original | None = None
+        self.shown = False
+        """Whether the compiled module has the attributes of the model: when it is made."""
+
+    def follow(self, original: nn.Module) -> None:
+        """Let what is set in attributes of the model of which `root` is a copy count, while somebody else holds it."""
+        self._original = _Original(original, self.root)
+        self.shown = True
+
+    def keeps(self, name: str) -> bool:
+        """Whether the model has data under a name: an attribute of its own, or one of its class that is no code."""
+        if name in INTERNALS:
+            return False
+        return name in vars(self.root) or isinstance(getattr(type(self.root), name, MISSING), (*ATOMS, *CONTAINERS))
+
+    def takes(self, compiled: type, name: str, value: Any) -> bool:
+        """Whether an attribute that is set on the compiled module is the model's; InputError where both have one."""
+        if name in INTERNALS or isinstance(value, nn.Parameter | nn.Module):
+            return False
+        if hasattr(compiled, name) and name in vars(self.root) and not name.startswith("_"):
+            raise InputError(
+                f"{name} is an attribute of the compiled module and one of the model; set that of the model with "
+                f"compiled.tree.root.{name} = …, or give it another name."
+            )
+        registered = any(name in vars(self.root)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        return not registered and (self.keeps(name) or not (name.startswith("_") or hasattr(compiled, name)))
+
+    def fitting(self, known: Sequence[tuple[Watch, Any]]) -> int:
+        """Which of the programs for one kind of input fits the state of now; how many there are, where none does."""
+        for everything in (False, True) if self._original is not None else (False,):
+            if self._original is not None:
+                self._original.take_over(everything)
+            for number in reversed(range(len(known))):
+                if known[number][0].holds():
+                    return number
+        return len(known)
+
+    def watched(self, state: PythonState) -> Watch:
+        """The model was captured, and its forward has read and written this."""
+        watch = Watch(self.root, state)
+        if self._original is not None:
+            self._original.read(state.read)
+        for place in state.lost:
+            place.set(self.root, Lost(place.name))
+        return watch
+
+
+def warn_of_many(known: Sequence[tuple[Watch, Any]]) -> None:
+    """Warn where a number that changes in every step has the model planned in every step."""
+    if len(known) == MANY:
+        (before, _), (now, _) = known[-2:]
+        varying = ", ".join(before.differs_in(now)) or "a container"
+        warnings.warn(
+            f"the model was captured and planned {MANY} times for equal inputs, as {varying} changed in between, which "
+            "forward reads; where it changes in every step, make it a buffer or an argument of forward.",
+            stacklevel=4,
+        )
+
+
+class Lost:
+    """In place of a tensor or object that a forward writes into an attribute, which a compiled module does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self._name} is written by forward, and a compiled module keeps no intermediate results: return it from "
+            "forward>"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name if name.startswith("_") else f"{self!r} has no {name}")
+
+    def _refuse(self, *args: Any) -> Any:
+        raise TypeError(repr(self))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next((each for each in args if isinstance(each, Lost)), cls("an attribute"))
+        raise TypeError(f"{function.__name__} of {found!r}")
+
+
+class _Original:
+    """The model that was given to compile, as long as somebody holds it: what is set there counts for its copy, too.
+
+    That is so for numbers, texts and the like in attributes of its modules, and of objects that these hold.
+    """
+
+    def __init__(self, original: nn.Module, root: nn.Module) -> None:
+        self._root = root
+        self._model = weakref.ref(original)
+        self._seen: dict[Key, list[Any]] = {}
+        """(id of what holds an attribute, its name) → a reference to that, the value last seen, the place."""
+        self._read: list[Key] = []
+        """What forward reads."""
+        for path, module in original.named_modules():
+            self._look(module, Place(path, (), path), depth=3)
+
+    def _look(self, holder: Any, at: Place, depth: int) -> None:
+        for name, value in vars(holder).items():
+            if isinstance(value, ATOMS) and name not in INTERNALS:
+                self._seen.setdefault((id(holder), name), [weakref.ref(holder), value, at.attribute(name)])
+            elif depth and is_observable(value):
+                with contextlib.suppress(TypeError):  # an object without weak references
+                    self._look(value, at.attribute(name), depth - 1)
+
+    def read(self, places: Iterable[Place]) -> None:
+        """Forward reads these places."""
+        model = self._model()
+        if model is None:
+            return
+        found = dict.fromkeys(self._read)
+        for place in places:
+            if isinstance(place.owner, str):
+                with contextlib.suppress(AttributeError, LookupError):  # the original has changed
+                    found[id(place.holder(model)), place.steps[-1][1]] = None
+        self._read = [key for key in found if key in self._seen]
+
+    def take_over(self, everything: bool) -> None:
+        """Set in the copy what was set in the original since it was last looked at; of what forward reads, or all."""
+        if self._model() is None:
+            self._seen.clear()
+            self._read.clear()
+        for key in self._seen if everything else self._read:
+            reference, value, place = entry = self._seen[key]
+            holder = reference()
+            if holder is None:
+                continue
+            now = holder.__dict__.get(place.steps[-1][1], MISSING)
+            if now is not value:
+                entry[1] = now
+                if now is not MISSING and not equal(now, value):
+                    place.set(self._root, now)
