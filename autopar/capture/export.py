@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.assumptions import Assumption
@@ -139,7 +140,12 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> 
 def _copied(model: nn.Module, empty: Any) -> nn.Module:
     """A copy in which every parameter and buffer is `empty` of it, and other tensors are shared."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} has no shape yet (of a lazy module, as nn.LazyLinear); run the model once on an example, "
+                "which gives it one, before autopar sees it."
+            )
         if id(tensor) in memo:
             continue
         with torch.no_grad():

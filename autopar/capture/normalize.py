@@ -70,7 +70,7 @@ def on_the_host(draft: TracedGraph) -> None:
 def propagate(draft: TracedGraph) -> None:
     """Run the graph on fake tensors: shapes, dtypes and requires_grad are those of the graph that will run."""
     for node in draft.calls():
-        node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+        node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs, node.meta["module"])  # type: ignore[arg-type]
     for node in draft.graph.nodes:
         if node.op != "output":
             node.meta["tensor"] = _info(node, node.meta["val"])

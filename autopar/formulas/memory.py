@@ -37,7 +37,7 @@ def memory_formulas(
     """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
     if not memory.lifetimes.calls or memory.microbatches.several or memory.space.program.num_sent:
         return {}
-    at = _fullest(memory, choices, modes)
+    at = moment_of(memory, memory_use(memory, choices, modes)[2])
     parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()
     return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
 
@@ -45,16 +45,6 @@ def memory_formulas(
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
     """Which of `count` arrays by mode is that of a decision."""
     return MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0])) if count > 1 else 0
-
-
-def _fullest(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Moment:
-    """The moment at which most is held."""
-    peak, use, moment = memory_use(memory, choices, modes)
-    at, count = moment_of(memory, moment), len(memory.lifetimes.calls)
-    forward = [instant.num_bytes for instant in use.timeline[:count]]
-    if any(instant.num_bytes == peak for instant in use.timeline[count:]):
-        return at
-    return Moment(forward.index(peak), at.phase, FORWARD)
 
 
 class _Moment:

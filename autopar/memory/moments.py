@@ -13,7 +13,7 @@ from autopar.space.space import Wire
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """The bytes at moments of the backward (see `moment_of`), added up with whole weights.
+    """The bytes at moments of a step (see `moment_of`), added up with whole weights.
 
     With `worst` it is instead the largest of them, taken for each choice by itself: a choice that fits this row fits at
     each of the moments, though not every choice that does so fits the row.
@@ -41,11 +41,11 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
             continue
         if gradients is not None and (at.has_run(first_use) or not at.phase.first):
             parts.append((gradients,))
-        if own is not None and not at.has_run(first_use):
+        if own is not None and at.keeps(first_use):
             parts.append(own if at.frees(memory, number) else own[:1])
         if own is not None and at.phase.others:
             parts.append(more.waiting(own, at.phase.others))
-        if at.place == first_use and at.kind != GATHERING:
+        if at.place == first_use and at.kind in (COMPUTING, REDUCING):
             works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
             if works_on is not None:
                 parts.append((works_on,))
@@ -60,6 +60,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
     reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
+    gathered = weights.gathered(wire)
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
@@ -71,7 +72,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
             continue
         if arrived is not None and at.has_run(place) and not at.phase.first:
             parts.append((arrived,))
-        if kept is not None and not at.has_run(place):
+        if kept is not None and at.keeps(place):
             parts.append(kept if at.frees(memory, wire.target) else kept[:1])
         if kept is not None and at.phase.others:
             parts.append(more.waiting(kept, at.phase.others))
@@ -80,9 +81,11 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
         if fresh is not None and at.computes(place):
             parts.append((fresh,))
         if memory.lifetimes.layer[wire.target] == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
-            if again is not None and at.kind != REDUCING:
+            if gathered is not None and at.kind == FORWARD:
+                parts.append((gathered,))
+            if again is not None and at.kind in (COMPUTING, GATHERING):
                 parts += [(again,)] * (2 if at.kind == GATHERING else 1)
-            if unreduced is not None and place > at.place:
+            if unreduced is not None and place > at.place and at.kind != FORWARD:
                 parts.append((unreduced,))
             if sent_off is not None and at.kind == REDUCING and place >= at.place:
                 parts += [(sent_off,)] * (2 if place == at.place else 1)
@@ -105,6 +108,10 @@ class Moment:
         """Whether the backward of the call at that place is over."""
         return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
 
+    def keeps(self, place: int) -> bool:
+        """Whether what the call at that place keeps for its backward is there."""
+        return place <= self.place if self.kind == FORWARD else not self.has_run(place)
+
     def computes(self, place: int) -> bool:
         """Whether it is the call at that place that runs."""
         return place == self.place and self.kind == COMPUTING
@@ -116,7 +123,7 @@ class Moment:
 
 
 def moment_of(memory: MemoryModel, moment: int) -> Moment:
-    """The moment of the backward of that number: places, over phases, over kinds."""
+    """The moment of that number: places, over phases, over kinds."""
     return _at(moment, len(memory.lifetimes.calls), memory.microbatches)
 
 

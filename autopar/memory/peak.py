@@ -27,6 +27,7 @@ import numpy as np
 
 from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
+from autopar.memory.moments import COMPUTING, FORWARD
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES
@@ -36,7 +37,7 @@ END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro
 
 
 def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[int, MemoryUse, int]:
-    """The bytes at the peak, what they are at every moment, and the moment of the backward that is the fullest.
+    """The bytes at the peak, what they are at every moment, and the number of the fullest moment (see `moment_of`).
 
     Where several backwards of a step can be the fullest, the timeline is that of the one that is, with the end.
     """
@@ -61,18 +62,27 @@ def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int
     """What `memory_use` finds in one phase."""
     phases = memory.microbatches.phases
     names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
-    forward = moments.forward(phases[number])
-    backward = moments.backward(phases[number]), moments.gathering(phases[number]), moments.reducing(phases[number])
-    before = np.sum(list(forward.values()), axis=0)
-    totals = np.array([np.sum(list(each.values()), axis=0) for each in backward])
-    timeline = [Instant(name, False, int(n)) for name, n in zip(names, before, strict=True)]
-    after = reversed(list(zip(names, totals.max(axis=0), strict=True)))
+    kinds = moments.kinds(phases[number])
+    totals = np.array([np.sum(list(each.values()), axis=0) for each in kinds])
+    timeline = [Instant(name, False, int(n)) for name, n in zip(names, totals[FORWARD], strict=True)]
+    after = reversed(list(zip(names, totals[:FORWARD].max(axis=0), strict=True)))
     timeline += [Instant(name, True, int(n)) for name, n in after]
     kind, place = divmod(int(np.argmax(totals)), len(names))
-    top, at = (backward[kind], place) if totals.max() >= before.max() else (forward, int(np.argmax(before)))
-    parts = {name: int(array[at]) for name, array in top.items() if array[at]}
-    moment = place + (number + kind * len(phases)) * len(names)
-    return max(each.num_bytes for each in timeline), MemoryUse(parts, tuple(timeline)), moment
+    parts = {name: int(array[place]) for name, array in kinds[kind].items() if array[place]}
+    return int(totals.max()), MemoryUse(parts, tuple(timeline)), place + (number + kind * len(phases)) * len(names)
+
+
+def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> np.ndarray:
+    """The bytes at every moment, by its number (see `moment_of`); 0 at those that are none."""
+    moments, phases = _Moments(memory, choices, modes), memory.microbatches.phases
+    found = np.zeros((FORWARD + 1, len(phases), moments.count), dtype=np.int64)
+    for number, phase in enumerate(phases):
+        if phase.end:
+            found[COMPUTING, number, :1] = moments.always_total + int(moments.born.sum()) + moments.reduced
+            continue
+        for kind, parts in enumerate(moments.kinds(phase)):
+            found[kind, number] = np.sum(list(parts.values()), axis=0)
+    return found.reshape(-1)
 
 
 class _Moments:
@@ -152,6 +162,10 @@ class _Moments:
         self.again[layer] += again
         self.unreduced[place] += unreduced
         self.sent_off[place] += sent_off
+
+    def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
+        """Bytes by what they are, for every kind of moment in its order."""
+        return self.backward(phase), self.gathering(phase), self.reducing(phase), self.forward(phase)
 
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs forward."""

@@ -6,7 +6,7 @@ the modes as its strategies. Bytes and seconds that depend on the mode lie on ed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class Formulation:
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
 
+    def name(self, number: int) -> str:
+        """A node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
+        return self._names[number]
+
     def problem(
         self,
         pins: Pins,
@@ -43,37 +47,53 @@ class Formulation:
 
         `modes` (segment → mode, "" for free) adds the nodes of segments; without it nothing is computed again.
         """
+        return self.problems(pins, (row,), budget, modes)[0]
+
+    def problems(
+        self,
+        pins: Pins,
+        rows: Sequence[MemoryRow | None],
+        budget: int | None = None,
+        modes: Mapping[str, str] | None = None,
+    ) -> tuple[Problem, ...]:
+        """The same problem with each of these rows in turn: equal nodes and edges with equal seconds, other bytes."""
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
-        nodes: list[Node] = []
-        edges: list[Edge] = []
+        nodes: list[list[Node]] = [[] for _ in rows]
+        edges: list[list[Edge]] = [[] for _ in rows]
         for number, decision in enumerate(self.space.decisions):
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = np.where(pins[number], seconds, np.inf)
-            held = (self.memory.nothing(seconds.shape),) if row is None else node_bytes(self.memory, number, row)
+            nothing, name = self.memory.nothing(seconds.shape), self._names[number]
+            held = [(nothing,) if row is None else node_bytes(self.memory, number, row) for row in rows]
             segment = segments.get(self.memory.lifetimes.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
-            if segment is None or (len(held) == 1 and again is None):
-                nodes.append(Node(self._names[number], seconds, held[0]))
-                continue
-            nodes.append(Node(self._names[number], seconds, self.memory.nothing(seconds.shape)))
-            added = self._stacked(again or (self.memory.nothing(seconds.shape),), float)
-            edges.append(Edge((segment, number), added, self._stacked(held, int)))
+            by_mode = segment is not None and (again is not None or any(len(each) > 1 for each in held))
+            for place, each in enumerate(held):
+                nodes[place].append(Node(name, seconds, nothing if by_mode else each[0]))
+                if by_mode:
+                    assert segment is not None
+                    added = self._stacked(again or (nothing,), float)
+                    edges[place].append(Edge((segment, number), added, self._stacked(each, int)))
         for name, mode in (modes or {}).items():
             allowed = np.array([0.0 if mode in ("", each) else np.inf for each in MODES])
-            nodes.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
+            for each in nodes:
+                each.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
         for wire in self.space.wires:
             seconds = self._reshard(wire)
-            held = None if row is None else wire_bytes(self.memory, wire, row)
+            taken = [None if row is None else wire_bytes(self.memory, wire, row) for row in rows]
             segment = segments.get(self.memory.lifetimes.segment[wire.target])
-            if held is None:
-                edges.append(Edge((wire.source, wire.target), seconds))
-            elif len(held) == 1 or segment is None:
-                edges.append(Edge((wire.source, wire.target), seconds, held[0]))
-            else:
-                stacked = self._stacked((seconds,), float)
-                edges.append(Edge((segment, wire.source, wire.target), stacked, self._stacked(held, int)))
-        return Problem(tuple(nodes), tuple(edges), budget)
+            by_mode = segment is not None and any(each is not None and len(each) > 1 for each in taken)
+            for place, each in enumerate(taken):
+                if not by_mode:
+                    edges[place].append(Edge((wire.source, wire.target), seconds, None if each is None else each[0]))
+                    continue
+                assert segment is not None
+                stacked = None if each is None else self._stacked(each, int)
+                edges[place].append(
+                    Edge((segment, wire.source, wire.target), self._stacked((seconds,), float), stacked)
+                )
+        return tuple(Problem(tuple(n), tuple(e), budget) for n, e in zip(nodes, edges, strict=True))
 
     def _seconds(self, number: int, decision: Decision) -> np.ndarray:
         """Seconds of a decision for one micro-batch, its share of what is done once a step."""

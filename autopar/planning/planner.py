@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.errors import InfeasibleError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Formulation, Pins
@@ -16,7 +15,6 @@ from autopar.planning.record import written_down
 from autopar.planning.settings import TIME_LIMIT, PlanContext, Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
-from autopar.solver.infeasibility import MemoryLimitError
 from autopar.space.space import Space
 
 
@@ -57,12 +55,7 @@ def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answe
     """The best choices under pins; InfeasibleError where there are none. A formulation may be asked again and again."""
     segments, asked = formulation.memory.lifetimes.segments, settings.recompute
     modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
-    try:
-        answer = best_within(
-            formulation, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap
-        )
-    except MemoryLimitError as error:
-        raise InfeasibleError(str(error)) from error  # its text is worked out when it is asked for: here, once
+    answer = best_within(formulation, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap)
     if not formulation.memory.microbatches.several:
         return answer
     # What the search made least is a micro-batch's share; what could be saved of that is no more in a whole step.

@@ -1,7 +1,8 @@
 """Which tensors a call keeps for its backward: asked of autograd itself, on tensors without memory.
 
-These are on the meta device. Where the answer depends on the device (which kernel an attention takes), and where the
-call would make tensors of its own, they are fake ones on the CPU, which take five times as long.
+These are on the meta device. Where the answer depends on the device (which kernel an attention takes), where the call
+would make tensors of its own, and where it has no kernel for the meta device, they are fake ones on the CPU, which take
+five times as long.
 """
 
 from __future__ import annotations
@@ -135,6 +136,16 @@ class _Question:
 
 @functools.lru_cache(maxsize=8192)
 def _saved(question: _Question) -> Saved:
+    on_meta = bool(question.infos) and question.target not in DEVICE_DECIDES
+    try:
+        return _saved_on(question, on_meta)
+    except NotImplementedError:
+        if not on_meta:
+            raise
+        return _saved_on(question, False)
+
+
+def _saved_on(question: _Question, on_meta: bool) -> Saved:
     kept: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +153,6 @@ def _saved(question: _Question) -> Saved:
         kept[storage._cdata] = storage  # held, so that no other gets its address
         return tensor
 
-    on_meta = bool(question.infos) and question.target not in DEVICE_DECIDES
     device = torch.device("meta" if on_meta else "cpu")
     # enable_grad: planning may run under no_grad, the question is about training.
     with contextlib.nullcontext() if on_meta else FakeTensorMode(), torch.enable_grad():

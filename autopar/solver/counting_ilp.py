@@ -97,6 +97,8 @@ class _Counting:
     def solve(self, tolerance: float, time_limit: float) -> Counted:
         if self.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
+        if not self.problem.nodes:
+            return Counted((), min(0.0, self.limit), True)
         constant, unit = self._minimise(tolerance)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1

@@ -53,12 +53,14 @@ def solve_ilp(
     by_bytes: bool = False,
     tolerance: float = 0.0,
     rows: Sequence[Problem] = (),
+    repeatable: bool = False,
 ) -> IlpResult:
     """Solve with CP-SAT: one worker and a fixed seed, so that the answer is the same every time.
 
     `hint` is a known solution to start from; `by_bytes` minimises the bytes and leaves the memory row out, in which
     case the bound is in bytes; `tolerance` is in seconds and ends the search early. `rows` are the same problem with
-    other bytes and budgets, whose memory rows hold as well.
+    other bytes and budgets, whose memory rows hold as well. With `repeatable` the time limit counts work, in what are
+    about seconds of a quiet machine, so that the search ends at the same place on any.
     """
     num_pairs = sum(int(np.count_nonzero(np.isfinite(edge.seconds))) for edge in problem.edges)
     if time_limit <= 0 or num_pairs > MAX_VARIABLES:
@@ -77,7 +79,10 @@ def solve_ilp(
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2
     solver.parameters.random_seed = 0
-    solver.parameters.max_time_in_seconds = time_limit
+    if repeatable:
+        solver.parameters.max_deterministic_time = time_limit
+    else:
+        solver.parameters.max_time_in_seconds = time_limit
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.absolute_gap_limit = max(0.999, tolerance / unit)
     status = solver.solve(model.cp)

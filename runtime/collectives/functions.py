@@ -89,6 +89,9 @@ def raw_all_to_all(x: Tensor, axis: Axis, source_dim: int, target_dim: int, size
     """From a split along `source_dim` to one along `target_dim`; `size` is the whole of `source_dim`."""
     if axis.size == 1:
         return x
+    if x.is_complex():  # of which gloo knows no all-to-all: pairs of real numbers, along a dim behind the others
+        pairs = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(raw_all_to_all(pairs, axis, source_dim, target_dim, size).contiguous())
     x = padded(x, target_dim, axis.size)
     count("all_to_all", axis, x.numel() * x.itemsize)
     sent = torch.stack(x.chunk(axis.size, target_dim))

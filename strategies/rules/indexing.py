@@ -116,6 +116,8 @@ def _mark_of(info: TensorInfo, one: str = "~") -> str:
 
 def index_select(call: Call) -> str:
     """Along one dim by an index that becomes that dim."""
+    if not call["self"].shape:
+        return rule([term([], _mark_of(call["self"])), term([WHOLE] * len(call["index"].shape))], ["()"])
     dims, dim = names(len(call["self"].shape)), dim_of(call)
     index = [dims[dim]] if call["index"].shape else []
     return rule([term(whole_at(dims, [dim]), _mark_of(call["self"])), term(index)], [term(dims)])
@@ -185,6 +187,8 @@ class _Indices:
 
 def index_add(call: Call) -> str:
     """Parts of `source` are added along one dim; they may be split, which gives partial sums."""
+    if not call["self"].shape:
+        return f"+(), {term([WHOLE] * len(call['index'].shape))}, ~() -> ()"
     dims, dim = names(len(call["self"].shape)), dim_of(call)
     kept, added = term(whole_at(dims, [dim])), term(dims)
     picked = dims[dim] if call["index"].shape else "()"

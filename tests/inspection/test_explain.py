@@ -226,7 +226,7 @@ def test_a_strategy_without_which_nothing_fits_says_so() -> None:
     least = 2304  # bytes, of parameters in halves and their state
     plan, _ = make_plan(space, {}, least)
     found = [plan.explain(row.name, alternatives=False) for row in plan.rows]
-    reason = "without this strategy there is no plan: no plan was found within 2.30 kB per device"
+    reason = "without this strategy there is no plan: the memory limit is 2.30 kB (2304 bytes) per device, but every "
     forced = [each for each in found if each.reason.startswith(reason)]
     assert forced and all(each.runner_up is None and "no runner-up: without this" in str(each) for each in forced)
 

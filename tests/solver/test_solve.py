@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
+from autopar.solver.counting_ilp import Counted, best_counts
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.fixing import remaining
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
@@ -410,3 +411,7 @@ def test_a_solution_in_time_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         solve(_limited(_layered_problem(seed=5, num_layers=4, k=4), 0.3))
+
+
+def test_where_nothing_is_left_to_count_the_choice_is_empty() -> None:
+    assert best_counts(Problem((), (), 10), 0.5, 1.0, 1e-12, 1.0) == Counted((), 0.0, True)

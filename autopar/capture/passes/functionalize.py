@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import is_batchedtensor
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, is_write, shape_of, value_of
@@ -148,6 +149,11 @@ def _origin(node: fx.Node, sources: list[fx.Node]) -> fx.Node | None:
     if node.target is operator.getitem:
         first = next(iter(first.all_input_nodes), first)
     other = first.meta["val"]
+    if any(isinstance(each, Tensor) and is_batchedtensor(each) for each in (value, other)):
+        raise CaptureError(
+            f"a function under torch.vmap in {node.meta['module'] or 'the forward'} writes into a tensor, which cannot "
+            "be traced back through vmap; build the result without writing in place (x + 1 for x.add_(1), torch.where)."
+        )
     shared = isinstance(other, Tensor) and _storage(other) == _storage(value)
     return first if shared else None
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Casts
 from autopar.capture.passes.functions import KEPT, KeptUse
+from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
 from autopar.errors import CaptureError
 
@@ -88,8 +89,10 @@ class Inliner:
                 "cannot be captured as plain calls; use ordinary operations in its place."
             )
         path = module_path(node)
+        check_call(target, args, kwargs, path)
         if not region.grad:
             _check_writes_without_gradient(target, args, path)
+        if not region.grad or not has_derivative(target):
             args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
         if region.casts is not None:
             args, kwargs = region.casts.applied(target, args, kwargs, path)

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
+from autopar.capture.passes.refused_calls import check_shape, not_evaluated
+
 aten = torch.ops.aten
 
 Kind = Literal["parameter", "buffer", "constant", "input"]
@@ -46,14 +48,17 @@ class TracedGraph:
 
     def call(self, target: Callable[..., Any], *args: Any, module: str = "", **kwargs: Any) -> fx.Node:
         """Insert a call at the graph's insertion point, with its fake value."""
-        value = self.evaluate(target, args, kwargs)
+        value = self.evaluate(target, args, kwargs, module)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         node.meta["module"] = module
         return node
 
-    def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own."""
+    def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str = "") -> Any:
+        """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own.
+
+        Raises CaptureError where that, or its shape, depends on the values of tensors.
+        """
         writes = is_write(target)
         key = None if writes or self.writes_left else call_key(target, args, kwargs)
         if key is not None and key in self.seen:
@@ -61,7 +66,11 @@ class TracedGraph:
         self.writes_left -= writes
         args, kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
         with self.mode, torch.enable_grad():
-            value = target(*args, **kwargs)
+            try:
+                value = target(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                raise not_evaluated(target, module, error) from error
+        check_shape(target, value, module)
         if key is not None and _description(value) is not None:
             self.seen[key] = value
         return value

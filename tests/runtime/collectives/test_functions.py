@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -334,3 +335,57 @@ def test_a_second_derivative_is_refused() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             gradient.sum().backward()
+
+
+COMPLEX_CASES = (
+    ("all_reduce", ()),
+    ("all_reduce_gradient", ()),
+    ("all_gather", (1, 8)),
+    ("all_gather_invariant", (0, 5)),
+    ("reduce_scatter", (0,)),
+    ("split", (1,)),
+    ("split_replicated", (0,)),
+    ("scatter", (0, 6)),
+    ("all_to_all", (0, 1, 5)),
+    ("all_to_all", (1, 0, 8)),
+    ("keep_on_first_both", ()),
+)
+
+
+def _complex_moves(dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
+    """Each move of a complex tensor and of its gradient beside those of its real numbers; what differs."""
+    wrong = []
+    own = torch.arange(24.0).reshape(3, 4, 2) * (1 + dist.get_rank())
+    x = torch.view_as_complex(own.to(torch.float16 if dtype is torch.complex32 else dtype.to_real())).conj()
+    with use_mesh(mesh((2,), ("a",))):
+        for name, arguments in COMPLEX_CASES:
+            move = getattr(functions, name)
+            found = move(leaf := x.clone().requires_grad_(), "a", *arguments)
+            found.backward(found.detach() * 2)
+            pairs = torch.view_as_real(x.resolve_conj()).clone().requires_grad_()
+            expected = move(pairs, "a", *arguments)
+            expected.backward(expected.detach() * 2)
+            assert leaf.grad is not None and pairs.grad is not None
+            for ours, real in ((found, expected), (leaf.grad, pairs.grad)):
+                theirs = torch.view_as_complex(real.detach().contiguous())
+                if ours.dtype != dtype or not torch.equal(torch.view_as_real(ours.detach().resolve_conj()), real):
+                    wrong.append((name, ours.detach(), theirs))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_move_as_pairs_of_real_ones_between_real_ranks(ranks: Ranks, dtype: torch.dtype) -> None:
+    assert ranks.run(_complex_moves, dtype) == [[], []]
+
+
+def _complex_halves() -> Tensor:
+    """complex32, which few operations know, from one split to another."""
+    x = torch.view_as_complex((torch.arange(16.0) + 16 * dist.get_rank()).reshape(2, 4, 2).half())
+    with use_mesh(mesh((2,), ("a",))):
+        return torch.view_as_real(functions.all_to_all(x, "a", 0, 1, 4))
+
+
+def test_complex_halves_move_too(ranks: Ranks) -> None:
+    whole = torch.arange(32.0).reshape(4, 4, 2).half()
+    for found, part in zip(ranks.run(_complex_halves), whole.chunk(2, 1), strict=True):
+        assert torch.equal(found, part)

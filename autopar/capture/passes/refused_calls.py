@@ -1,0 +1,68 @@
+"""Calls that no plan can hold, refused by name where they are met, and calls that need another form to be kept.
+
+A graph has one shape for all values, its gradients are dense, and each of its tensors lies in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+
+aten = torch.ops.aten
+
+SPARSE = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten._embedding_bag.default: 5}
+"""Position of the argument that asks for sparse gradients."""
+
+WITHOUT_DERIVATIVE = frozenset({"linspace", "logspace", "rand_like", "randint_like", "randn_like"})
+"""Operations that in PyTorch's own calls read nothing but shapes and bounds, and so give no gradient."""
+
+
+def check_call(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], module: str) -> None:
+    """Raise CaptureError for a call that asks what no plan holds."""
+    place = SPARSE.get(target)
+    if place is not None and ((len(args) > place and args[place]) or kwargs.get("sparse")):
+        raise CaptureError(
+            f"{target} in {where(module)} asks for sparse gradients (sparse=True), which autopar does not move between "
+            "devices; make the embedding without sparse=True."
+        )
+
+
+def has_derivative(target: Callable[..., Any]) -> bool:
+    """Whether gradients flow through a call as PyTorch runs it."""
+    name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return name not in WITHOUT_DERIVATIVE
+
+
+def check_shape(target: Callable[..., Any], value: Any, module: str) -> None:
+    """Raise CaptureError where the shape of what a call gives depends on the values of tensors."""
+    if any(isinstance(leaf, Tensor) and leaf._has_symbolic_sizes_strides for leaf in pytree.tree_leaves(value)):
+        raise CaptureError(f"{target} in {where(module)} {DEPENDS}")
+
+
+def where(module: str) -> str:
+    """A module as messages call it."""
+    return module or "the forward"
+
+
+def not_evaluated(target: Callable[..., Any], module: str, error: Exception) -> CaptureError:
+    """The error for a call that cannot run on tensors without values."""
+    text = str(error).strip().splitlines()
+    return CaptureError(
+        f"{target} in {where(module)} cannot be traced without the values of its tensors "
+        f"({type(error).__name__}: {text[0] if text else 'no more is said'}); compute it outside of the model and pass "
+        "it as an input, or use operations whose shapes are known beforehand."
+    )
+
+
+DEPENDS = (
+    "gives a tensor whose shape depends on the values of other tensors; a captured graph has one shape for all values. "
+    "Keep the shape: torch.where or a product with the mask in place of indexing by it, output_size= for "
+    "repeat_interleave. A mask that never changes may be a plain tensor attribute of the module (no buffer), or be "
+    "given as the indices where it is true."
+)

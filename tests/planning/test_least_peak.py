@@ -1,0 +1,116 @@
+"""The least memory of any plan: as brute force finds it, stated by refusals, and enough for a plan."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import InfeasibleError
+from autopar.hardware.load import load
+from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
+from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+from autopar.memory.peak import bytes_by_moment
+from autopar.planning.formulation import Formulation
+from autopar.planning.least_peak import least_peak
+from autopar.planning.planner import make_plan
+from autopar.space.space import Space
+from tests.planning.test_planner import every_choice
+from tests.support.families import FAMILIES
+from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
+
+
+class Layers(nn.Module):
+    """Two numbered layers, which may be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x_BD = x_BD + layer(x_BD)
+        return x_BD.square().sum()
+
+
+def test_it_is_what_brute_force_finds() -> None:
+    space = space_of(TwoLinears(), (X_BD,), load("cpu"))
+    found = least_peak(Formulation(space, MemoryModel(space)), {}, None)
+    assert found.is_proven and found.peak_bytes == min(peak for _, peak in every_choice(space, peaks=True).values())
+
+
+def test_it_keeps_to_pins() -> None:
+    space = space_of(TwoLinears(), (X_BD,), load("cpu"))
+    free = least_peak(Formulation(space, MemoryModel(space)), {}, None)
+    number = space.index["p_up_weight"]
+    others = np.arange(len(space.decisions[number].menu.strategies)) != free.choices[number]
+    pinned = least_peak(Formulation(space, MemoryModel(space)), {number: others}, None)
+    assert pinned.peak_bytes > free.peak_bytes and others[pinned.choices[number]]
+
+
+SPACES = {
+    "linears": lambda: space_of(TwoLinears(), (X_BD,), load("cpu")),
+    "attention": lambda: space_of(Attention(False), (IDS_BS,), load("cpu"), dp=2, tp=2),
+    "layers": lambda: space_of(Layers(), (torch.ones(16, 8),), load("cpu"), dp=2, tp=2),
+    "gpt2": lambda: space_of(FAMILIES["gpt2"].build(), FAMILIES["gpt2"].inputs(0)[1], load("cpu"), dp=2, tp=2),
+}
+
+
+def peak_within(space: Space, limit: int) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # plans near the least are seldom proven the fastest
+        return make_plan(space, {}, limit, time_limit=2.0)[0].peak_bytes
+
+
+@pytest.mark.parametrize("name", ["linears", "attention", "layers", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_every_limit_down_to_the_least_gives_a_plan_and_one_byte_less_the_refusal_that_states_it(name: str) -> None:
+    space = SPACES[name]()
+    free = make_plan(space, {})[0].peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        peak_within(space, 1)
+    stated = re.search(r"every choice needs at least .*? \((\d+) bytes\), whatever is pinned", str(caught.value))
+    assert stated is not None
+    least = int(stated[1])
+    for share in (1.0, 0.5, 0.1, 0.0):
+        limit = int(least + share * (free - least))
+        assert peak_within(space, limit) <= limit
+    with pytest.raises(InfeasibleError, match=rf"the memory limit is .* \({least - 1} bytes\) .* \({least} bytes\)"):
+        peak_within(space, least - 1)
+
+
+def test_rows_state_the_same_problem_whether_or_not_the_mode_matters_at_their_moments() -> None:
+    """A row in which recomputation changes nothing stood beside one in which it does with other edges."""
+    space = SPACES["layers"]()
+    memory = MemoryModel(space)
+    modes = dict.fromkeys(memory.lifetimes.segments, "")
+    assert modes
+    count = len(memory.lifetimes.calls)
+    rows = tuple(MemoryRow(((moment, 1),)) for moment in range(4 * count))
+    problems = Formulation(space, memory).problems({}, rows, None, modes)
+    alone = [Formulation(space, memory).problem({}, row, None, modes) for row in rows]
+    assert len({tuple(edge.ends for edge in each.edges) for each in alone}) > 1
+    for each, one in zip(problems, alone, strict=True):
+        assert [edge.ends for edge in each.edges] == [edge.ends for edge in problems[0].edges]
+        choices = tuple(node.num_strategies - 1 for node in each.nodes)
+        assert each.cost_of(choices) == pytest.approx(one.cost_of(choices))
+
+
+@pytest.mark.parametrize("microbatches", [Microbatches(), Microbatches(6, 3), Microbatches(3, 3)])
+@pytest.mark.parametrize("name", ["attention", "layers"])
+def test_rows_count_what_the_prediction_counts_in_the_forward_too(name: str, microbatches: Microbatches) -> None:
+    space = SPACES[name]()
+    memory = MemoryModel(space, microbatches)
+    _, choices = make_plan(space, {}, microbatches=microbatches)
+    predicted = bytes_by_moment(memory, choices, {})
+    assert (predicted > 0).sum() >= 2 * len(memory.lifetimes.calls)
+    for moment in predicted.nonzero()[0].tolist():
+        row = MemoryRow(((moment, 1),))
+        nodes = sum(int(node_bytes(memory, n, row)[0][choice]) for n, choice in enumerate(choices))
+        wires = ((w, wire_bytes(memory, w, row)) for w in space.wires)
+        moved = sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in wires if a is not None)
+        assert nodes + moved == predicted[moment], moment
