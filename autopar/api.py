@@ -99,6 +99,7 @@ def compile(
     """
     check_mesh(mesh)
     check_one_decides(plan, strategy)
+    run = RunOptions(plan, deterministic, seed)
     request = plan_request(
         model,
         mode=mode,
@@ -118,7 +119,7 @@ def compile(
         chunks=chunks,
         stages=stages,
     )
-    run, abstract = RunOptions(plan, deterministic, seed), Mesh.of(mesh)
+    abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
     axis = pipeline_axis(abstract, pipeline)
     if axis is None:

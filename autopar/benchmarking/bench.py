@@ -120,6 +120,9 @@ def bench(
     """
     models, meshes = [models] if isinstance(models, str) else models, [meshes] if isinstance(meshes, Mesh) else meshes
     strategies = tuple(strategies) or strategy_names()
+    for name, count in (("batch", batch), ("sequence", sequence), ("layers", layers)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise InputError(f"{name}={count!r}; give a whole number of at least 1.")
     _check(models, meshes, strategies, steps, device, hardware, fake)
     limit = None if memory is None else parse_bytes(memory)
     load_before = os.getloadavg()[0]

@@ -40,7 +40,7 @@ def formula(plan: Plan, name: str) -> Any:
     Raises PlanError with the names there are.
     """
     _check_formulas(plan)
-    if name not in public(plan.formulas):
+    if not isinstance(name, str) or name not in public(plan.formulas):
         raise PlanError(f"the plan has no formula {name!r}; it has {_list(public(plan.formulas))}.")
     import sympy  # only who asks for an expression waits for it
 

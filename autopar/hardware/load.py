@@ -78,6 +78,8 @@ def known_profiles() -> tuple[str, ...]:
 
 def load(name_or_path: str | Path) -> Hardware:
     """Read a profile by the name of one in the package, or by the path of a JSON file."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise PlanError(f"hardware is a {type(name_or_path).__name__}; give the name of a profile, or its path.")
     path = Path(name_or_path)
     if path.suffix == ".json":
         if not os.path.isfile(path):  # of a path that cannot be one, too

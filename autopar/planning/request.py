@@ -64,7 +64,8 @@ class PlanRequest:
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
         """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
-        return self.hardware if isinstance(self.hardware, Hardware) else load(self.hardware or mesh.hardware)
+        asked = mesh.hardware if self.hardware is None else self.hardware
+        return asked if isinstance(asked, Hardware) else load(asked)
 
     def on(self, mesh: Mesh) -> PlanRequest:
         """The request with the profile itself, read once, in place of its name."""

@@ -94,7 +94,12 @@ class Plan:
         return is_kept(self.choices.get(parameter, ""))
 
     def layout_of(self, decision: str) -> Layout:
-        """The layout of a decision that is no call: of a parameter, an input, an output or a hub."""
+        """The layout of a decision that is no call: of a parameter, an input, an output or a hub.
+
+        Raises PlanError for a decision that the plan has not.
+        """
+        if decision not in self.choices:
+            raise PlanError(f"the plan has no decision {decision!r}; see plan.choices.")
         return layout_named(self.choices[decision])
 
     def with_formulas(self) -> Plan:
