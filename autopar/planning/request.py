@@ -16,6 +16,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.planner import make_plan
+from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -84,7 +85,7 @@ class PlanRequest:
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""
         said, settings = self.annotations_about(space.program, space.mesh), self.settings
-        made, _ = make_plan(
+        made, choices = make_plan(
             space,
             pins_of(said, space, self.mode, storage or {}),
             settings.memory,
@@ -94,4 +95,5 @@ class PlanRequest:
             settings.gap,
             Microbatches(self.microbatches or 1),
         )
+        warn_of_replicated_work(self.strategy, [(space, choices)])
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
