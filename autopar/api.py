@@ -102,6 +102,7 @@ def compile(
     """
     check_mesh(mesh)
     check_one_decides(plan, strategy)
+    run = RunOptions(plan, deterministic, seed)
     request = plan_request(
         model,
         mode=mode,
@@ -122,7 +123,7 @@ def compile(
         stages=stages,
         assume=assume,
     )
-    run, abstract = RunOptions(plan, deterministic, seed), Mesh.of(mesh)
+    abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
     axis = pipeline_axis(abstract, pipeline)
     if axis is None:

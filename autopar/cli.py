@@ -10,8 +10,11 @@ autopar bench       measures strategies on this machine, beside their prediction
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,16 +35,41 @@ from autopar.strategies.presets import PRESETS
 
 DEFAULT_AXES = ("dp", "tp")
 FAILED, DISAGREES = 2, 1  # exit statuses: an error, and losses or bytes that are not as expected
+MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
+INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
+SHOW_TRACEBACK = "AUTOPAR_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; errors go to stderr in one line, without a traceback."""
+    """Run one command and return its exit status; errors go to stderr without a traceback of ours."""
     options = _parser().parse_args(argv)
     try:
-        return options.command(options)
+        status = options.command(options)
+        sys.stdout.flush()
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
-        return FAILED
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get(SHOW_TRACEBACK):
+            raise
+        print(f"autopar: {_of_ours(error)}", file=sys.stderr)
+    else:
+        return status
+    return FAILED
+
+
+def _of_ours(error: Exception) -> str:
+    """What to say of an error that nobody meant to raise."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"internal error: {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno}). This is a "
+        f"mistake of autopar's: report it with the traceback that {SHOW_TRACEBACK}=1 shows."
+    )
 
 
 def parse_mesh(text: str, hardware: str = "cpu") -> Mesh:
@@ -136,6 +164,8 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if number > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is more than {MAX_COUNT}")
     return number
 
 
@@ -167,7 +197,7 @@ def _plan(options: argparse.Namespace) -> int:
     plan = _made(options)
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     for path, write in ((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace)):
-        if path:
+        if path is not None:
             try:
                 write(path)
             except OSError as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from autopar.errors import InputError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(size: str | int) -> int:
@@ -17,10 +20,10 @@ def parse_bytes(size: str | int) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if not match or match.group(2).upper() not in UNITS:
         raise InputError(f'{size!r} is no size; write a number and a unit, such as "8GB" or "512MiB".')
-    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+    return round(Fraction(match.group(1)) * UNITS[match.group(2).upper()])
 
 
 def format_bytes(count: float) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from autopar import demo
+from autopar import cli, demo
 from autopar.cli import main, parse_mesh
 from autopar.errors import InputError
 from autopar.models import named
@@ -156,3 +158,91 @@ def test_the_module_of_a_model_is_found_in_the_current_folder(tmp_path: Path, mo
     monkeypatch.setattr("sys.path", [])
     (tmp_path / "model_of_this_folder.py").write_text("def make():\n    return 7\n")
     assert named.called("model_of_this_folder:make") == 7
+
+
+USERS = """
+import sys
+from torch import nn
+def divides(): return inner()
+def inner(): return 1 / 0
+def leaves(): sys.exit(3)
+def needs(x): return x
+def interrupts(): raise KeyboardInterrupt
+def three(): return 3
+def raises():
+    class Model(nn.Linear):
+        def forward(self, x): raise ValueError("mine is broken")
+    import torch
+    return Model(2, 2), (torch.ones(2, 2),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "found"),
+    [
+        (["users:divides"], 2, ["users:divides: divides failed", "in divides", "in inner", "ZeroDivisionError"]),
+        (["users:leaves"], 2, ["in leaves", "SystemExit: 3"]),
+        (["users:needs"], 2, ["TypeError: needs() missing 1 required positional argument"]),
+        (["users:interrupts"], 130, ["autopar: interrupted"]),
+        (["users:three"], 2, ["users:three returned a int; return an nn.Module"]),
+        (["users:raises"], 2, ["mine is broken"]),
+        (["users:nothing"], 2, ["the module users has no function 'nothing'"]),
+        (["broken:f"], 2, ["importing broken failed", "SyntaxError"]),
+        (["lacking:f"], 2, ["importing lacking failed", "lacking.py", "No module named 'not_there'"]),
+        (["absent:f"], 2, ["No module named 'absent'; write MODULE:FUNCTION"]),
+        (["folder/users.py:f"], 2, ["'folder/users.py' is no name of a module"]),
+        ([":f"], 2, ["'' is no name of a module"]),
+        (["tiny-mlp", "--hardware", ""], 2, ["hardware '' is not known"]),
+        (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
+        (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
+        (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),
+        (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),
+        (["tiny-mlp", "--memory", "9" * 500 + "GB"], 2, ["is no size"]),
+    ],
+    ids=lambda value: None,
+)
+def test_of_what_fails_only_the_users_part_is_shown(
+    arguments: list[str],
+    status: int,
+    found: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in (("users", USERS), ("broken", "def f(:"), ("lacking", "import not_there")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["plan", "--mesh", "2", *arguments]) == status
+    for name in ("users", "broken", "lacking"):
+        sys.modules.pop(name, None)
+    error = capsys.readouterr().err
+    assert error.startswith("autopar: ") and "/autopar/" not in error and "importlib" not in error
+    for text in found:
+        assert text in error
+
+
+def test_a_mistake_of_autopars_is_one_line_and_its_traceback_is_there_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(cli, "_made", mistaken)
+    assert main(["plan", "tiny-mlp", "--mesh", "2"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.startswith("autopar: internal error: IndexError: out of range (test_cli.py:") and error.count("\n") == 1
+    )
+    monkeypatch.setenv("AUTOPAR_TRACEBACK", "1")
+    with pytest.raises(IndexError):
+        main(["plan", "tiny-mlp", "--mesh", "2"])
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "tiny-mlp", "--mesh", "2"]) == 0
+    assert not capsys.readouterr().err

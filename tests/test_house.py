@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     ("errors",),
-    ("units",),
+    ("units", "files"),
     ("progress",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models"),
@@ -48,7 +48,7 @@ ORDER = (
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 BELOW_THEIR_TABLES = {"autopar.strategies.notation"}
 """Modules of a package that the packages inside it may import."""
-WITHOUT_TORCH = ("solver", "plans", "hardware")
+WITHOUT_TORCH = ("files", "solver", "plans", "hardware")
 MAX_LINES, MAX_FILES = 400, 12
 PACKAGES = ("strategies", "runtime")
 """Folders beside `autopar/` that are installed inside it."""

@@ -49,9 +49,11 @@ def annotate(
     Raises AnnotationError for what no model and no mesh could satisfy; the rest is found when a plan is made.
     """
     where = f'annotate("{pattern}", …)'
-    named = (storage,) if isinstance(storage, str) else tuple(storage or ())
+    named = (storage,) if isinstance(storage, str) else storage if storage is not None else ()
+    if not isinstance(named, Sequence):
+        raise AnnotationError(f'{where}: storage={storage!r}; give a mesh axis, "dp", or several, ("dp", "tp").')
     said = tuple((axis, said_of(value, where)) for axis, value in axes.items())
-    return _remember(model, Annotation(pattern, said, slices_of(slices, where), named, regather, stage))
+    return _remember(model, Annotation(pattern, said, slices_of(slices, where), tuple(named), regather, stage))
 
 
 def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
@@ -61,6 +63,8 @@ def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
     torch.distributed.tensor.parallel; "auto" takes the plan that a Hugging Face model brings along.
     Raises AnnotationError for a style that is not known and for a model without a plan.
     """
+    if not isinstance(axis, str) or not axis:
+        raise AnnotationError(f'annotate_plan: axis={axis!r}; give the name of a mesh axis, as in axis="tp".')
     for pattern, said in translate(model, plan):
         _remember(model, Annotation(pattern, ((axis, said),)))
     return model
@@ -83,6 +87,8 @@ def constrain(x: Tensor, /, **axes: Any) -> Tensor:
 
     Raises AnnotationError for what is no dim of `x`. Without autopar it copies `x` and changes nothing.
     """
+    if not isinstance(x, Tensor):
+        raise AnnotationError(f"constrain: found a {type(x).__name__}, needed a tensor.")
     said = ", ".join(f"{axis}={value}" for axis, value in axes.items())
     where = f"constrain({list(x.shape)}{', ' if said else ''}{said})"
     if not axes:
@@ -104,5 +110,7 @@ def _dim_of(said: object, ndim: int, axis: str, where: str) -> int:
 
 
 def _remember(model: M, annotation: Annotation) -> M:
+    if not isinstance(model, nn.Module):
+        raise AnnotationError(f"{annotation}: the model is a {type(model).__name__}; give an nn.Module.")
     model.__dict__[_KEY] = (*model.__dict__.get(_KEY, ()), annotation)
     return model

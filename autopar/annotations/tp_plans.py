@@ -52,7 +52,7 @@ def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Said]]
     """
     if isinstance(plan, Mapping):
         entries = dict(plan)
-    elif plan == "auto":
+    elif isinstance(plan, str) and plan == "auto":
         # A model class lists modules that only some of its configurations have.
         entries = {pattern: style for pattern, style in plan_of(model).items() if _names_something(model, pattern)}
     else:

@@ -21,6 +21,9 @@ from autopar.benchmarking.trainers import Terms, check_strategies, strategy_name
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.timing import BRIEF
 from autopar.errors import InputError
+from autopar.files.reading import read_text
+from autopar.files.replace import replace_text
+from autopar.files.schema import Malformed
 from autopar.hardware.load import load, parse
 from autopar.hardware.profile import Hardware
 from autopar.models.named import named
@@ -54,7 +57,7 @@ class BenchResult:
 
     def save_json(self, path: str | Path) -> None:
         """Write everything to a JSON file, which `load` reads."""
-        Path(path).write_text(to_json(self.measurements, self.about), encoding="utf-8")
+        replace_text(path, to_json(self.measurements, self.about))
 
     def save_csv(self, path: str | Path) -> None:
         """Write a line per measurement to a CSV file."""
@@ -66,8 +69,14 @@ class BenchResult:
 
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:
-        """Read what `save_json` wrote."""
-        measurements, about = from_json(Path(path).read_text(encoding="utf-8"))
+        """Read what `save_json` wrote; InputError where it cannot be read or is something else."""
+        try:
+            text = read_text(path)
+        except Malformed as error:
+            raise InputError(
+                f"no measurements: {str(path)!r}: {error}; give what `autopar bench --json` wrote."
+            ) from error
+        measurements, about = from_json(text)
         return cls(tuple(measurements), about)
 
 
@@ -111,6 +120,9 @@ def bench(
     """
     models, meshes = [models] if isinstance(models, str) else models, [meshes] if isinstance(meshes, Mesh) else meshes
     strategies = tuple(strategies) or strategy_names()
+    for name, count in (("batch", batch), ("sequence", sequence), ("layers", layers)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise InputError(f"{name}={count!r}; give a whole number of at least 1.")
     _check(models, meshes, strategies, steps, device, hardware, fake)
     limit = None if memory is None else parse_bytes(memory)
     load_before = os.getloadavg()[0]

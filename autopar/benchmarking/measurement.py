@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from autopar.calibration.medians import standard_error
 from autopar.errors import InputError
+from autopar.files.replace import replace_text
 
 TOLERANCE = 1e-3  # relative, of a loss: fp32 sums in another order, amplified by the steps before
 FORMAT = 1
@@ -116,10 +118,11 @@ def _measurement(row: Mapping[str, Any]) -> Measurement:
 
 def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
     """A line per measurement; what is by collective is JSON in its column, and what is not known is empty."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS)
-        writer.writeheader()
-        writer.writerows(map(_line, measurements))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, _COLUMNS)
+    writer.writeheader()
+    writer.writerows(map(_line, measurements))
+    replace_text(path, text.getvalue())
 
 
 _COSTS = tuple(each.name for each in fields(Costs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from autopar.benchmarking.measurement import Costs, Measurement
 from autopar.benchmarking.rank_correlation import spearman
 from autopar.errors import InputError
+from autopar.files.replace import replace_bytes
 
 MEGABYTE = 1e6
 MILLISECOND = 1e-3
@@ -33,8 +35,10 @@ def save_plots(measurements: Sequence[Measurement], folder: str | Path) -> list[
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in pictures.items():
             figure = draw(pyplot, measurements)
-            figure.savefig(folder / name, dpi=120, bbox_inches="tight", metadata={"Software": None})
+            picture = io.BytesIO()
+            figure.savefig(picture, format="png", dpi=120, bbox_inches="tight", metadata={"Software": None})
             pyplot.close(figure)
+            replace_bytes(folder / name, picture.getvalue())
             written.append(folder / name)
     except OSError as error:
         raise InputError(f"the plots cannot be written: {error}; give a folder that can.") from error

@@ -27,8 +27,8 @@ from autopar.benchmarking.baselines import FLAT, flattened
 from autopar.benchmarking.measurement import Costs, Measurement, largest_difference
 from autopar.benchmarking.meters import CollectiveCounter, cuda_peak_bytes, peak_bytes
 from autopar.benchmarking.trainers import AUTO, Terms, Trainer, contestant
-from autopar.errors import AutoparError
-from autopar.models.named import trainable
+from autopar.errors import AutoparError, InputError
+from autopar.models.named import of_user, trainable
 from autopar.plans.plan import Plan
 from autopar.runtime.collectives.axes import Traffic, record_traffic
 from autopar.sharding.mesh import Mesh
@@ -104,7 +104,10 @@ def _losses_alone(cell: Cell, subject: Subject) -> list[float] | None:
     losses: list[list[float] | None] = [None]
     if dist.get_rank() == 0:
         alone = Trainer(*copy.deepcopy(subject))
-        losses = [[float(alone.step()) for _ in range(LOSSES)]]
+        try:
+            losses = [[float(alone.step()) for _ in range(LOSSES)]]
+        except Exception as error:
+            raise InputError(f"{cell.model} fails on one process, without autopar:\n{of_user(error)}") from error
     dist.broadcast_object_list(losses, device=torch.device(cell.device))
     return losses[0]
 

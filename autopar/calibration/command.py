@@ -14,6 +14,7 @@ from tabulate import tabulate
 from autopar.calibration.calibrate import Profile, calibrate
 from autopar.calibration.timing import QUICK
 from autopar.errors import InputError
+from autopar.files.replace import replace_text
 from autopar.hardware.load import parse
 from autopar.units import format_bytes, format_seconds
 
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     profile = calibrate(options.ranks, options.device, QUICK if options.quick else None, output.stem)
     if int(os.environ.get("RANK", 0)) == 0:
         try:
-            output.write_text(json.dumps(profile, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            replace_text(output, json.dumps(profile, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise InputError(f"the profile cannot be written: {error}; give a file that can.") from error
         print(f"{summary(profile)}\n\nsaved in {output}; use it with hardware={str(output)!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
+from autopar.compiler.options import check_example_inputs, check_model, check_options
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
@@ -37,6 +38,9 @@ class RunOptions:
     deterministic: bool = False
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        check_options({each.name: getattr(self, each.name) for each in fields(self)})
+
 
 def plan_request(
     model: nn.Module,
@@ -59,7 +63,12 @@ def plan_request(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
 ) -> PlanRequest:
-    """The options of `compile` and `plan`, with what was said about the model, as one value."""
+    """The options of `compile` and `plan`, with what was said about the model, as one value.
+
+    Raises InputError for an option that is not of its kind.
+    """
+    check_options(locals())
+    check_model(model)
     return PlanRequest(
         annotations_of(model),
         strategy,
@@ -77,16 +86,10 @@ def plan_request(
     )
 
 
-def example_arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as positional and keyword arguments."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple):
-        return example_inputs, {}
-    raise InputError(
-        f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional inputs, (x,), "
-        "or a dict of keyword inputs."
-    )
+def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments; InputError for what is neither."""
+    check_example_inputs(example_inputs)
+    return ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
 
 
 def check_one_decides(plan: object, strategy: str | None) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from autopar.annotations.pins import pins_of
 from autopar.capture.export import capture, skeleton
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
+from autopar.compiler.options import check_known
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -26,6 +27,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
 
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
+    check_known(options, plan_request)
     request = plan_request(model, **{**options, "memory": plan.memory_limit})
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     args, kwargs = split_batch(batch, request.microbatches or 1)[0]

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.export import capture, skeleton
 from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, example_arguments
 from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.options import check_planned_mesh
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline
@@ -33,6 +34,7 @@ def plan_offline(
     max_axes: int,
 ) -> Plan | PipelinePlan:
     """The best plan on the mesh; on "auto", on the best mesh of `devices` in up to `max_axes` axes."""
+    check_planned_mesh(mesh, devices)
     planner = _Planner(model, example_inputs, request)
     if isinstance(mesh, str):
         if request.pipeline is not None:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from autopar.formulas.expressions import evaluate
 from autopar.formulas.symbols import BATCH, SEQUENCE, Polynomial, Size
+from autopar.plans.expressions import evaluate
 from autopar.program.saved_tensors import saved_with
 from autopar.sharding.operation import Call
 from autopar.space.space import Decision

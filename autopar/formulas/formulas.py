@@ -28,12 +28,13 @@ from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
-from autopar.formulas.reprice import COLLECTIVES, FIXED, WHOLE, rate, rate_name
+from autopar.formulas.reprice import rate
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
+from autopar.plans.formula_names import COLLECTIVES, FIXED, WHOLE, rate_name
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view

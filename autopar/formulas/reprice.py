@@ -5,35 +5,24 @@ What a collective costs is looked up again where an axis has another size, as th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
-from autopar.formulas.expressions import EXACT, Numbers, evaluate
+from autopar.files.schema import MAX_WHOLE
 from autopar.formulas.symbols import axis_symbols
 from autopar.hardware.collectives import pieces
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.planning.settings import context_of
+from autopar.plans.expressions import EXACT, Numbers, evaluate
+from autopar.plans.formula_names import COLLECTIVES, FIXED, MEMORY, is_rate, parts_of, public, rate_of, rates
 from autopar.plans.repriced import Repriced
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
-
-WHOLE, FIXED = "whole", "fixed: "
-"""The formula of what must be whole; before a symbol, the reason why it cannot vary."""
-MEMORY = "memory"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-OVER = "_over_"
-RATE = re.compile(rf"(?:bucketed(\d+)_)?(\w+?){OVER}(\w+)")
-
-
-def rate_name(collective: str, axis: str, bucketed: int) -> str:
-    """The function that gives the seconds of a collective by its bytes, in a message of so many parameters."""
-    return f"{f'bucketed{bucketed}_' if bucketed else ''}{collective}{OVER}{axis}"
 
 
 def rate(collective: str, axis: str, bucketed: int, mesh: Mesh, hardware: Hardware) -> str:
@@ -51,14 +40,14 @@ def formula(plan: Plan, name: str) -> Any:
     Raises PlanError with the names there are.
     """
     _check_formulas(plan)
-    if name not in _public(plan.formulas):
-        raise PlanError(f"the plan has no formula {name!r}; it has {_list(_public(plan.formulas))}.")
+    if not isinstance(name, str) or name not in public(plan.formulas):
+        raise PlanError(f"the plan has no formula {name!r}; it has {_list(public(plan.formulas))}.")
     import sympy  # only who asks for an expression waits for it
 
     symbols = {each: sympy.Symbol(each, positive=True, integer=True) for each in plan.symbols}
     functions = {"Max": sympy.Max, "Min": sympy.Min, "ceiling": sympy.ceiling, "floor": sympy.floor}
-    numbers = Numbers(sympy.sympify, functions)
-    return evaluate(plan.formulas[name], symbols, numbers.with_functions(_rates(plan.formulas, numbers)))
+    numbers = Numbers(lambda value: sympy.Integer(value) if isinstance(value, int) else sympy.Float(value), functions)
+    return evaluate(plan.formulas[name], symbols, numbers.with_functions(rates(plan.formulas, numbers)))
 
 
 def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
@@ -72,9 +61,9 @@ def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
     exact = {name: Fraction(value) for name, value in at.items()}
     _check_whole(plan, exact)
     formulas = {**plan.formulas, **_new_rates(plan, at)}
-    numbers = EXACT.with_functions(_rates(formulas, EXACT))
-    found = {name: evaluate(formulas[name], exact, numbers) for name in _public(formulas)}
-    moved = [name.split("/") for name in found if name.split("/")[0] in COLLECTIVES and "/" in name]
+    numbers = EXACT.with_functions(rates(formulas, EXACT))
+    found = {name: evaluate(formulas[name], exact, numbers) for name in public(formulas)}
+    moved = [name.partition("/")[::2] for name in found if name.partition("/")[0] in COLLECTIVES and "/" in name]
     return Repriced(
         symbols=at,
         seconds=float(found["seconds"]),
@@ -84,19 +73,6 @@ def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
             name: int(value) for name, value in found.items() if name.endswith("_bytes") or name.startswith(MEMORY)
         },
     )
-
-
-def _public(formulas: Mapping[str, str]) -> list[str]:
-    return [name for name in formulas if name != WHOLE and not name.startswith(FIXED) and OVER not in name]
-
-
-def _rates(formulas: Mapping[str, str], numbers: Numbers) -> dict[str, Callable[..., Any]]:
-    """The times of collectives as functions of their bytes."""
-
-    def function(text: str) -> Callable[[Any], Any]:
-        return lambda num_bytes: evaluate(text, {"bytes": num_bytes}, numbers)
-
-    return {name: function(text) for name, text in formulas.items() if OVER in name}
 
 
 def _check_formulas(plan: Plan) -> None:
@@ -113,13 +89,12 @@ def _check(plan: Plan, values: Mapping[str, int]) -> None:
         if name not in plan.symbols:
             raise PlanError(f"the plan has no symbol {name!r}; it has {_list(plan.symbols)}. Plan again for others.")
         least = 2 if name in axes else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name}={value!r}; give a whole number of at least {least}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_WHOLE:
+            raise PlanError(f"{name}={value!r}; give a whole number of at least {least}, at most {MAX_WHOLE}.")
 
 
 def _check_whole(plan: Plan, at: Mapping[str, Fraction]) -> None:
-    parts = plan.formulas[WHOLE].strip("[]").split(", ") if plan.formulas[WHOLE] != "[]" else []
-    sizes = {part: evaluate(part, at) for part in parts}
+    sizes = {part: evaluate(part, at) for part in parts_of(plan.formulas)}
     wrong = [f"{part} = {size}" for part, size in sizes.items() if size.denominator != 1 or size < 1]
     if wrong:
         given = ", ".join(f"{name}={value}" for name, value in at.items())
@@ -135,7 +110,7 @@ def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
     mesh = Mesh({axis: at.get(symbol, 1) for symbol, axis in symbols.items()}, plan.mesh.hardware)
     if mesh.sizes == plan.mesh.sizes:
         return {}
-    names = [name for name in plan.formulas if OVER in name]
+    names = [name for name in plan.formulas if is_rate(name)]
     hardware = context_of(plan).space.hardware if plan.context is not None else load(plan.mesh.hardware)
     if any(_rate_of(name, plan.mesh, hardware) != plan.formulas[name] for name in names):
         raise PlanError(
@@ -146,10 +121,8 @@ def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
 
 
 def _rate_of(name: str, mesh: Mesh, hardware: Hardware) -> str:
-    found = RATE.fullmatch(name)
-    assert found is not None, f"{name} is the name of no rate"
-    bucketed, collective, axis = found.groups()
-    return rate(collective, axis, int(bucketed or 0), mesh, hardware)
+    collective, axis, bucketed = rate_of(name)
+    return rate(collective, axis, bucketed, mesh, hardware)
 
 
 def _list(names: Mapping[str, object] | Sequence[str], quote: bool = True) -> str:

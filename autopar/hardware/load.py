@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.files.reading import read_json, read_text
+from autopar.files.schema import ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
 from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
+_WORDS = {"name": Text(), "algorithm": Text()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sourced:
+    """A number of some kind, bare or as the value beside its source."""
+
+    kind: Schema
+
+    def __str__(self) -> str:
+        return f"{self.kind}, bare or as the value beside its source"
+
+    def check(self, found: Any, where: str) -> None:
+        try:
+            self.kind.check(found["value"] if isinstance(found, Mapping) and "value" in found else found, where)
+        except Malformed:
+            differs(found, where, self)
+
+
+_NUMBER = _Sourced(Real())
+
+
+def _numbers_of(cls: type) -> Record:
+    """The fields of a class that are numbers, of which any may be said."""
+    return Record({}, optional={each.name: _NUMBER for each in fields(cls) if each.name not in _WORDS})
+
+
+_LINK = Record(
+    {"name": Text(), "devices": Maybe(_Sourced(Whole(1))), "bytes_per_s": _NUMBER},
+    optional={
+        "latency_s": _NUMBER,
+        "protocols": ListOf(Record(_WORDS, _numbers_of(Protocol).optional), most=100),
+        "efficiencies": _numbers_of(Efficiencies),
+        "latencies": _numbers_of(Latencies),
+    },
+    others=True,
+)
+PROFILE = Record(
+    {
+        "name": Text(),
+        "flops": Table(_NUMBER),
+        "memory_bytes_per_s": _NUMBER,
+        "memory_bytes": _NUMBER,
+        "op_latency_s": _NUMBER,
+        "links": ListOf(_LINK, most=100),
+    },
+    optional={
+        "overlap": _numbers_of(Overlap),
+        "elementwise_bytes_per_s": _NUMBER,
+        "product_bytes_per_s": _NUMBER,
+        "attention_efficiency": _NUMBER,
+    },
+    others=True,
+)
+"""The fields of a profile; what else it says, as what a fit left over, is for those who read it."""
 
 
 def known_profiles() -> tuple[str, ...]:
@@ -21,9 +78,11 @@ def known_profiles() -> tuple[str, ...]:
 
 def load(name_or_path: str | Path) -> Hardware:
     """Read a profile by the name of one in the package, or by the path of a JSON file."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise PlanError(f"hardware is a {type(name_or_path).__name__}; give the name of a profile, or its path.")
     path = Path(name_or_path)
     if path.suffix == ".json":
-        if not path.is_file():
+        if not os.path.isfile(path):  # of a path that cannot be one, too
             raise PlanError(f"the hardware profile {str(path)!r} does not exist; known names are {_known()}.")
     elif str(name_or_path) in known_profiles():
         path = PROFILES / f"{name_or_path}.json"
@@ -32,28 +91,28 @@ def load(name_or_path: str | Path) -> Hardware:
             f"hardware {str(name_or_path)!r} is not known; use one of {_known()}, or the path of a .json profile."
         )
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise PlanError(f"the hardware profile {str(path)!r} is no JSON: {error}.") from None
-    except KeyError as error:
-        raise PlanError(f"the hardware profile {str(path)!r} lacks {error}; compare it with cpu.json.") from None
-    except PlanError as error:
+        return parse(read_json(read_text(path)))
+    except (Malformed, PlanError) as error:
         raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
 
 
 def parse(profile: Mapping[str, Any]) -> Hardware:
     """A Hardware from the JSON of a profile, whose numbers may be bare or stand beside their source.
 
-    Raises KeyError for what it lacks, PlanError for what makes no sense.
+    Raises PlanError, which names the field, for what it lacks and for what makes no sense.
     """
+    try:
+        PROFILE.check(profile, "")
+    except Malformed as error:
+        raise PlanError(f"{error}; compare it with cpu.json.") from None
     return Hardware(
         profile["name"],
         {dtype: _number(profile["flops"], dtype) for dtype in profile["flops"]},
         _number(profile, "memory_bytes_per_s"),
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
-        tuple(_link(link) for link in profile["links"]),
-        Overlap(**_numbers(profile.get("overlap", {}), "overlap", Overlap)),
+        tuple(map(_link, profile["links"])),
+        Overlap(**_numbers(profile.get("overlap", {}))),
         _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
         _number(profile, "product_bytes_per_s") if "product_bytes_per_s" in profile else 0.0,
         _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
@@ -63,30 +122,29 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
 def _link(link: Mapping[str, Any]) -> Link:
     devices = None if link["devices"] is None else int(_number(link, "devices"))
     protocols = tuple(
-        Protocol(protocol["name"], protocol["algorithm"], **_numbers(protocol, f"a protocol of {link['name']}"))
+        Protocol(protocol["name"], protocol["algorithm"], **_numbers(protocol))
         for protocol in link.get("protocols", ())
     )
-    latency = _number(link, "latency_s") if "latency_s" in link or not protocols else 0.0
-    efficiencies = Efficiencies(**_numbers(link.get("efficiencies", {}), "efficiencies", Efficiencies))
-    latencies = Latencies(**_numbers(link.get("latencies", {}), "latencies", Latencies))
-    return Link(link["name"], devices, latency, _number(link, "bytes_per_s"), protocols, efficiencies, latencies)
+    if not protocols and "latency_s" not in link:
+        raise PlanError(f"the link {link['name']!r} lacks 'latency_s'; compare it with cpu.json.")
+    return Link(
+        link["name"],
+        devices,
+        _number(link, "latency_s") if "latency_s" in link else 0.0,
+        _number(link, "bytes_per_s"),
+        protocols,
+        Efficiencies(**_numbers(link.get("efficiencies", {}))),
+        Latencies(**_numbers(link.get("latencies", {}))),
+    )
 
 
-def _numbers(found: Mapping[str, Any], what: str, cls: type = Protocol) -> dict[str, float]:
-    """The fields of `cls` that are numbers; other keys are refused, as a misspelt one would count as the default."""
-    words = ("name", "algorithm")
-    known = [field.name for field in fields(cls) if field.name not in words]
-    unknown = [key for key in found if key not in (*known, *words)]
-    if unknown:
-        raise PlanError(f"{what} has {', '.join(map(repr, unknown))}; it may have {', '.join(map(repr, known))}.")
-    return {key: _number(found, key) for key in known if key in found}
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """What is said in numbers."""
+    return {key: _number(found, key) for key in found if key not in _WORDS}
 
 
 def _number(found: Mapping[str, Any], key: str) -> float:
-    value = found[key]["value"] if isinstance(found[key], Mapping) else found[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PlanError(f"{key} is {value!r}; give a number, bare or as the value beside its source.")
-    return float(value)
+    return float(found[key]["value"] if isinstance(found[key], Mapping) else found[key])
 
 
 def _known() -> str:

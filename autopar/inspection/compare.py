@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from autopar.errors import InputError
 from autopar.plans.difference import Amount, Change, Difference
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
@@ -12,7 +13,12 @@ from autopar.units import format_bytes
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """What differs from one plan to another; whatever cannot be compared is among the mismatches."""
+    """What differs from one plan to another; whatever cannot be compared is among the mismatches.
+
+    Raises InputError for what is no plan of a model in one piece.
+    """
+    if not isinstance(after, Plan):
+        raise InputError(f"a plan is compared with a Plan; found a {type(after).__name__}.")
     axes = [axis for axis in before.mesh.names if axis in after.mesh.axes]
     keys = sorted({*before.traffic, *after.traffic})
     return Difference(

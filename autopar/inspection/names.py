@@ -25,6 +25,8 @@ def decision_named(space: Space, name: str) -> int:
     In this order, the first that finds something: whole names of modules, of parameters and of decisions, then the
     end of such a name.
     """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{name!r} is no name; give that of a module, a parameter or an operation.")
     catalog = Catalog(space)
     for pattern in (name, f"*.{name}"):
         modules = [path for path in catalog.modules if path and fnmatchcase(path, pattern)]

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,15 +56,40 @@ def trainable(
 def called(spec: str) -> Any:
     """What MODULE:FUNCTION returns; modules of the current folder are found, as with `python -m`."""
     module_name, _, function_name = spec.partition(":")
+    if not all(name.isidentifier() for name in module_name.split(".")):
+        raise InputError(
+            f"{spec}: {module_name!r} is no name of a module; write MODULE:FUNCTION, as mine.models:small."
+        )
     sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise InputError(f"{spec}: {error}; write MODULE:FUNCTION, with the module importable from here.") from error
+        if module_name == error.name or module_name.startswith(f"{error.name}."):
+            raise InputError(
+                f"{spec}: {error}; write MODULE:FUNCTION, with the module importable from here."
+            ) from error
+        raise InputError(f"{spec}: importing {module_name} failed:\n{of_user(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec}: importing {module_name} failed:\n{of_user(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"{spec}: the module {module_name} has no function {function_name!r}.")
-    return function()
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec}: {function_name} failed:\n{of_user(error)}") from error
+
+
+def of_user(error: BaseException) -> str:
+    """An error with its traceback, without the frames that lead from autopar to the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = next((n for n, frame in enumerate(frames) if not frame.filename.startswith(_NOT_THEIRS)), len(frames))
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[theirs:])]
+    return "".join([*(lines if theirs < len(frames) else ()), *traceback.format_exception_only(error)]).rstrip()
+
+
+_NOT_THEIRS = (str(Path(__file__).parents[1]), "<frozen importlib", importlib.__file__, nn.modules.module.__file__)
 
 
 def _tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, ...]:

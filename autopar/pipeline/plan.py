@@ -7,18 +7,49 @@ plan it is plain JSON; the timeline is not saved but simulated again.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.pipeline.schedules.schedule import Schedule
+from autopar.files.reading import read_json, read_text
+from autopar.files.replace import replace_text
+from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
+from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
-from autopar.plans.plan import PIPELINE_FORMAT, Plan
+from autopar.plans.plan import Plan
+from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
 from autopar.sharding.mesh import Mesh
 
 FORMAT = 1
+MAX_ACTIONS = 10**6
+"""Micro-batches of all stages, in a plan that is read: its timeline is simulated."""
+PIPELINE_PLAN = Record(
+    {
+        PIPELINE_FORMAT: Whole(FORMAT, FORMAT),
+        "mesh": MESH,
+        "axis": TEXT,
+        "schedule": Record(
+            {"name": OneOf(NAMES), "num_ranks": Whole(1), "num_microbatches": Whole(1), "chunks": Whole(1)}
+        ),
+        "memory_limit": Maybe(BYTES),
+        "notes": ListOf(TEXT),
+        "starts": ListOf(Whole()),
+        "stages": ListOf(
+            Record(
+                {
+                    "number": Whole(),
+                    "blocks": ListOf(TEXT, least=1),
+                    "plan": PLAN,
+                    "seconds": Record({each.name: SECONDS for each in fields(StageSeconds)}),
+                }
+            )
+        ),
+    }
+)
 TRANSIENT = ("working set", "gathered weights")
 """Parts of a stage's memory that are there only while it runs: the stages of a rank take turns."""
 
@@ -130,22 +161,21 @@ class PipelinePlan:
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
-        """Read a plan from JSON text; PlanError where the text is no plan of a pipeline."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan: the text is no JSON ({error}); give what PipelinePlan.save wrote.") from error
+        """Read a plan from JSON text; PlanError, which names the field, where the text is no plan of a pipeline."""
+        with refusing("pipeline plan", "PipelinePlan.save"):
+            values = read_json(text)
         if isinstance(values, dict) and "format" in values:
             raise PlanError("this is the plan of a model in one piece, not of a pipeline; read it with Plan.load.")
         if not isinstance(values, dict) or values.get(PIPELINE_FORMAT) != FORMAT:
             raise PlanError(
                 f"not a pipeline plan of format {FORMAT}; give what PipelinePlan.save of this version wrote."
             )
-        try:
+        with refusing("pipeline plan", "PipelinePlan.save"):
+            PIPELINE_PLAN.check(values, "")
             mesh = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
             schedule = Schedule(**values["schedule"])
             stages = tuple(map(_stage, values["stages"]))
-            _check(mesh.size(values["axis"]), schedule, stages)
+            _check(mesh.size(values["axis"]), schedule, stages, values["starts"])
             return cls(
                 mesh=mesh,
                 axis=values["axis"],
@@ -156,39 +186,43 @@ class PipelinePlan:
                 memory_limit=values["memory_limit"],
                 notes=tuple(values["notes"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                f"not a pipeline plan: {error!r}; a field is missing, unknown or malformed: give what "
-                "PipelinePlan.save wrote."
-            ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, with the formulas of its stages, to a JSON file."""
+        """Write the plan, with the formulas of its stages, to a JSON file; one that is there stays if that fails."""
         stages = tuple(replace(stage, plan=stage.plan.with_formulas()) for stage in self.stages)
-        Path(path).write_text(replace(self, stages=stages).to_json(), encoding="utf-8")
+        replace_text(path, replace(self, stages=stages).to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> PipelinePlan:
-        """Read a plan from a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a plan from a JSON file; PlanError where it cannot be read or is no plan of a pipeline."""
+        with refusing(f"pipeline plan: {str(path)!r}", "PipelinePlan.save"):
+            text = read_text(path)
+        return cls.from_json(text)
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one page, with a Gantt chart of the step, that a browser opens without a network."""
-        Path(path).write_text(view("PipelinePlan.to_html")(self), encoding="utf-8")
+        replace_text(path, view("PipelinePlan.to_html")(self))
 
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-        Path(path).write_text(view("PipelinePlan.to_trace")(self), encoding="utf-8")
+        replace_text(path, view("PipelinePlan.to_trace")(self))
 
 
-def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...]) -> None:
-    """Whether there is a stage for every number of the schedule; ValueError where not."""
+def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...], starts: Sequence[int]) -> None:
+    """Whether there is a stage for every number of the schedule; PlanError where not."""
     if num_ranks != schedule.num_ranks:
-        raise ValueError(f"the axis has {num_ranks} ranks, the schedule {schedule.num_ranks}")
+        raise PlanError(f"the axis has {num_ranks} ranks, the schedule {schedule.num_ranks}")
     if [stage.number for stage in stages] != list(range(schedule.num_stages)):
-        raise ValueError(f"stages {[stage.number for stage in stages]} of {schedule.num_stages}")
+        raise PlanError(f"stages {[stage.number for stage in stages]} of {schedule.num_stages}")
+    if len(starts) != schedule.num_stages or any(a >= b for a, b in pairwise((-1, *starts))):
+        raise PlanError(f"starts is {list(starts)}; needed {schedule.num_stages} growing numbers")
+    if schedule.num_microbatches * schedule.num_stages > MAX_ACTIONS:
+        raise PlanError(
+            f"schedule has {schedule.num_microbatches} micro-batches for {schedule.num_stages} stages; together they "
+            f"may be {MAX_ACTIONS}"
+        )
 
 
 def _stage(values: dict[str, Any]) -> StagePlan:
-    plan = Plan.from_json(json.dumps(values["plan"]))
+    plan = Plan.of_values(values["plan"])
     return StagePlan(values["number"], tuple(values["blocks"]), plan, StageSeconds(**values["seconds"]))

@@ -32,6 +32,8 @@ from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import refined
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.planner import make_plan
+from autopar.planning.replicated_work import warn_of_replicated_work
+from autopar.planning.settings import context_of
 from autopar.planning.record import choices_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -59,6 +61,8 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
             storage.setdefault(name, layout)
         names = tuple(block.name for block in blocks[start:end])
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *planner.messages(program))))
+    contexts = [context_of(stage.plan) for stage in stages]
+    warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
     return PipelinePlan(
         mesh=request.mesh,
         axis=request.axis,

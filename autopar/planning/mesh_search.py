@@ -20,6 +20,7 @@ from autopar.units import format_bytes, format_seconds
 
 AXIS_NAMES = ("dp", "tp", "sp")
 SHOWN_REASON = 100  # characters
+MAX_DEVICES = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,10 @@ def meshes_of(mesh: str, devices: int | None, hardware: str | Hardware | None, m
     """Every mesh of so many devices, those of fewer axes first; MeshError where the arguments do not say which."""
     if mesh != "auto":
         raise MeshError(f'mesh={mesh!r}; give a DeviceMesh, an autopar.Mesh, or "auto" with the number of devices.')
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
         raise MeshError(
             f'mesh="auto" needs the number of devices to arrange, found devices={devices!r}; '
-            "give a whole number of at least 1, as in devices=64."
+            f"give a whole number of at least 1, as in devices=64, at most {MAX_DEVICES}."
         )
     if not isinstance(max_axes, int) or isinstance(max_axes, bool) or not 1 <= max_axes <= len(AXIS_NAMES):
         raise MeshError(f"max_axes={max_axes!r}; a mesh is searched for in 1 to {len(AXIS_NAMES)} axes.")

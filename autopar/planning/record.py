@@ -87,7 +87,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         descriptions=_descriptions(space),
         rows=tuple(rows),
         seconds=answer.seconds,
-        bound=answer.bound,
+        bound=max(0.0, answer.bound),
         peak_bytes=answer.peak_bytes,
         traffic=dict(traffic),
         solver=answer.solver,

@@ -17,6 +17,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.planner import make_plan
+from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -67,7 +68,8 @@ class PlanRequest:
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
         """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
-        return self.hardware if isinstance(self.hardware, Hardware) else load(self.hardware or mesh.hardware)
+        asked = mesh.hardware if self.hardware is None else self.hardware
+        return asked if isinstance(asked, Hardware) else load(asked)
 
     def on(self, mesh: Mesh) -> PlanRequest:
         """The request with the profile itself, read once, in place of its name."""
@@ -86,7 +88,7 @@ class PlanRequest:
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""
         said, settings = self.annotations_about(space.program, space.mesh), self.settings
-        made, _ = make_plan(
+        made, choices = make_plan(
             space,
             pins_of(said, space, self.mode, storage or {}),
             settings.memory,
@@ -96,4 +98,5 @@ class PlanRequest:
             settings.gap,
             Microbatches(self.microbatches or 1),
         )
+        warn_of_replicated_work(self.strategy, [(space, choices)])
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import PlanError
+from autopar.files.reading import read_json, read_text
+from autopar.files.replace import replace_text
 from autopar.plans.repriced import Repriced
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
+from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import is_kept, layout_named
 from autopar.plans.views import view
 from autopar.sharding.layout import Layout
@@ -26,10 +29,6 @@ if TYPE_CHECKING:
     from autopar.plans.explanation import Explanation
     from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
-
-FORMAT = 2
-PIPELINE_FORMAT = "pipeline format"
-"""The field that plans of pipelines have in place of "format"."""
 
 
 class Context(Protocol):
@@ -95,7 +94,12 @@ class Plan:
         return is_kept(self.choices.get(parameter, ""))
 
     def layout_of(self, decision: str) -> Layout:
-        """The layout of a decision that is no call: of a parameter, an input, an output or a hub."""
+        """The layout of a decision that is no call: of a parameter, an input, an output or a hub.
+
+        Raises PlanError for a decision that the plan has not.
+        """
+        if decision not in self.choices:
+            raise PlanError(f"the plan has no decision {decision!r}; see plan.choices.")
         return layout_named(self.choices[decision])
 
     def with_formulas(self) -> Plan:
@@ -128,45 +132,49 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from JSON text; PlanError where the text is no plan."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan: the text is no JSON ({error}); give what Plan.save wrote.") from error
+        """Read a plan from JSON text; PlanError, which names the field, where the text is no plan."""
+        with refusing("plan", "Plan.save"):
+            values = read_json(text)
         if isinstance(values, dict) and PIPELINE_FORMAT in values:
             raise PlanError("this is the plan of a pipeline, with a plan per stage; read it with PipelinePlan.load.")
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise PlanError(f"not a plan of format {FORMAT}; give what Plan.save of this version wrote.")
-        try:
-            values["mesh"] = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
-            values["traffic"] = {(collective, axis): count for collective, axis, count in values["traffic"]}
-            values["rows"] = tuple(map(row_of, values["rows"]))
-            if values["memory"] is not None:
-                timeline = tuple(Instant(**each) for each in values["memory"]["timeline"])
-                values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
-            values["notes"] = tuple(values["notes"])
-            return cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                f"not a plan: {error!r}; a field is missing, unknown or malformed: give what Plan.save wrote."
-            ) from error
+        with refusing("plan", "Plan.save"):
+            PLAN.check(values, "")
+            return cls.of_values(values)
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> Plan:
+        """A plan from JSON that agrees with the schema PLAN; PlanError or MeshError for what cannot hold together."""
+        values = {name: value for name, value in values.items() if name != "format"}
+        values["mesh"] = Mesh(values["mesh"]["axes"], values["mesh"]["hardware"])
+        check_between(values, values["mesh"])
+        values["traffic"] = {(collective, axis): count for collective, axis, count in values["traffic"]}
+        values["rows"] = tuple(map(row_of, values["rows"]))
+        if values["memory"] is not None:
+            timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
+            values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
+        values["notes"] = tuple(values["notes"])
+        return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, with its formulas, to a JSON file."""
-        Path(path).write_text(self.with_formulas().to_json())
+        """Write the plan, with its formulas, to a JSON file; if that fails (OSError), one that is there stays."""
+        replace_text(path, self.with_formulas().to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a JSON file."""
-        return cls.from_json(Path(path).read_text())
+        """Read a plan from a JSON file; PlanError where it cannot be read or is no plan."""
+        with refusing(f"plan: {str(path)!r}", "Plan.save"):
+            text = read_text(path)
+        return cls.from_json(text)
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one page that a browser opens without a network."""
-        Path(path).write_text(view("Plan.to_html")(self), encoding="utf-8")
+        replace_text(path, view("Plan.to_html")(self))
 
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-        Path(path).write_text(view("Plan.to_trace")(self), encoding="utf-8")
+        replace_text(path, view("Plan.to_trace")(self))
 
     def explain(self, name: str, alternatives: bool = True) -> Explanation[Plan]:
         """Why the decision that a name means is as it is: its cost, the runner-up and what that would cost.

@@ -69,7 +69,7 @@ class Annotation:
             self._check_slices()
         if not all(isinstance(axis, str) and axis for axis in self.storage):
             raise AnnotationError(f'{self}: storage names mesh axes: "dp", or ("dp", "tp") for several.')
-        if self.regather not in (None, True, False):
+        if not (self.regather is None or isinstance(self.regather, bool)):
             raise AnnotationError(f"{self}: regather is {self.regather!r}, needed True or False.")
         if self.stage is not None and (type(self.stage) is not int or self.stage < 0):
             raise AnnotationError(f"{self}: stage is {self.stage!r}, needed a stage of the pipeline, counted from 0.")

@@ -15,6 +15,9 @@ from autopar.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+MAX_AXES = 8
+"""Any of them may be joined, so that what there is to decide grows with 2 ** axes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -31,12 +34,21 @@ class Mesh:
     sizes: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, Mapping):
+            raise MeshError(f'the axes of a mesh are {self.axes!r}; give names with sizes, as in Mesh({{"dp": 2}}).')
+        if not isinstance(self.hardware, str):
+            raise MeshError(
+                f"the hardware of a mesh is a {type(self.hardware).__name__}; give the name or the path of a profile, "
+                "or a Hardware to compile and plan themselves."
+            )
+        if len(self.axes) > MAX_AXES:
+            raise MeshError(f"a mesh of {len(self.axes)} axes; it can have {MAX_AXES}. Join some of them.")
         if not self.axes:
             raise MeshError('a mesh without axes: name at least one, for example Mesh({"dp": 2}).')
         for name, size in self.axes.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"axis name {name!r} is not an identifier; use names such as 'dp' or 'tp'.")
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}; sizes are whole numbers of at least 1.")
         object.__setattr__(self, "names", tuple(self.axes))
         object.__setattr__(self, "sizes", tuple(self.axes.values()))

@@ -181,6 +181,8 @@ class StoredModule(nn.Module, Generic[Runs]):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; parameters may also be whole tensors, equal on every rank."""
         self._ready()
+        if not isinstance(state_dict, Mapping):
+            raise InputError(f"a state dict is a mapping of names to tensors; found a {type(state_dict).__name__}.")
         ties = ties_of(self)
         state: Any = as_stored(self, state_dict)
         # Modules whose tensors other ranks have must not make up what an older version of theirs had not saved.

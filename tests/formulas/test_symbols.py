@@ -14,10 +14,10 @@ from sympy.parsing.sympy_parser import parse_expr
 from torch import Tensor, nn
 
 from autopar.formulas.equations import Equation, Equations
-from autopar.formulas.expressions import evaluate
 from autopar.formulas.repetition import stacks_of
 from autopar.formulas.symbolic_shapes import SymbolicShapes, symbolic_shapes
 from autopar.formulas.symbols import Polynomial, Size
+from autopar.plans.expressions import evaluate
 from tests.support.families import FAMILIES
 from tests.support.planned import space_of
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.hardware.load import PROFILES, known_profiles, load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Link, Overlap, Protocol
+from tests.support.mutations import mutated
 
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
 
@@ -227,11 +233,15 @@ def test_an_efficiency_is_a_share() -> None:
         (
             {"protocols": [PROTOCOL | {"latency": 1}]},
             {},
-            "protocol of wire has 'latency'; it may have 'base",
+            "protocols[0] has 'latency'; it may have 'name', 'algorithm', 'base",
         ),
         ({}, {"overlap": {"gradients": 1}}, "overlap has 'gradients'; it may have 'gradient_reduction', 'weight_gath"),
-        ({"bytes_per_s": "fast"}, {}, "bytes_per_s is 'fast'; give a number, bare or as the value beside its source"),
-        ({"bytes_per_s": True}, {}, "bytes_per_s is True; give a number"),
+        (
+            {"bytes_per_s": "fast"},
+            {},
+            "bytes_per_s is 'fast'; needed a finite number, bare or as the value beside its source",
+        ),
+        ({"bytes_per_s": True}, {}, "bytes_per_s is True; needed a finite number"),
         ({"devices": 8}, {}, "needs a last link that joins any number of devices"),
     ],
 )
@@ -274,3 +284,24 @@ def test_latencies_of_collectives_are_read_and_those_below_nothing_refused() -> 
     assert (read.links[0].latencies.all_to_all, read.links[0].latencies.all_reduce) == (0.5, 1.0)
     with pytest.raises(PlanError, match=r"latencies\.all_gather is -1\.0; give a number of at least 0"):
         parse({**profile, "links": [{**link, "latencies": {"all_gather": -1}}]})
+
+
+@settings(max_examples=60, deadline=timedelta(seconds=5))
+@given(st.randoms(use_true_random=False))
+def test_a_profile_that_was_damaged_is_refused_or_a_profile(source: random.Random) -> None:
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "mine.json")
+        path.write_text(json.dumps(mutated(profile, source)))
+        try:
+            assert load(path).links
+        except PlanError as error:
+            assert str(error).startswith(f"the hardware profile {str(path)!r}: ")
+
+
+@pytest.mark.parametrize("content", [b"\x80", b"[" * 10**5, b'{"name": NaN}', b"3", b"null"])
+def test_a_file_that_is_no_profile_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"the hardware profile '.*mine\.json': "):
+        load(path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.hardware.load import load
@@ -20,6 +24,7 @@ from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.rows import MemoryUse
 from autopar.sharding.mesh import Mesh
+from tests.support.mutations import mutated
 from tests.support.planned import IDS_BS, Attention, space_of
 
 
@@ -112,23 +117,44 @@ def _changed(**changes: Any) -> str:
     return json.dumps({**json.loads(pipeline(Schedule("gpipe", 2, 4)).to_json()), **changes})
 
 
+LONG = {"name": "gpipe", "num_ranks": 2, "num_microbatches": 2 * 10**9, "chunks": 1}
+STAGE = json.loads(_changed())["stages"][0]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("no plan", "the text is no JSON"),
         ("[]", "not a pipeline plan of format 1"),
         (_changed(**{"pipeline format": 7}), "not a pipeline plan of format 1"),
-        (_changed(starts=None), "a field is missing, unknown or malformed"),
+        (
+            _changed(starts=None),
+            "starts is None; needed a list of 0 to 1000000 values; give what PipelinePlan.save wrote",
+        ),
         (_changed(axis="dp"), "no axis 'dp'"),
         (_changed(stages=[]), "stages \\[\\] of 2"),
         (_changed(mesh={"axes": {"pp": 3}, "hardware": "cpu"}), "the axis has 3 ranks, the schedule 2"),
-        (_changed(schedule={"name": "gpipe"}), "a field is missing, unknown or malformed"),
+        (_changed(schedule={"name": "gpipe"}), "schedule lacks 'num_ranks'"),
+        (_changed(starts=[0, 0]), r"starts is \[0, 0\]; needed 2 growing numbers"),
+        (_changed(schedule=LONG), "2000000000 micro-batches for 2 stages; together they may be 1000000"),
+        (_changed(stages=[{**STAGE, "seconds": {}}] * 2), r"stages\[0\]\.seconds lacks 'forward'"),
+        (_changed(stages=[{**STAGE, "plan": {**STAGE["plan"], "seconds": "1"}}]), r"stages\[0\]\.plan\.seconds is '1'"),
         (stage_plan(0).to_json(), "read it with Plan.load"),
     ],
 )
 def test_what_is_no_pipeline_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PipelinePlan.from_json(text)
+
+
+@settings(max_examples=60, deadline=timedelta(seconds=5))
+@given(st.randoms(use_true_random=False))
+def test_a_plan_that_was_damaged_is_refused_or_can_be_printed(source: random.Random) -> None:
+    try:
+        plan = PipelinePlan.from_json(json.dumps(mutated(json.loads(_changed()), source)))
+    except PlanError:
+        return
+    assert PipelinePlan.from_json(plan.to_json()) == plan and str(plan)
 
 
 def test_a_pipeline_plan_is_no_plan() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import math
+import os
+import random
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -24,6 +31,8 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.menu import whole_menu
 from autopar.space.space import Decision, Space
+from tests.support.mutations import mutated
+from tests.support.planned import IDS_BS, Attention, space_of
 
 LEAF = pytree.tree_structure(0)
 NAMES = st.text(max_size=12)
@@ -31,8 +40,9 @@ SECONDS = st.floats(min_value=0, max_value=1e6)
 BYTES = st.integers(min_value=0, max_value=2**50)
 TRANSFERS = st.lists(st.builds(Moved, NAMES, NAMES, BYTES, SECONDS, st.booleans()), max_size=3).map(tuple)
 INSTANTS = st.lists(st.builds(Instant, NAMES, st.booleans(), BYTES), max_size=3).map(tuple)
-ROWS = st.builds(PlanRow, NAMES, NAMES, NAMES, NAMES, st.lists(NAMES, max_size=3).map(tuple), NAMES, SECONDS, TRANSFERS)
-AXES = st.dictionaries(st.sampled_from(("dp", "tp", "pp", "ep")), st.integers(1, 512), min_size=1)
+ROLES = st.tuples(NAMES, NAMES)
+ROWS = st.builds(PlanRow, NAMES, NAMES, NAMES, NAMES, ROLES, st.sampled_from(("", "S(0) I")), SECONDS, TRANSFERS)
+AXES = st.dictionaries(st.sampled_from(("dp", "tp", "pp", "ep")), st.integers(1, 512), min_size=2, max_size=2)
 PLANS = st.builds(
     Plan,
     mesh=st.builds(Mesh, AXES, st.sampled_from(("cpu", "h100"))),
@@ -66,6 +76,11 @@ def _plan() -> Plan:
         traffic={("all_reduce", "dp"): 8},
         solver="ilp",
     )
+
+
+ROW_JSON = json.loads(_plan().to_json())["rows"][0]
+FORMULAS = dict.fromkeys(("seconds", "flops", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"), "1")
+FORMULAS |= {"whole": "[]"}
 
 
 @given(PLANS)
@@ -188,12 +203,106 @@ def test_a_decision_without_a_choice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("traffic", [["all_reduce", "dp"]]), ("mesh", {"axes": 4, "hardware": "cpu"})]
+    ("changes", "message"),
+    [
+        ({"traffic": [["all_reduce", "dp"]]}, r"traffic\[0\] is \['all_reduce', 'dp'\]; needed a list of 3 values"),
+        ({"mesh": {"axes": 4, "hardware": "cpu"}}, r"mesh\.axes is 4; needed an object of 1 to 8 values"),
+        ({"mesh": {"axes": {"d p": 2}, "hardware": "cpu"}}, "axis name 'd p' is not an identifier"),
+        ({"seconds": "0.5"}, "seconds is '0.5'; needed a finite number of at least 0"),
+        ({"seconds": -1}, "seconds is -1; needed a finite number of at least 0"),
+        ({"bound": math.nan}, "it says NaN; numbers are finite"),
+        ({"bound": -math.inf}, "it says -Infinity"),
+        ({"peak_bytes": 1.5}, "peak_bytes is 1.5; needed a whole number of at least 0"),
+        ({"peak_bytes": True}, "peak_bytes is True; needed a whole number"),
+        ({"peak_bytes": 10**400}, "a number of 401 digits, 1000000000…, larger than any float"),
+        ({"recompute": {"0": "some"}}, "recompute.0 is 'some'; needed one of 'none', 'selective', 'full'"),
+        ({"rows": [ROW_JSON | {"roles": []}]}, r"rows\[0\]\.roles has 0 words for the 1 axes of the mesh"),
+        ({"rows": [ROW_JSON | {"layout": "I I"}]}, r"rows\[0\]\.layout is 'I I' for the 1 axes of the mesh"),
+        ({"rows": [ROW_JSON | {"transfers": [["x"]]}]}, r"rows\[0\]\.transfers\[0\] is \['x'\]; needed a list of 5"),
+        ({"solver": "\ud800"}, r"solver is '\\ud800'; needed a text"),
+        ({"formulas": {"seconds": "1"}}, "formulas lacks 'flops'"),
+        ({"formulas": FORMULAS | {"memory": "1/0"}}, "formulas.memory: .* divides by zero"),
+        ({"formulas": FORMULAS | {"memory": "9**9**9**9"}}, r"formulas.memory: not a formula: found '\*\*9\*\*9' at"),
+        ({"formulas": FORMULAS | {"whole": "1"}}, "formulas.whole: not a list of formulas"),
+        (
+            {"formulas": FORMULAS | {"all_reduce_over_tp": "1"}},
+            "formulas.all_reduce_over_tp: the mesh has no axis 'tp'",
+        ),
+        (
+            {"formulas": FORMULAS | {"all_reduce_over_dp": "1+" * 600 + "1"}},
+            "it has 1201 characters; seconds of a coll",
+        ),
+        (
+            {"formulas": FORMULAS | {f"memory/{n}": "1" * 2**18 for n in range(3)}},
+            "more than 524288 characters together",
+        ),
+    ],
+    ids=lambda value: None,
 )
-def test_a_malformed_field_is_refused(field: str, value: object) -> None:
-    text = json.dumps({**json.loads(_plan().to_json()), field: value})
-    with pytest.raises(PlanError, match="missing, unknown or malformed"):
-        Plan.from_json(text)
+def test_a_malformed_field_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"not a plan: .*{message}"):
+        Plan.from_json(json.dumps({**json.loads(_plan().to_json()), **changes}))
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_that_is_nested_deep_is_refused(opening: str) -> None:
+    with pytest.raises(PlanError, match="it is nested too deep"):
+        Plan.from_json(opening * 100_000)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        PlanError, match=r"not a plan: '.*nowhere.json': it cannot be read \(No such file or directory\)"
+    ):
+        Plan.load(tmp_path / "nowhere.json")
+    with pytest.raises(PlanError, match=r"it cannot be read \(Is a directory\)"):
+        Plan.load(tmp_path)
+    with pytest.raises(PlanError, match="it is no path"):
+        Plan.load("\0")
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\x80\x81")
+    with pytest.raises(PlanError, match=r"it is no text \(byte 0 is no UTF-8\)"):
+        Plan.load(path)
+    _plan().save(path)
+    text = path.read_text()
+    for cut in (0, 1, len(text) // 2, len(text) - 1):
+        path.write_text(text[:cut])
+        with pytest.raises(PlanError, match="the text is no JSON"):
+            Plan.load(path)
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    _plan().save(path)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        dataclasses.replace(_plan(), seconds=0.75).save(path)
+    assert Plan.load(path) == _plan() and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(scope="module")
+def real_plan() -> Plan:
+    """With formulas, memory and traffic."""
+    space = space_of(Attention(False), (IDS_BS,), load("h100"), dp=2, tp=2)
+    return make_plan(space, {})[0].with_formulas()
+
+
+@settings(max_examples=150, deadline=timedelta(seconds=5))
+@given(st.randoms(use_true_random=False))
+def test_a_plan_that_was_damaged_is_refused_or_can_be_asked(real_plan: Plan, source: random.Random) -> None:
+    text = json.dumps(mutated(json.loads(real_plan.to_json()), source))
+    try:
+        plan = Plan.from_json(text)
+    except PlanError:
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    assert str(plan) and str(plan.diff(real_plan))
+    with contextlib.suppress(PlanError):
+        assert plan.reprice(batch=8).seconds >= 0
 
 
 def test_an_axis_of_another_name_is_another_mesh() -> None:

@@ -1,0 +1,149 @@
+"""What the arguments of `compile`, `plan` and `attach` may be: a table of kinds, checked before anything is captured.
+
+What words and numbers mean together (a preset that is not known, a schedule that does not fit) is checked by those who
+read them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import InputError, MeshError
+from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
+from autopar.hardware.profile import Hardware
+from autopar.pipeline.plan import PipelinePlan
+from autopar.plans.plan import Plan
+from autopar.runtime.module.stored import StoredModule
+from autopar.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Satisfying:
+    """What a function says yes to."""
+
+    accepts: Callable[[Any], bool]
+    needed: str
+
+    def __str__(self) -> str:
+        return self.needed
+
+    def check(self, found: Any, where: str) -> None:
+        if not self.accepts(found):
+            differs(found, where, self)
+
+
+def _is_names(found: object) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, str) and all(isinstance(each, str) for each in found)
+
+
+_WORD = Text()
+_MEMORY = _Satisfying(
+    lambda found: isinstance(found, str) or (isinstance(found, int) and not isinstance(found, bool) and found > 0),
+    'bytes per device, as a whole number above 0 or as text ("8GB")',
+)
+_PROFILE = _Satisfying(
+    lambda found: isinstance(found, str | os.PathLike | Hardware),
+    'the name of a hardware profile ("h100"), the path of one, or a Hardware',
+)
+_PLAN = _Satisfying(
+    lambda found: isinstance(found, Plan | PipelinePlan),
+    "a Plan or a PipelinePlan, as autopar.plan or Plan.load(path) return it",
+)
+_MODULES = _Satisfying(_is_names, 'a list of names of modules, as in ["layers.4", "layers.8"]')
+_SECONDS = _Satisfying(
+    lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= math.inf,
+    "seconds of at least 0",
+)
+
+OPTIONS: Mapping[str, Schema] = {
+    "mode": _WORD,
+    "strategy": Maybe(_WORD),
+    "plan": Maybe(_PLAN),
+    "memory": Maybe(_MEMORY),
+    "recompute": _WORD,
+    "optimizer": _WORD,
+    "master_copies": Flag(),
+    "outputs": _WORD,
+    "hardware": Maybe(_PROFILE),
+    "solver": _WORD,
+    "time_limit": _SECONDS,
+    "gap": Real(0),
+    "deterministic": Flag(),
+    "seed": Maybe(Whole(-(2**63), 2**64 - 1)),
+    "microbatches": Maybe(Whole(1)),
+    "pipeline": Maybe(_WORD),
+    "schedule": Maybe(_WORD),
+    "chunks": Maybe(Whole(1)),
+    "stages": Maybe(_MODULES),
+}
+"""Argument → what it may be, beside None where that is its default."""
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise InputError for the first argument that is not of its kind."""
+    for name, value in given.items():
+        kind = OPTIONS.get(name)
+        if kind is None:
+            continue
+        try:
+            kind.check(value, name)
+        except Malformed:
+            needed = f"{kind.kind}, or None" if isinstance(kind, Maybe) else str(kind)
+            raise InputError(f"{name}={reprlib.repr(value)}; give {needed}.") from None
+
+
+def check_known(given: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise InputError for an argument that a function does not take by name."""
+    known = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InputError(f"{unknown[0]} is no option here; options are {', '.join(known)}.")
+
+
+def check_model(model: object) -> None:
+    """Raise InputError for what is no model, or runs on a mesh already."""
+    if isinstance(model, StoredModule):
+        raise InputError(
+            f"the model is a {type(model).__name__}, which was compiled already; give the nn.Module it was made from."
+        )
+    if not isinstance(model, nn.Module):
+        shown = model.__name__ if isinstance(model, type) else type(model).__name__
+        called = f"; call it, {shown}(…), and give what that returns" if isinstance(model, type) else ""
+        raise InputError(f"model is {'the class' if called else 'a'} {shown}; give an nn.Module{called}.")
+
+
+def check_planned_mesh(mesh: object, devices: object) -> None:
+    """Raise MeshError for what `plan` cannot plan on, and for a number of devices beside a mesh that has another."""
+    if isinstance(mesh, str):
+        return  # autopar.planning.mesh_search says which words there are
+    if not isinstance(mesh, Mesh | DeviceMesh):
+        raise MeshError(
+            f'mesh is a {type(mesh).__name__}; give an autopar.Mesh, as Mesh({{"dp": 2, "tp": 4}}), a DeviceMesh, or '
+            '"auto" with the number of devices.'
+        )
+    num_devices = mesh.num_devices if isinstance(mesh, Mesh) else mesh.size()
+    if devices is not None and not (isinstance(devices, int) and devices == num_devices):
+        raise MeshError(
+            f'devices={devices!r} beside a mesh of {num_devices}; leave it out, or give mesh="auto" to arrange them.'
+        )
+
+
+def check_example_inputs(example_inputs: object) -> None:
+    """Raise InputError for what are no positional inputs and no keyword inputs."""
+    if not isinstance(example_inputs, tuple | Mapping):
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}; give a tuple of positional inputs, (x,), "
+            "or a dict of keyword inputs."
+        )
+    wrong = [key for key in example_inputs if not isinstance(key, str)] if isinstance(example_inputs, Mapping) else []
+    if wrong:
+        raise InputError(f"example_inputs has the key {wrong[0]!r}; keyword inputs have the names of forward's.")

@@ -1,0 +1,85 @@
+"""How much of the computation a preset leaves whole on every device of a mesh axis, and a warning where that is most.
+
+Only products, convolutions and attention count, and calls without a rule, which nothing can split: what such a call
+does is not known, and taken for products of its rows with its weights, as in recurrent nets.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.cost.operations import flops
+from autopar.program.calls import module_of
+from autopar.sharding.operation import is_product
+from autopar.space.space import Decision, Space
+from autopar.strategies.roles import RoledCall, RoledProgram
+
+ALLOWED = 0.5
+"""Share of the FLOPs that may be replicated over an axis without a word."""
+MEANT = ("fully_replicated",)
+"""Presets that split nothing on purpose."""
+SHOWN = 3
+
+Planned = tuple[Space, Sequence[int]]
+"""A space, and the number of the chosen strategy per decision."""
+
+
+def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned]) -> None:
+    """Warn where a preset leaves most of the FLOPs of a plan, or of all stages of one, replicated over an axis."""
+    if strategy is None or strategy in MEANT:
+        return
+    work: Counter[str] = Counter()
+    whole: dict[str, Counter[str]] = {}
+    for space, choices in planned:
+        for name, places in _replicated(space, choices, work).items():
+            whole.setdefault(name, Counter()).update(places)
+    total = work.total()
+    found = [(axis, places) for axis, places in whole.items() if places.total() > ALLOWED * total]
+    for axis, places in found:
+        named = ", ".join(place for place, _ in places.most_common(SHOWN))
+        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+        warnings.warn(
+            f"strategy={strategy!r} leaves {places.total() / total:.0%} of the FLOPs replicated over {axis}: "
+            f"{named}{more}. Each of its devices computes them whole; use another preset, or leave strategy out to "
+            "let the planner decide.",
+            stacklevel=2,
+        )
+
+
+def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Mapping[str, Counter[str]]:
+    """Axis → operation and place → FLOPs that are whole on the axis; all FLOPs are added to `work`."""
+    graph = RoledProgram.of(space.program)
+    axes = [(number, axis) for number, axis in enumerate(space.mesh.names) if space.mesh.sizes[number] > 1]
+    found: dict[str, Counter[str]] = {axis: Counter() for _, axis in axes}
+    for decision, choice in zip(space.decisions, choices, strict=True):
+        call = graph.calls.get(decision.name) if decision.kind == "call" else None
+        if call is None or not call.learned or call.weight_only:
+            continue
+        count = _flops(graph, call)
+        work[decision.name] += count
+        for number, axis in axes:
+            if count and decision.role(choice, number) == "replicated":
+                found[axis][_place(decision)] += count
+    return found
+
+
+def _flops(graph: RoledProgram, call: RoledCall) -> int:
+    """Of the forward, as far as the call is a main one."""
+    if not call.ruled.reason:
+        counts = call.op.flops is not None or is_product(call.op, call.bound)
+        return flops(call.call, call.op, call.bound) if counts else 0
+    infos = list(zip(call.inputs, call.call.inputs, strict=True))
+    weights = sum(i.num_elements for value, i in infos if graph.is_weight(value) and len(i.shape) > 1)
+    rows = max((math.prod(i.shape[:-1]) for value, i in infos if not graph.is_weight(value)), default=0)
+    return 2 * rows * weights
+
+
+def _place(decision: Decision) -> str:
+    """An operation with its module, and why it cannot be split."""
+    assert decision.menu.call is not None
+    module = module_of(decision.node)
+    where = f" in {module}" if module else ""
+    return f"{decision.menu.call.name}{where}{', which has no rule' if decision.menu.reason else ''}"

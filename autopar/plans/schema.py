@@ -1,0 +1,76 @@
+"""What the JSON of a plan may say: a table of its fields, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from autopar.errors import AutoparError, PlanError
+from autopar.files.schema import Flag, ListOf, Malformed, Maybe, OneOf, Real, Record, Row, Table, Text, Whole
+from autopar.plans.expressions import MAX_CHARACTERS
+from autopar.plans.formula_names import check_formulas
+from autopar.sharding.mesh import MAX_AXES, Mesh
+
+FORMAT = 2
+PIPELINE_FORMAT = "pipeline format"
+"""The field that plans of pipelines have in place of "format"."""
+TEXT, SECONDS, BYTES = Text(), Real(0), Whole(0)
+MESH = Record({"axes": Table(Whole(1, 10**9), least=1, most=MAX_AXES), "hardware": TEXT})
+MOVED = Row((TEXT, TEXT, BYTES, SECONDS, Flag()))
+ROW = Record(
+    {"name": TEXT, "kind": TEXT, "module": TEXT, "operation": TEXT, "roles": ListOf(TEXT, most=MAX_AXES)}
+    | {"layout": TEXT, "seconds": SECONDS, "transfers": ListOf(MOVED)},
+    optional={"forward_seconds": SECONDS, "backward_seconds": SECONDS, "recompute_seconds": SECONDS}
+    | {"saved_bytes": BYTES, "stored_bytes": BYTES, "segment": TEXT},
+)
+MEMORY = Record(
+    {"parts": Table(BYTES)},
+    optional={"timeline": ListOf(Record({"name": TEXT, "backward": Flag(), "num_bytes": BYTES}))},
+)
+PLAN = Record(
+    {
+        "format": Whole(FORMAT, FORMAT),
+        "mesh": MESH,
+        "fingerprint": TEXT,
+        "choices": Table(TEXT),
+        "descriptions": Table(TEXT),
+        "rows": ListOf(ROW),
+        "seconds": SECONDS,
+        "bound": SECONDS,
+        "peak_bytes": BYTES,
+        "traffic": ListOf(Row((TEXT, TEXT, BYTES))),
+        "solver": TEXT,
+        "notes": ListOf(TEXT),
+        "memory": Maybe(MEMORY),
+    },
+    optional={
+        "memory_limit": Maybe(BYTES),
+        "unruled": Maybe(Table(TEXT)),
+        "recompute": Table(OneOf(("none", "selective", "full"))),
+        "multiplier": SECONDS,
+        "symbols": Table(Whole(1), most=1000),
+        "formulas": Table(Text(MAX_CHARACTERS), most=1000),
+    },
+)
+"""The fields of format 2."""
+
+
+@contextmanager
+def refusing(what: str, writer: str) -> Iterator[None]:
+    """Whatever is refused inside is a PlanError that says what it is not, and who writes such."""
+    try:
+        yield
+    except (Malformed, AutoparError) as error:
+        raise PlanError(f"not a {what}: {error}; give what {writer} wrote.") from error
+
+
+def check_between(values: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise PlanError for what cannot hold together: rows of another number of axes, formulas without a value."""
+    for number, row in enumerate(values["rows"]):
+        if len(row["roles"]) != mesh.ndim:
+            raise PlanError(f"rows[{number}].roles has {len(row['roles'])} words for the {mesh.ndim} axes of the mesh")
+        placements = row["layout"].split()
+        if len(placements) != mesh.ndim and (placements or row["kind"] == "parameter"):
+            raise PlanError(f"rows[{number}].layout is {row['layout']!r} for the {mesh.ndim} axes of the mesh")
+    check_formulas(values.get("formulas", {}), values.get("symbols", {}), mesh)
