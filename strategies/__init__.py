@@ -6,31 +6,32 @@ if __name__ != "autopar.strategies":  # a second copy of the tables, under anoth
 from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
 from autopar.strategies.rules import (
-    attention,
-    conv,
-    embedding,
     factory,
+    fourier,
     indexing,
-    loss,
+    linalg,
     matmul,
-    norm,
     pointwise,
     random,
     reduction,
     view,
 )
+from autopar.strategies.rules.layers import attention, conv, embedding, loss, norm, recurrent
 
 TABLES = (
     attention,
     conv,
     embedding,
     factory,
+    fourier,
     indexing,
+    linalg,
     loss,
     matmul,
     norm,
     pointwise,
     random,
+    recurrent,
     reduction,
     view,
 )

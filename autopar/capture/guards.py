@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from autopar.capture.composites import composites_taken_apart
 from autopar.errors import CaptureError
 
 
@@ -26,6 +27,7 @@ def faithful_tracing() -> Iterator[None]:
         stack.enter_context(checkpoints_called_directly())
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
+        stack.enter_context(composites_taken_apart())
         yield
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
@@ -79,6 +80,7 @@ PASSES: tuple[Pass, ...] = (
     functionalize,
     drop_dead_calls,
     single_broadcasts,
+    pooled_bags,
     drop_identities,
     state_dtypes,
     state_sizes,

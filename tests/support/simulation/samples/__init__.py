@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.simulation.samples import matmul, network, pointwise, reduction, view
+from tests.support.simulation.samples import (
+    linalg,
+    losses,
+    matmul,
+    network,
+    places,
+    pointwise,
+    recurrent,
+    reduction,
+    view,
+)
 from tests.support.simulation.samples.draw import Samples
 
 SAMPLES: dict[Any, Samples] = {
@@ -13,4 +23,8 @@ SAMPLES: dict[Any, Samples] = {
     **reduction.SAMPLES,
     **matmul.SAMPLES,
     **network.SAMPLES,
+    **linalg.SAMPLES,
+    **losses.SAMPLES,
+    **places.SAMPLES,
+    **recurrent.SAMPLES,
 }
