@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -147,7 +148,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     try:
         autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with faithful_tracing(), _only_what_is_read(), autocasting:
+        with faithful_tracing(), _only_what_is_read(), _recurrent_nets_keep_lists(), autocasting:
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
@@ -162,6 +163,15 @@ def _export(
 def _only_what_is_read() -> Iterator[None]:
     """Let `torch.export` leave out Python code and stack traces, a third of its time: the graph alone is read."""
     with _use_lazy_graph_module(True), mock.patch.object(fx_config, "do_not_emit_stack_traces", True):
+        yield
+
+
+@contextlib.contextmanager
+def _recurrent_nets_keep_lists() -> Iterator[None]:
+    """No warning of the list in which a recurrent net keeps its parameters: nothing is lost by it."""
+    with warnings.catch_warnings():
+        names = r"(self\.([\w.]+\.)?_flat_weights\[\d+\](, )?)+"
+        warnings.filterwarnings("ignore", f"The tensor attributes? {names} (was|were) assigned during export")
         yield
 
 
