@@ -1,8 +1,7 @@
 """Operations that are taken apart while a model is traced: compositions of others, which have rules.
 
-PyTorch computes such an operation, and its gradient, by calling others; the graph has these in its place. Which they
-are is PyTorch's own answer, but for the cells of recurrent nets: their gates are cut from each product, not from the
-sum, so that a layer's features can be split. What is better kept whole, because one rule says all, is not named here.
+PyTorch computes such an operation, and its gradient, by calling others; the graph has these in its place. What is
+better kept whole, because one rule says all, is not named here.
 
 Where autocast has a policy of its own for the whole (losses in float32), the whole is recorded.
 """
@@ -20,32 +19,6 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-
-
-def lstm_cell(
-    x: Tensor,
-    hx: tuple[Tensor, Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM: the next (hidden, cell) of x (…, inputs) and hx, two of (…, hidden)."""
-    hidden, cell = hx
-    products = zip(F.linear(x, w_ih, b_ih).chunk(4, -1), F.linear(hidden, w_hh, b_hh).chunk(4, -1), strict=True)
-    i, f, g, o = (of_x + of_hidden for of_x, of_hidden in products)
-    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-    return o.sigmoid() * cell.tanh(), cell
-
-
-def gru_cell(
-    x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> Tensor:
-    """One step of a GRU: the next hidden (…, hidden) of x (…, inputs) and the last one."""
-    products = zip(F.linear(x, w_ih, b_ih).chunk(3, -1), F.linear(hidden, w_hh, b_hh).chunk(3, -1), strict=True)
-    reset, update, (new_x, new_hidden) = products
-    new = (new_x + (reset[0] + reset[1]).sigmoid() * new_hidden).tanh()
-    return new + (update[0] + update[1]).sigmoid() * (hidden - new)
 
 
 def layer_by_layer(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -116,7 +89,6 @@ SUMS = """
     linalg_vander linalg_vecdot nanmean norm_except_dim nuclear_norm nuclear_norm.dim logdet pairwise_distance std_mean
     std_mean.dim trapezoid.dx trapezoid.x trapz.dx trapz.x vander var var_mean
 """
-RECURRENT_CELLS = "rnn_relu_cell rnn_tanh_cell"
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
@@ -125,9 +97,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 COMPOSITES: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    **{op: op.decompose for op in map(_overload, f"{OTHER_NAMES} {SHAPES} {SUMS} {RECURRENT_CELLS}".split())},
-    aten.lstm_cell.default: lstm_cell,
-    aten.gru_cell.default: gru_cell,
+    **{op: op.decompose for op in map(_overload, f"{OTHER_NAMES} {SHAPES} {SUMS}".split())},
     **{op: layer_by_layer(op) for op in (aten.lstm.input, aten.gru.input, aten.rnn_relu.input, aten.rnn_tanh.input)},
     aten.affine_grid_generator.default: affine_grid,
 }

@@ -17,7 +17,7 @@ from tests.support.ranks import Ranks
 
 MAIN = {
     "lstm": ("lstm_input", "cross_entropy_loss_default"),
-    "gru": ("gru_input", "sigmoid_default", "tanh_default", "cross_entropy_loss_default"),
+    "gru": ("gru_input", "gru_cell_default", "gru_cell_default_2", "cross_entropy_loss_default"),
     "weight_norm": ("conv1d_default", "batch_norm_default", "prelu_default", "conv_transpose1d_default"),
     "recommender": ("embedding_bags_default", "embedding_bags_default_1", "soft_margin_loss_default"),
     "spectra": ("fft_fft2_default", "fft_rfft_default", "cdist_default", "triplet_margin_loss_default"),

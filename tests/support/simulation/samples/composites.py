@@ -44,17 +44,6 @@ def several(d: Draw) -> list[Sample]:
     return [sample([d.x(4, 6), d.x(4, 6)])]
 
 
-def cell(gates: int, num_states: int) -> Samples:
-    """With and without biases."""
-
-    def samples(d: Draw) -> list[Sample]:
-        states = [d.x(4, 5) for _ in range(num_states)]
-        call = d.x(4, 3), states if num_states > 1 else states[0], d.x(gates * 5, 3), d.x(gates * 5, 5)
-        return [sample(*call, d.x(gates * 5), d.x(gates * 5)), sample(*call)]
-
-    return samples
-
-
 def affine_grid(d: Draw) -> list[Sample]:
     return [
         *(sample(d.x(4, 2, 3), [4, 3, 5, 6], corners) for corners in (True, False)),
@@ -148,8 +137,5 @@ SAMPLES: dict[Any, Samples] = {
     **each("pairwise_distance", lambda d: [sample(d.x(4, 6), d.x(4, 6)), sample(d.x(4, 6), d.x(6), 1.0)]),
     **each("std_mean var var_mean", lambda d: [sample(d.x(4, 6)), sample(d.x(4, 6), False)]),
     **each("std_mean.dim", with_spacing([1])),
-    **each("rnn_relu_cell rnn_tanh_cell", cell(1, 1)),
-    **each("gru_cell", cell(3, 1)),
-    **each("lstm_cell", cell(4, 2)),
     **each("affine_grid_generator", affine_grid),
 }

@@ -42,4 +42,27 @@ def one_layer(gates: int, num_states: int) -> Samples:
 KINDS = {aten.lstm.input: (4, 2), aten.gru.input: (3, 1), aten.rnn_tanh.input: (1, 1), aten.rnn_relu.input: (1, 1)}
 """Gates and states of each kind."""
 
-SAMPLES: dict[Any, Samples] = {target: one_layer(*kind) for target, kind in KINDS.items()}
+
+def cell(gates: int, num_states: int) -> Samples:
+    """One step, with and without biases."""
+
+    def samples(d: Draw) -> list[Sample]:
+        states = [d.x(4, HIDDEN) for _ in range(num_states)]
+        given = states if num_states > 1 else states[0]
+        call = d.x(4, INPUTS), given, d.x(gates * HIDDEN, INPUTS), d.x(gates * HIDDEN, HIDDEN)
+        return [sample(*call), sample(*call, d.x(gates * HIDDEN), d.x(gates * HIDDEN))]
+
+    return samples
+
+
+CELLS = {
+    aten.lstm_cell.default: (4, 2),
+    aten.gru_cell.default: (3, 1),
+    aten.rnn_tanh_cell.default: (1, 1),
+    aten.rnn_relu_cell.default: (1, 1),
+}
+
+SAMPLES: dict[Any, Samples] = {
+    **{target: one_layer(*kind) for target, kind in KINDS.items()},
+    **{target: cell(*kind) for target, kind in CELLS.items()},
+}
