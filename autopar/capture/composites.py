@@ -65,16 +65,37 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tens
     return (base @ theta.transpose(-1, -2)).unflatten(1, tuple(size[2:]))
 
 
+def covariance(
+    x: Tensor, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """Of the rows of x (variables, observations); PyTorch's own looks at the values of the weights, none included."""
+    if fweights is not None or aweights is not None:
+        return NotImplemented
+    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.mH / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def correlation(x: Tensor) -> Tensor:
+    """The covariance of the rows of x, divided by their deviations."""
+    found = covariance(x)
+    if not found.ndim:
+        return found / found
+    deviations = found.diagonal().sqrt()
+    return (found / deviations.unsqueeze(-1) / deviations.unsqueeze(0)).clamp(-1, 1)
+
+
 OTHER_NAMES = """
-    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip clip.Tensor concatenate divide.Scalar
-    divide.Scalar_mode divide.Tensor divide.Tensor_mode fix float_power.Scalar float_power.Tensor_Scalar
-    float_power.Tensor_Tensor ger greater.Scalar greater.Tensor greater_equal.Scalar greater_equal.Tensor
-    less.Scalar less.Tensor less_equal.Scalar less_equal.Tensor inverse det slogdet svd qr linalg_matmul mH
-    matrix_power matrix_exp moveaxis.int moveaxis.intlist msort multiply.Scalar multiply.Tensor negative
-    not_equal.Scalar not_equal.Tensor ravel row_stack special_digamma special_erf special_erfc special_erfinv
-    special_exp2 special_expm1 special_gammaln special_log1p special_log_softmax special_logit special_logsumexp
-    special_round special_sinc special_softmax special_xlogy special_xlogy.other_scalar special_xlogy.self_scalar
-    subtract.Scalar subtract.Tensor true_divide.Scalar true_divide.Tensor
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip clip.Tensor concatenate conj det
+    divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode fix float_power.Scalar
+    float_power.Tensor_Scalar float_power.Tensor_Tensor ger greater.Scalar greater.Tensor greater_equal.Scalar
+    greater_equal.Tensor inverse less.Scalar less.Tensor less_equal.Scalar less_equal.Tensor linalg_matmul mH
+    matrix_H matrix_exp matrix_power moveaxis.int moveaxis.intlist msort multiply.Scalar multiply.Tensor negative
+    not_equal.Scalar not_equal.Tensor orgqr qr ravel row_stack slogdet special_digamma special_erf special_erfc
+    special_erfinv special_exp2 special_expm1 special_gammainc special_gammaincc special_gammaln special_i0
+    special_log1p special_log_softmax special_logit special_logsumexp special_polygamma special_psi special_round
+    special_sinc special_softmax special_xlogy special_xlogy.other_scalar special_xlogy.self_scalar subtract.Scalar
+    subtract.Tensor svd true_divide.Scalar true_divide.Tensor
 """
 SHAPES = """
     atleast_1d atleast_1d.Sequence atleast_2d atleast_2d.Sequence atleast_3d atleast_3d.Sequence cartesian_prod
@@ -100,6 +121,8 @@ COMPOSITES: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **{op: op.decompose for op in map(_overload, f"{OTHER_NAMES} {SHAPES} {SUMS}".split())},
     **{op: layer_by_layer(op) for op in (aten.lstm.input, aten.gru.input, aten.rnn_relu.input, aten.rnn_tanh.input)},
     aten.affine_grid_generator.default: affine_grid,
+    aten.cov.default: covariance,
+    aten.corrcoef.default: correlation,
 }
 """Operation → the function that computes it by others, with the same arguments (NotImplemented: it is kept whole)."""
 

@@ -259,6 +259,23 @@ def select_scatter(call: Call) -> str:
     return rule([term(kept, mark(call, "+")), term([*dims[:dim], *dims[dim + 1 :]], mark(call, "+"))], [term(kept)])
 
 
+def diagonal_scatter(call: Call) -> str:
+    """The diagonal of two dims replaced."""
+    ndim = len(call["self"].shape)
+    dims, gone = names(ndim), {positive(call[name], ndim) for name in ("dim1", "dim2")}
+    kept = term(whole_at(dims, gone))
+    diagonal = term([*(name for i, name in enumerate(dims) if i not in gone), WHOLE])
+    return f"{mark(call, '+')}{kept}, {mark(call, '+')}{diagonal} -> {kept}"
+
+
+def index_reduce(call: Call) -> str:
+    """Places of one dim joined with those of `source`."""
+    dims = term(whole_at(names(len(call["self"].shape)), [dim_of(call)]))
+    marks = ("~", "+") if call["reduce"] == "mean" else ("~", "") if call["include_self"] else ("", "")
+    marks = marks if call["reduce"] in ("mean", "prod") else ("", "")
+    return f"{marks[0]}{dims}, {WHOLE}, {marks[1]}{dims} -> {dims}"
+
+
 def slice_scatter(call: Call) -> str:
     """A range of a dim replaced, or all of it."""
     if call["self"].shape == call["src"].shape:
@@ -308,6 +325,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
             aten.split.sizes,
             aten.split_with_sizes.default,
             aten.unsafe_split.Tensor,
+            aten.unsafe_split_with_sizes.default,
         ),
         cut,
     ),
@@ -335,6 +353,8 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.index_fill.int_Scalar: index_fill,
     aten.index_fill.int_Tensor: index_fill,
     aten.take.default: take,
+    aten.index_reduce.default: index_reduce,
+    aten.diagonal_scatter.default: diagonal_scatter,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
     aten.meshgrid.default: meshgrid,

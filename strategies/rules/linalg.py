@@ -74,6 +74,8 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.linalg_svdvals.default: VECTOR,
     aten.linalg_slogdet.default: "... _ _ -> ..., ...",
     aten.linalg_eigh.default: "... _ _ -> ... _, ... _ _",
+    aten.linalg_householder_product.default: "... _ _, ... _ -> ... _ _",
+    aten.linalg_lu_factor.default: "... _ _ -> ... _ _, ... _",
     aten.linalg_qr.default: "... _ _ -> ... _ _, ... _ _",
     aten.linalg_svd.default: "... _ _ -> ... _ _, ... _, ... _ _",
     aten.linalg_solve.default: solve("A", "B"),

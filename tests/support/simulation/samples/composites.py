@@ -127,7 +127,12 @@ SAMPLES: dict[Any, Samples] = {
         "linalg_norm.ord_str linalg_matrix_norm.str_ord", lambda d: [sample(d.x(4, 6), "nuc"), sample(d.x(4, 6), "fro")]
     ),
     **each("linalg_matrix_norm", with_spacing(1)),
-    **each("mH", with_spacing()),
+    **each("mH matrix_H conj special_i0 corrcoef", with_spacing()),
+    **each("cov", lambda d: [sample(d.x(4, 6)), sample(d.x(6)), sample(d.x(4, 6), correction=0)]),
+    **each("special_psi", below_one),
+    **each("special_polygamma", lambda d: [sample(1, d.positive(4, 6))]),
+    **each("special_gammainc special_gammaincc", lambda d: [sample(d.positive(4, 6).detach(), d.positive(6))]),
+    **each("orgqr", lambda d: [sample(d.x(6, 3), d.x(3))]),
     **each("linalg_vander", lambda d: [sample(d.x(4))]),
     **each("vander", lambda d: [sample(d.constant(4))]),
     **each("linalg_vecdot", lambda d: [sample(d.x(4, 6), d.x(4, 6))]),

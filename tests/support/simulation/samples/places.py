@@ -121,6 +121,11 @@ SAMPLES: dict[Any, Samples] = {
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: index_fill(0, 1.5),
     aten.index_fill.int_Tensor: index_fill_tensor,
+    aten.index_reduce.default: lambda d: [
+        sample(d.positive(4, 6), 1, d.index(6, 8), d.positive(4, 8), how) for how in ("prod", "mean", "amax")
+    ],
+    aten.diagonal_scatter.default: lambda d: [sample(d.x(4, 6, 8), d.x(4, 6), 0, 1, 2), sample(d.x(4, 6), d.x(4))],
+    aten.unsafe_split_with_sizes.default: lambda d: [sample(d.x(4, 6), [2, 4], 1)],
     aten.take.default: take,
     aten.bucketize.Tensor: bucketize,
     aten.searchsorted.Tensor: searchsorted,
