@@ -8,31 +8,32 @@ from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
 from autopar.strategies.registered import registered
 from autopar.strategies.rules import (
-    attention,
-    conv,
-    embedding,
     factory,
+    fourier,
     indexing,
-    loss,
+    linalg,
     matmul,
-    norm,
     pointwise,
     random,
     reduction,
     view,
 )
+from autopar.strategies.rules.layers import attention, conv, embedding, loss, norm, recurrent
 
 TABLES = (
     attention,
     conv,
     embedding,
     factory,
+    fourier,
     indexing,
+    linalg,
     loss,
     matmul,
     norm,
     pointwise,
     random,
+    recurrent,
     reduction,
     view,
 )

@@ -25,7 +25,7 @@ ORDER = (
     ("progress",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models"),
-    ("capture", "hardware", "solver", "strategies.rules"),
+    ("capture", "hardware", "solver", "strategies.rules", "strategies.rules.layers"),
     ("strategies",),
     ("strategies.presets", "plans", "cost", "validation"),
     ("space",),

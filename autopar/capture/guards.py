@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from autopar.capture.composites import composites_taken_apart
 from autopar.capture.constant_indices import ConstantIndices
 from autopar.capture.python.cone import comes_from_inputs
 from autopar.errors import CaptureError
@@ -27,6 +28,7 @@ def faithful_tracing() -> Iterator[None]:
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
         stack.enter_context(ConstantIndices())
+        stack.enter_context(composites_taken_apart())
         yield
 
 

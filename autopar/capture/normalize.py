@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
@@ -81,6 +82,7 @@ PASSES: tuple[Pass, ...] = (
     hooks_on_all_uses,
     drop_dead_calls,
     single_broadcasts,
+    pooled_bags,
     drop_identities,
     state_dtypes,
     state_sizes,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.program.bags import MODES
 from autopar.runtime.collectives.axes import Axes, axes_of, part_of
 
 ROWS = "k"
@@ -36,3 +37,29 @@ def vocabulary_parallel_embedding(
     found = torch.where(mine.unsqueeze(-1), found, torch.zeros((), dtype=found.dtype, device=found.device))
     # The row of the padding index has a value but gets no gradient.
     return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found) if padding_idx >= 0 else found
+
+
+def vocabulary_parallel_bags(
+    weight: Tensor,
+    indices: Tensor,
+    per_sample_weights: Tensor | None,
+    mode: int,
+    padding_idx: int,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """As `autopar.embedding_bags` of sums or means with the rows of `weight` split: the result is partial.
+
+    Every rank sees all `indices` (bags, size) of its bags; those of other ranks count as zero. The last rows may be
+    padding, which no index reaches. Moves nothing.
+    """
+    num_rows = weight.shape[0]
+    local = indices - part_of(axes_of(axes.get(ROWS, ()))) * num_rows
+    counts = indices != padding_idx
+    shares = (counts & (local >= 0) & (local < num_rows)).to(weight.dtype)
+    if per_sample_weights is not None:
+        shares = shares * per_sample_weights
+    if MODES[mode] == "mean":
+        shares = shares / counts.sum(1, keepdim=True).clamp(min=1)
+    return F.embedding_bag(local.clamp(0, num_rows - 1), weight, mode="sum", per_sample_weights=shares)

@@ -53,10 +53,19 @@ def _mean_of_all(name: str) -> Callable[..., Tensor]:
     return loss
 
 
+cosine_embedding_loss = _mean_of_all("cosine_embedding_loss")
+cross_entropy_loss = _mean_of_all("cross_entropy_loss")
+hinge_embedding_loss = _mean_of_all("hinge_embedding_loss")
+margin_ranking_loss = _mean_of_all("margin_ranking_loss")
 mse_loss = _mean_of_all("mse_loss")
 l1_loss = _mean_of_all("l1_loss")
 smooth_l1_loss = _mean_of_all("smooth_l1_loss")
 huber_loss = _mean_of_all("huber_loss")
+multi_margin_loss = _mean_of_all("multi_margin_loss")
+multilabel_margin_loss = _mean_of_all("multilabel_margin_loss")
+poisson_nll_loss = _mean_of_all("poisson_nll_loss")
+soft_margin_loss = _mean_of_all("soft_margin_loss")
+triplet_margin_loss = _mean_of_all("triplet_margin_loss")
 kl_div = _mean_of_all("kl_div")
 binary_cross_entropy = _mean_of_all("binary_cross_entropy")
 binary_cross_entropy_with_logits = _mean_of_all("binary_cross_entropy_with_logits")

@@ -219,11 +219,65 @@ def scatter_add(call: Call) -> str:
     return f"+{kept}, {placed}, ~{placed} -> {kept}"
 
 
+def scatter_reduce(call: Call) -> str:
+    """Elements joined along one dim with those that an index brings there."""
+    if call["reduce"] == "sum" and call["include_self"]:
+        return scatter_add(call)
+    ndim, dim, index = len(call["self"].shape), dim_of(call), call["index"].shape
+    short = [i for i in range(ndim) if i != dim and not call["self"].shape[i] == index[i] == call["src"].shape[i]]
+    dims = term(whole_at(names(ndim), [*short, dim]))
+    marks = ("~", "+") if call["reduce"] in ("sum", "mean") else ("", "")
+    if call["reduce"] == "prod" and call["include_self"]:
+        marks = ("~", "")
+    return f"{marks[0]}{dims}, {dims}, {marks[1]}{dims} -> {dims}"
+
+
+def index_copy(call: Call) -> str:
+    """Places of one dim replaced by those of `source`."""
+    dims = term(whole_at(names(len(call["self"].shape)), [dim_of(call)]))
+    marks = ("", "") if is_bool(call["self"]) else ("~", "+")
+    source = dims if call["source"].shape else "()"
+    return f"{marks[0]}{dims}, {WHOLE if call['index'].shape else '()'}, {marks[1]}{source} -> {dims}"
+
+
+def index_fill(call: Call) -> str:
+    """Places of one dim replaced by one number; linear if that is zero, or partial, too."""
+    dims, value = term(whole_at(names(len(call["self"].shape)), [dim_of(call)])), call["value"]
+    index = WHOLE if call["index"].shape else "()"
+    if isinstance(value, TensorInfo):
+        marks = ("", "") if is_bool(call["self"]) else ("~", "+")
+        return f"{marks[0]}{dims}, {index}, {marks[1]}() -> {dims}"
+    return f"{'' if value else _mark_of(call['self'])}{dims}, {index} -> {dims}"
+
+
+def take(call: Call) -> str:
+    """Elements of the flattened tensor."""
+    index = term(names(len(call["index"].shape)))
+    return f"{_mark_of(call['self'])}{term([WHOLE] * len(call['self'].shape))}, {index} -> {index}"
+
+
 def select_scatter(call: Call) -> str:
     """One place of a dim replaced."""
     dims, dim = names(len(call["self"].shape)), dim_of(call)
     kept = whole_at(dims, [dim])
     return rule([term(kept, mark(call, "+")), term([*dims[:dim], *dims[dim + 1 :]], mark(call, "+"))], [term(kept)])
+
+
+def diagonal_scatter(call: Call) -> str:
+    """The diagonal of two dims replaced."""
+    ndim = len(call["self"].shape)
+    dims, gone = names(ndim), {positive(call[name], ndim) for name in ("dim1", "dim2")}
+    kept = term(whole_at(dims, gone))
+    diagonal = term([*(name for i, name in enumerate(dims) if i not in gone), WHOLE])
+    return f"{mark(call, '+')}{kept}, {mark(call, '+')}{diagonal} -> {kept}"
+
+
+def index_reduce(call: Call) -> str:
+    """Places of one dim joined with those of `source`."""
+    dims = term(whole_at(names(len(call["self"].shape)), [dim_of(call)]))
+    marks = ("~", "+") if call["reduce"] == "mean" else ("~", "") if call["include_self"] else ("", "")
+    marks = marks if call["reduce"] in ("mean", "prod") else ("", "")
+    return f"{marks[0]}{dims}, {WHOLE}, {marks[1]}{dims} -> {dims}"
 
 
 def slice_scatter(call: Call) -> str:
@@ -274,6 +328,8 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
             aten.split.Tensor,
             aten.split.sizes,
             aten.split_with_sizes.default,
+            aten.unsafe_split.Tensor,
+            aten.unsafe_split_with_sizes.default,
         ),
         cut,
     ),
@@ -296,6 +352,13 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.scatter.src: scatter,
     aten.scatter.value: scatter,
     aten.scatter_add.default: scatter_add,
+    aten.scatter_reduce.two: scatter_reduce,
+    aten.index_copy.default: index_copy,
+    aten.index_fill.int_Scalar: index_fill,
+    aten.index_fill.int_Tensor: index_fill,
+    aten.take.default: take,
+    aten.index_reduce.default: index_reduce,
+    aten.diagonal_scatter.default: diagonal_scatter,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
     aten.meshgrid.default: meshgrid,

@@ -8,7 +8,17 @@ import torch
 
 from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import WHOLE
-from autopar.strategies.notation import Answer, Entry, batch_names, broadcast, names, rule, tensor_arguments, term
+from autopar.strategies.notation import (
+    Answer,
+    Entry,
+    batch_names,
+    broadcast,
+    names,
+    positive,
+    rule,
+    tensor_arguments,
+    term,
+)
 
 aten = torch.ops.aten
 
@@ -103,6 +113,37 @@ def grouped_mm(call: Call) -> Answer:
     return OpRule(f"~_ {k}, ~_ {k} {o}, _ -> _ {o}", flops=flops)
 
 
+def tensordot(call: Call) -> str:
+    """A product summed over pairs of dims; what is left of `other` follows what is left of `self`."""
+    left, right = call["self"].shape, call["other"].shape
+    pairs = {
+        positive(i, len(left)): positive(j, len(right))
+        for i, j in zip(call["dims_self"], call["dims_other"], strict=True)
+    }
+    summed = ["k"] if len(pairs) == 1 else [f"k{i}" for i in range(len(pairs))]
+    of_left, of_right = dict(zip(pairs, summed, strict=True)), dict(zip(pairs.values(), summed, strict=True))
+    first = [of_left.get(i, name) for i, name in enumerate(names(len(left)))]
+    column = ["o"] * len(right) if len(right) == 2 and len(pairs) == 1 else batch_names(len(right))
+    second = [of_right.get(i, name) for i, name in enumerate(column)]
+    kept = [name for name in (*first, *second) if name not in summed]
+    # A dim of size one is broadcast against the one that it meets.
+    sizes = {i: max(left[i], right[j]) for i, j in pairs.items()}
+    meets = {j: size for (i, j), size in zip(pairs.items(), sizes.values(), strict=True)}
+    first = ["1" if left[i] < sizes.get(i, 1) else name for i, name in enumerate(first)]
+    second = ["1" if right[j] < meets.get(j, 1) else name for j, name in enumerate(second)]
+    return rule([term(first, "~"), term(second, "~")], [term(kept)])
+
+
+def inner(call: Call) -> str:
+    """Products of all vectors of both; with a number, a product."""
+    left, right = (len(info.shape) for info in call.inputs)
+    if not left or not right:
+        dims = [names(left), batch_names(right)]
+        return rule([term(dims[0], "~"), term(dims[1], "~")], [term(dims[0] + dims[1])])
+    first, second = names(left - 1), batch_names(right - 1)
+    return rule([term([*first, "k"], "~"), term([*second, "k"], "~")], [term([*first, *second])])
+
+
 RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.linear.default: linear,
     aten.mm.default: "~m k, ~k o -> m o",
@@ -110,10 +151,16 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.mv.default: "~m k, ~k -> m",
     aten.dot.default: "~k, ~k -> ()",
     aten.outer.default: "~m, ~n -> m n",
+    aten.vdot.default: "~k, ~k -> ()",
+    aten.addbmm.default: with_sum("m n", "~b m k, ~b k n"),
+    aten.addmv.default: with_sum("m", "~m k, ~k"),
+    aten.addr.default: with_sum("m n", "~m, ~n"),
     aten.addmm.default: with_sum("m o", "~m k, ~k o"),
     aten.baddbmm.default: with_sum("b m n", "~b m k, ~b k n"),
     aten.matmul.default: matmul,
     aten.einsum.default: einsum,
+    aten.tensordot.default: tensordot,
+    aten.inner.default: inner,
     aten.bilinear.default: lambda call: f"~... i, ~... j, ~o i j{', +o' if len(call.inputs) == 4 else ''} -> ... o",
     aten._grouped_mm.default: grouped_mm,
 }

@@ -5,11 +5,14 @@ A cast keeps a sum (up to rounding) between floating types and from integers; a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from autopar.program.program import TensorInfo
 from autopar.sharding.operation import Call
-from autopar.strategies.notation import Entry, is_bool, pointwise
+from autopar.sharding.rule import WHOLE
+from autopar.strategies.notation import Entry, is_bool, names, pointwise, rule, tensor_arguments, term
 
 aten = torch.ops.aten
 
@@ -56,10 +59,40 @@ def where(call: Call) -> str:
     return pointwise(**dict(zip(tensors, "~+", strict=False)))(call)
 
 
+def prelu(call: Call) -> str:
+    """A slope for each channel, the second dim, or one for all."""
+    ndim, weight = len(call["self"].shape), call["weight"]
+    dims = names(ndim)
+    slope = [] if not weight.shape else ["1"] if weight.num_elements == 1 else [dims[1]]
+    return rule([term(dims), term(slope)], [term(dims)])
+
+
+def compared(ordered: str, values: str) -> Callable[[Call], str]:
+    """Each element of `values` looked for among those of `ordered`, whose last dim is whole; other dims are common."""
+
+    def entry(call: Call) -> str:
+        shape, among = call[values].shape, call[ordered].shape
+        dims = names(len(shape))
+        terms = {
+            name: term(dims if name == values else [*(dims[: len(among) - 1] if among[1:] else []), WHOLE])
+            for name, _ in tensor_arguments(call)
+        }
+        return rule(terms.values(), [term(dims)])
+
+    return entry
+
+
+def isin(call: Call) -> str:
+    """Whether each element is one of those of a second tensor."""
+    elements, others = term(names(len(call["elements"].shape))), term([WHOLE] * len(call["test_elements"].shape))
+    return rule([elements, others], [elements])
+
+
 _NOT_LINEAR = (
     aten.abs.default,
     aten.acos.default,
     aten.acosh.default,
+    aten.angle.default,
     aten.asin.default,
     aten.asinh.default,
     aten.atan.default,
@@ -84,6 +117,7 @@ _NOT_LINEAR = (
     aten.clamp_max.Tensor,
     aten.clamp_min.default,
     aten.clamp_min.Tensor,
+    aten.copysign.Scalar,
     aten.copysign.Tensor,
     aten.cos.default,
     aten.cosh.default,
@@ -103,15 +137,25 @@ _NOT_LINEAR = (
     aten.fmod.Scalar,
     aten.fmod.Tensor,
     aten.frac.default,
+    aten.gcd.default,
+    aten.lcm.default,
     aten.gelu.default,
     aten.hardshrink.default,
     aten.hardsigmoid.default,
     aten.hardswish.default,
     aten.hardtanh.default,
     aten.hypot.default,
+    aten.igamma.default,
+    aten.igammac.default,
+    aten.heaviside.default,
+    aten.i0.default,
+    aten.isclose.default,
     aten.isfinite.default,
+    aten.isin.Tensor_Scalar,
     aten.isinf.default,
     aten.isnan.default,
+    aten.isneginf.default,
+    aten.isposinf.default,
     aten.leaky_relu.default,
     aten.lgamma.default,
     aten.log.default,
@@ -132,6 +176,7 @@ _NOT_LINEAR = (
     aten.minimum.default,
     aten.mish.default,
     aten.nan_to_num.default,
+    aten.polygamma.default,
     aten.pow.Scalar,
     aten.pow.Tensor_Scalar,
     aten.pow.Tensor_Tensor,
@@ -155,7 +200,16 @@ _NOT_LINEAR = (
     aten.sinh.default,
     aten.softplus.default,
     aten.softshrink.default,
+    aten.special_entr.default,
+    aten.special_erfcx.default,
     aten.special_expit.default,
+    aten.special_i0e.default,
+    aten.special_i1.default,
+    aten.special_i1e.default,
+    aten.special_log_ndtr.default,
+    aten.special_ndtr.default,
+    aten.special_ndtri.default,
+    aten.special_zeta.default,
     aten.sqrt.default,
     aten.square.default,
     aten.tan.default,
@@ -181,19 +235,24 @@ _NOT_LINEAR = (
 )
 
 _LINEAR_UNARY = (
+    aten._conj.default,
     aten.alias.default,
     aten.clone.default,
+    aten.conj_physical.default,
     aten.contiguous.default,
     aten.deg2rad.default,
     aten.detach.default,
     aten.div.Scalar,
     aten.imag.default,
+    aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
     aten.mul.Scalar,
     aten.neg.default,
     aten.positive.default,
     aten.rad2deg.default,
     aten.real.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
 )
 
 RULES: dict[torch._ops.OpOverload, Entry] = {
@@ -207,7 +266,15 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.div.Tensor_mode: quotient,
     aten.div.Scalar_mode: quotient,
     aten.xlogy.Tensor: _QUOTIENT,
+    aten.special_xlog1py.default: _QUOTIENT,
+    aten.xlogy.Scalar_Other: _QUOTIENT,
+    aten.xlogy.Scalar_Self: _UNARY,
     aten.polar.default: _UNARY,
+    aten.complex.default: pointwise(real="+", imag="+"),
+    aten.prelu.default: prelu,
+    aten.bucketize.Tensor: compared("boundaries", "self"),
+    aten.searchsorted.Tensor: compared("sorted_sequence", "self"),
+    aten.isin.Tensor_Tensor: isin,
     aten.lerp.Scalar: pointwise(self="+", end="+"),
     aten.lerp.Tensor: pointwise(self="~", end="+"),
     aten.addcmul.default: pointwise(self="+", tensor1="~", tensor2="~"),

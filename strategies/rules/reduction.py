@@ -8,7 +8,18 @@ import torch
 
 from autopar.sharding.operation import Call, Implementation, OpRule
 from autopar.sharding.rule import WHOLE
-from autopar.strategies.notation import Entry, all_whole, along_dims, dim_of, dims_of, is_bool, names, rule, term
+from autopar.strategies.notation import (
+    Entry,
+    all_whole,
+    along_dims,
+    dim_of,
+    dims_of,
+    is_bool,
+    names,
+    rule,
+    term,
+    whole_at,
+)
 
 aten = torch.ops.aten
 
@@ -59,6 +70,21 @@ def whole(argument: str | None = "dim") -> Callable[[Call], str]:
     return entry
 
 
+def quantile(call: Call) -> str:
+    """One or several quantiles, which become the first dim."""
+    dims, gone = names(len(call.inputs[0].shape)), _gone(call, "dim")
+    asked = [term([WHOLE] * len(info.shape)) for info in call.inputs[1:]]
+    several = [WHOLE] if any(info.shape for info in call.inputs[1:]) else []
+    return rule([term(whole_at(dims, gone)), *asked], [term([*several, *reduced(call, dims, gone)])])
+
+
+def renorm(call: Call) -> str:
+    """Each place of one dim scaled, by the norm of all that is there."""
+    dims = names(len(call.inputs[0].shape))
+    kept = term(whole_at(dims, set(range(len(dims))) - {dim_of(call)}))
+    return rule([kept], [kept])
+
+
 def histogram(call: Call) -> str:
     """Counts of the elements in each bin; without limits these are the extremes of the whole tensor."""
     if call["min"] == call["max"]:
@@ -82,15 +108,20 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.sum.default: total(),
     aten.nansum.default: total("dim", mark=""),
     aten.count_nonzero.dim_IntList: total("dim", mark=""),
+    aten.count_nonzero.default: total("dim", mark=""),
+    aten.dist.default: all_whole,
     aten.histc.default: histogram,
     aten.mean.dim: mean("dim"),
     aten.mean.default: mean(),
     **dict.fromkeys(
         (
             aten.all.dim,
+            aten.all.dims,
             aten.amax.default,
             aten.amin.default,
+            aten.aminmax.default,
             aten.any.dim,
+            aten.any.dims,
             aten.argmax.default,
             aten.argmin.default,
             aten.kthvalue.default,
@@ -99,7 +130,10 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
             aten.max.dim,
             aten.median.dim,
             aten.min.dim,
+            aten.mode.default,
+            aten.nanmedian.dim,
             aten.norm.ScalarOpt_dim,
+            aten.norm.ScalarOpt_dim_dtype,
             aten.prod.dim_int,
             aten.std.correction,
             aten.std.dim,
@@ -112,7 +146,18 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
         whole(),
     ),
     **dict.fromkeys(
-        (aten.all.default, aten.any.default, aten.max.default, aten.min.default, aten.prod.default, aten.std.default),
+        (
+            aten.all.default,
+            aten.any.default,
+            aten.max.default,
+            aten.median.default,
+            aten.min.default,
+            aten.nanmedian.default,
+            aten.norm.Scalar,
+            aten.norm.ScalarOpt_dtype,
+            aten.prod.default,
+            aten.std.default,
+        ),
         whole(None),
     ),
     **dict.fromkeys(
@@ -120,6 +165,7 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
             aten._log_softmax.default,
             aten._softmax.default,
             aten.argsort.default,
+            aten.argsort.stable,
             aten.cummax.default,
             aten.cummin.default,
             aten.cumprod.default,
@@ -133,6 +179,11 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
         ),
         _ALONG,
     ),
+    **dict.fromkeys(
+        (aten.nanquantile.default, aten.nanquantile.scalar, aten.quantile.default, aten.quantile.scalar), quantile
+    ),
+    aten.renorm.default: renorm,
+    aten.trace.default: "~_ _ -> ()",
     aten.cumsum.default: _ALONG_LINEAR,
     aten.diff.default: diff,
 }

@@ -25,6 +25,7 @@ from autopar.strategies.notation import (
     positive,
     rule,
     term,
+    whole_at,
 )
 
 aten = torch.ops.aten
@@ -222,11 +223,13 @@ def repeat(call: Call) -> str:
     return rule([term(dims, linear_mark(call))], [term([WHOLE] * num_new + dims)])
 
 
-def repeat_interleave(call: Call) -> str | None:
-    """Every element several times in a row: the repetitions are the inner factor of the dim."""
-    if call["dim"] is None:
-        return None
+def repeat_interleave(call: Call) -> str:
+    """Every element several times in a row: the repetitions are the inner factor of the dim, or of all, flattened."""
     dims = names(len(call.inputs[0].shape))
+    if call["dim"] is None:
+        left = dims if call["output_size"] is None else [WHOLE] * len(dims)
+        flat = f"({' '.join([*dims, 'r0'])})" if call["output_size"] is None else WHOLE
+        return rule([term(left, linear_mark(call))], [term([flat])])
     dim = dim_of(call)
     repeated = [*dims[:dim], f"({dims[dim]} r0)", *dims[dim + 1 :]]
     if call["output_size"] is not None:
@@ -242,6 +245,23 @@ def diagonal(call: Call) -> str:
     kept = [name for i, name in enumerate(dims) if i not in gone]
     whole = [WHOLE if i in gone else name for i, name in enumerate(dims)]
     return rule([term(whole, linear_mark(call))], [term([*kept, WHOLE])])
+
+
+def diag_embed(call: Call) -> str:
+    """The last dim becomes the diagonal of two new ones."""
+    ndim = len(call.outputs[0].shape)
+    new = (positive(call["dim1"], ndim), positive(call["dim2"], ndim))
+    batch = names(ndim - 2)
+    kept = iter(batch)
+    placed = [WHOLE if i in new else next(kept) for i in range(ndim)]
+    return rule([term([*batch, WHOLE], linear_mark(call))], [term(placed)])
+
+
+def rot90(call: Call) -> str:
+    """Two dims turned."""
+    ndim = len(call.inputs[0].shape)
+    dims = term(whole_at(names(ndim), dims_of(call["dims"], ndim)))
+    return rule([f"{linear_mark(call)}{dims}"], [dims])
 
 
 def unfold(call: Call) -> str:
@@ -284,6 +304,9 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.repeat.default: repeat,
     aten.repeat_interleave.self_int: repeat_interleave,
     aten.diagonal.default: diagonal,
+    aten.diagonal_copy.default: diagonal,
+    aten.diag_embed.default: diag_embed,
+    aten.rot90.default: rot90,
     aten.unfold.default: unfold,
     aten.view_as_real.default: "~... -> ... _",
     aten.view_as_complex.default: "~... _ -> ...",

@@ -78,7 +78,7 @@ def test_every_call_of_a_family_has_a_rule_that_fits(name: str) -> None:
 
 
 def test_a_call_that_no_table_knows_has_no_rule() -> None:
-    assert rule_text(aten.linalg_cross.default, x(2, 3), x(2, 3)) is None
+    assert rule_text(aten.block_diag.default, [x(2, 3), x(2, 3)]) is None
 
 
 @pytest.mark.parametrize("module", [notation, view])
@@ -281,8 +281,17 @@ def test_a_view_states_a_local_shape_and_a_flatten_does_not() -> None:
     assert implied.shape_argument is None
 
 
-def test_targets_that_are_probabilities_have_no_rule() -> None:
-    assert rule_text(aten.cross_entropy_loss.default, x(4, 6), x(4, 6).detach().softmax(1)) is None
+def test_all_queries_may_share_one_head_of_keys() -> None:
+    query, key = x(2, 8, 5, 4), x(2, 1, 5, 4)
+    for grouped in (True, False):
+        found = rule_text(aten.scaled_dot_product_attention.default, query, key, key, enable_gqa=grouped)
+        assert found == "a0 h s _, a0 1 _ _, ~a0 1 _ _ -> a0 h s _"
+
+
+def test_probabilities_are_split_by_samples_and_linear_unless_they_are_smoothed() -> None:
+    call = x(4, 6), x(4, 6).detach().softmax(1), x(6).detach(), 1, -100
+    assert rule_text(aten.cross_entropy_loss.default, *call) == "n _, ~n _, ~_ -> ()"
+    assert rule_text(aten.cross_entropy_loss.default, *call, 0.1) == "n _, n _, ~_ -> ()"
 
 
 # What implementations say they communicate

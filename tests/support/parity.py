@@ -19,9 +19,11 @@ from autopar.capture.export import capture
 from autopar.hardware.profile import Hardware, Link
 from autopar.program.program import Program
 from tests.support.families import FAMILIES
+from tests.support.further_families import FURTHER
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 5
+MODELS = FAMILIES | FURTHER
 SLOW_DEVICES = Hardware("slow devices, fast links", {"float32": 1e8}, 1e8, 10**9, 0.0, (Link("wire", None, 0.0, 1e12),))
 """Tiny models are best not split at all on real hardware; here everything pays that divides the work."""
 
@@ -74,7 +76,7 @@ class Training:
 
 def build(case: Case) -> nn.Module:
     """The model of a case, equal on every call."""
-    family = FAMILIES[case.family]
+    family = MODELS[case.family]
     model = family.build(dropout=case.dropout) if case.dropout else family.build()
     for name, parameter in model.named_parameters():
         if any(part in name for part in case.frozen):
@@ -84,7 +86,7 @@ def build(case: Case) -> nn.Module:
 
 def inputs(case: Case, step: int, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The global batch of a micro-step, floats in the case's dtype."""
-    args, kwargs = FAMILIES[case.family].inputs(step * case.micro_steps + micro)
+    args, kwargs = MODELS[case.family].inputs(step * case.micro_steps + micro)
     cast = lambda x: x.to(case.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     kwargs = {name: cast(value) for name, value in kwargs.items()}
     if case.masked:
@@ -104,7 +106,7 @@ def whole(value: Any) -> Tensor | None:
 
 def train(case: Case, model: nn.Module, traffic: Any = None) -> Training:
     """Train a model, compiled or not, on the batches of the case."""
-    loss_of = FAMILIES[case.family].loss
+    loss_of = MODELS[case.family].loss
     # A larger eps than usual: gradients that are zero up to rounding must not become whole steps.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
     found = Training([], {}, {}, {}, {}, {})

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.simulation.samples import matmul, network, pointwise, random, reduction, view
+from tests.support.simulation.samples import (
+    linalg,
+    losses,
+    matmul,
+    network,
+    places,
+    pointwise,
+    random,
+    recurrent,
+    reduction,
+    view,
+)
 from tests.support.simulation.samples.draw import Samples
 
 SAMPLES: dict[Any, Samples] = {
@@ -14,4 +25,8 @@ SAMPLES: dict[Any, Samples] = {
     **matmul.SAMPLES,
     **network.SAMPLES,
     **random.SAMPLES,
+    **linalg.SAMPLES,
+    **losses.SAMPLES,
+    **places.SAMPLES,
+    **recurrent.SAMPLES,
 }

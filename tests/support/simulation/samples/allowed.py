@@ -47,6 +47,7 @@ ALLOWED: dict[Any, dict[str, str]] = {
     **dict.fromkeys([aten.expand_as.default, aten.view_as.default, aten.reshape_as.default], AS),
     aten.type_as.default: {"*, P -> *": SHAPE, "*, S(?) -> *": SHAPE},
     **dict.fromkeys([aten.new_ones.default, aten.new_full.default, aten.new_zeros.default], NEW),
+    aten.rot90.default: {"S(0) -> S(2)": "a turn keeps the order of one of its dims only"},
     aten.zeros.default: {" -> P": ZERO},
     aten.zeros_like.default: {"R -> P": ZERO, **LIKE},
     aten.squeeze.default: {"S(?) -> S(?)": "a dim of which a rank holds one element would be squeezed away"},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -75,6 +76,25 @@ def embedding(d: Draw) -> list[Sample]:
     ]
 
 
+def ragged_bags(d: Draw) -> list[Sample]:
+    """Sums, means and maxima of bags of several sizes."""
+    v, e, n = d.sizes(3)
+    offsets = torch.tensor([0, 1, 3])
+    return [
+        *(sample(d.x(v, e), d.index(v, n), offsets, None, mode, False, -1) for mode in (0, 1, 2)),
+        sample(d.x(v, e), d.index(v, n), offsets, d.x(n), 0, False, 1),
+    ]
+
+
+def embedding_bags(d: Draw) -> list[Sample]:
+    v, e, a, b = d.sizes(4)
+    return [
+        *(sample(d.x(v, e), d.index(v, a, b), None, mode, -1) for mode in (0, 1, 2)),
+        *(sample(d.x(v, e), d.index(v, a, b), None, mode, 1) for mode in (0, 1, 2)),
+        sample(d.x(v, e), d.index(v, a, b), d.x(a, b), 0, -1),
+    ]
+
+
 def one_hot(d: Draw) -> list[Sample]:
     return [sample(d.index(6, 4, 8), 6)]
 
@@ -99,7 +119,9 @@ def cross_entropy(d: Draw) -> list[Sample]:
         sample(d.x(n, v), labels(d, v, n), d.positive(v).detach(), 2),
         sample(d.x(n, v, s), labels(d, v, n, s)),
         sample(d.x(n, v, s), labels(d, v, n, s), None, 2),
-        sample(d.x(n, v), d.constant(n, v).softmax(1)),
+        *(sample(d.x(n, v), d.x(n, v).softmax(1).detach().requires_grad_(), None, r) for r in (0, 1, 2)),
+        sample(d.x(n, v, s), d.x(n, v, s), d.positive(v).detach(), 1, IGNORED, 0.1),
+        sample(d.x(v), d.constant(v).softmax(0)),
         sample(d.x(v), d.index(v)),
     ]
 
@@ -155,6 +177,8 @@ SAMPLES: dict[Any, Samples] = {
     aten.batch_norm.default: batch_norm,
     aten.instance_norm.default: lambda d: [sample(d.x(4, 6, 8), d.x(6), d.x(6), None, None, True, 0.1, 1e-5, False)],
     aten.embedding.default: embedding,
+    EMBEDDING_BAGS: embedding_bags,
+    RAGGED_EMBEDDING_BAGS: ragged_bags,
     aten.one_hot.default: one_hot,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.nll_loss.default: nll,
@@ -166,7 +190,11 @@ SAMPLES: dict[Any, Samples] = {
     aten.kl_div.default: divergence,
     aten.binary_cross_entropy.default: binary_cross_entropy,
     aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
-    aten.cosine_similarity.default: lambda d: [sample(d.x(4, 6), d.x(4, 6)), sample(d.x(4, 6), d.x(4, 6), 0)],
+    aten.cosine_similarity.default: lambda d: [
+        sample(d.x(4, 6), d.x(4, 6)),
+        sample(d.x(4, 6), d.x(4, 6), 0),
+        sample(d.x(4, 1, 6), d.x(8, 6), -1),
+    ],
     aten._grouped_mm.default: lambda d: [
         sample(
             d.x(12, 64).bfloat16().detach().requires_grad_(),

@@ -177,6 +177,10 @@ def three(d: Draw) -> list[Sample]:
     return [sample(d.x(a, b), d.x(b), d.positive(a, 1)), sample(d.x(a, b), d.x(a, b), d.positive(a, b), value=0.5)]
 
 
+def positive_unary_with_number(d: Draw) -> list[Sample]:
+    return [sample(d.positive(*d.sizes(2)), 2.5)]
+
+
 SAMPLES: dict[Any, Samples] = {
     **dict.fromkeys(
         overloads(
@@ -197,8 +201,26 @@ SAMPLES: dict[Any, Samples] = {
     **dict.fromkeys(
         [aten.isinf.default, aten.isnan.default, aten.isfinite.default, aten.nan_to_num.default], odd_unary
     ),
-    **dict.fromkeys([aten.signbit.default, aten.rad2deg.default, aten.special_expit.default], unary()),
-    **dict.fromkeys([aten.real.default, aten.imag.default], lambda d: [sample(complex_numbers(d))]),
+    **dict.fromkeys(
+        [aten.signbit.default, aten.rad2deg.default, aten.special_expit.default, aten.angle.default], unary()
+    ),
+    **dict.fromkeys(
+        overloads("i0 special_i0e special_i1 special_i1e special_erfcx special_ndtr special_log_ndtr conj_physical"),
+        unary(),
+    ),
+    aten.special_entr.default: positive_unary,
+    aten.special_ndtri.default: small_unary,
+    **dict.fromkeys(overloads("resolve_conj resolve_neg lift_fresh"), unary()),
+    aten.copysign.Scalar: unary(-1.5),
+    aten.polygamma.default: lambda d: [sample(1, d.positive(*d.sizes(2)))],
+    **dict.fromkeys(
+        overloads("igamma igammac special_xlog1py special_zeta"),
+        lambda d: [sample(d.positive(4, 6).detach() + 1, d.positive(6).detach() + 1)],
+    ),
+    **dict.fromkeys(overloads("gcd lcm"), lambda d: [sample(d.index(20, 4, 6) + 1, d.index(20, 6) + 1)]),
+    **dict.fromkeys(overloads("isneginf isposinf"), odd_unary),
+    aten.isclose.default: lambda d: [sample(d.index(3, 4, 6).double(), d.index(3, 6).double())],
+    **dict.fromkeys([aten.real.default, aten.imag.default, aten._conj.default], lambda d: [sample(complex_numbers(d))]),
     aten.acosh.default: lambda d: [sample((d.positive(*d.sizes(2)).detach() + 1).requires_grad_())],
     aten.logit.default: lambda d: [sample(d.x(*d.sizes(2)).detach().sigmoid().requires_grad_())],
     aten.round.decimals: unary(decimals=1),
@@ -233,6 +255,8 @@ SAMPLES: dict[Any, Samples] = {
         positive_binary,
     ),
     aten.xlogy.Tensor: positive_binary,
+    aten.xlogy.Scalar_Other: positive_unary_with_number,
+    aten.xlogy.Scalar_Self: lambda d: [sample(2.5, d.positive(*d.sizes(2)))],
     aten.floor_divide.default: lambda d: [sample(d.index(20, 4, 6), d.index(5, 6) + 1), sample(d.index(20, 4, 6), 3)],
     aten.floor_divide.Scalar: lambda d: [sample(d.index(20, *d.sizes(2)), 3)],
     **dict.fromkeys(

@@ -167,7 +167,7 @@ def repeat(d: Draw) -> list[Sample]:
 
 
 def repeat_interleave(d: Draw) -> list[Sample]:
-    return [sample(d.x(*d.sizes(3)), 3, dim) for dim in (0, 1, -1)]
+    return [*(sample(d.x(*d.sizes(3)), 3, dim) for dim in (0, 1, -1)), sample(d.x(*d.sizes(2)), 3)]
 
 
 def diagonal(d: Draw) -> list[Sample]:
@@ -205,6 +205,9 @@ def index_put(d: Draw) -> list[Sample]:
     return [
         sample(d.x(a, b), [torch.randperm(a)[:2]], d.x(2, b)),
         sample(d.x(a, b), [None, torch.randperm(b)[:2]], d.x(a, 2), True),
+        sample(d.x(a, b, 3), [torch.randperm(a)[:4], torch.randperm(b)[:4]], d.x(4, 1)),
+        sample(d.x(a, b, 6), [torch.randperm(a)[:4], None, torch.randperm(6)[:4]], d.x(4, b), True),
+        sample(d.x(a, b), [torch.tensor([[0], [2]]), torch.randperm(b)[:4]], d.x()),
     ]
 
 
@@ -287,6 +290,7 @@ SAMPLES: dict[Any, Samples] = {
     aten.repeat.default: repeat,
     aten.repeat_interleave.self_int: repeat_interleave,
     aten.diagonal.default: diagonal,
+    aten.unsafe_split.Tensor: lambda d: [sample(d.x(4, 6), 2, 1), sample(d.x(4, 6), 3, 1)],
     aten.gather.default: gather,
     aten.index.Tensor: index,
     aten.index_select.default: index_select,

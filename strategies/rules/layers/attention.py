@@ -1,12 +1,13 @@
 """Scaled dot product attention: batch, heads and queries are free.
 
-Query heads share key and value heads in groups of r, "(h r)". The key sequence is always whole; where a causal call's
-queries are split, each part builds its own mask. Biases and masks are broadcast.
+Query heads share key and value heads in groups of r, "(h r)", or all of them share one. The key sequence is always
+whole; where a causal call's queries are split, each part builds its own mask. Biases and masks are broadcast.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -17,13 +18,18 @@ from autopar.strategies.notation import Entry, batch_names, broadcast, rule, ter
 aten = torch.ops.aten
 
 
+def _heads(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The dims of query and key heads: one head of keys serves all queries, several serve r queries each."""
+    if query[-3] == key[-3]:
+        return ["h"], ["h"]
+    return (["h"], ["1"]) if key[-3] == 1 else (["(h r)"], ["h"])
+
+
 def attention(call: Call) -> OpRule:
     """`query` (…, heads, s, d), `key` and `value` (…, heads, t, d), a mask that is broadcast to (…, heads, s, t)."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     batch = batch_names(len(query) - 3)
-    grouped = call["enable_gqa"] and query[-3] != key[-3]
-    heads = ["(h r)" if grouped else "h"] if len(query) > 2 else []
-    key_heads = ["h"] if len(query) > 2 else []
+    heads, key_heads = _heads(query, key) if len(query) > 2 else ([], [])
     dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])
     terms = [

@@ -123,6 +123,20 @@ def nearest(num_dims: int) -> Callable[[Call], str]:
     return entry
 
 
+def grid_sampler(call: Call) -> str:
+    """`input` (n, c, image) read at the places of `grid` (n, spatial, coordinates)."""
+    places = SPATIAL[: len(call["grid"].shape) - 2]
+    return rule(
+        [term(["n", "c", *[WHOLE] * len(places)], "~"), term(["n", *places, WHOLE])], [term(["n", "c", *places])]
+    )
+
+
+def channel_shuffle(call: Call) -> str:
+    """Channels in another order."""
+    dims = term(["n", WHOLE, *SPATIAL[: len(call.inputs[0].shape) - 2]])
+    return rule([f"~{dims}"], [dims])
+
+
 RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.conv1d.default: convolution(1),
     aten.conv2d.default: convolution(2),
@@ -160,5 +174,8 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     # i counts the places in a window; the others are inner factors of their own.
     aten.pixel_shuffle.default: "~... (c i) h w -> ... c (h r) (w q)",
     aten.pixel_unshuffle.default: "~... c (h r) (w q) -> ... (c i) h w",
+    aten.channel_shuffle.default: channel_shuffle,
+    aten.grid_sampler.default: grid_sampler,
+    aten.col2im.default: "~... (c i) _ -> ... c _ _",
     aten.im2col.default: "~... c _ _ -> ... (c i) _",
 }

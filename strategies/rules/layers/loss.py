@@ -2,7 +2,7 @@
 
 Cross-entropy of classes may be split along the batch n, along the classes v (vocabulary parallel: the function joins
 the maxima and sums itself), or both. Its mean counts only targets that are not ignored, so ranks join sum and count.
-Class probabilities as targets have no rule.
+Of class probabilities, as of all losses that compare vectors, the classes stay whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import torch
 
 from autopar.sharding.operation import Call, Collective, Implementation, OpRule
 from autopar.sharding.rule import WHOLE
-from autopar.strategies.notation import Answer, Entry, broadcast, names, pointwise, rule, tensor_arguments, term
+from autopar.strategies.notation import (
+    Answer,
+    Entry,
+    broadcast,
+    dim_of,
+    names,
+    pointwise,
+    rule,
+    tensor_arguments,
+    term,
+    whole_at,
+)
 
 aten = torch.ops.aten
 
@@ -25,10 +36,10 @@ MEAN_BYTES = 2 * 8  # a sum and what divides it, float64
 
 
 def cross_entropy(call: Call) -> Answer:
-    """`self` (n, v, …) or (v), `target` (n, …) or () of classes."""
+    """`self` (n, v, …) or (v), `target` (n, …) or () of classes, or probabilities in the shape of `self`."""
     logits, target = call["self"].shape, call["target"]
     if target.dtype.is_floating_point:
-        return None
+        return _of_probabilities(call)
     dims = ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)]
     kept = [name for name in dims if name != "v"]
     joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
@@ -36,6 +47,24 @@ def cross_entropy(call: Call) -> Answer:
         "loss:cross_entropy", joined, joined=joined, padded=frozenset({"v"}), traffic=cross_entropy_traffic
     )
     return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
+
+
+def _of_probabilities(call: Call) -> OpRule:
+    """Linear in the probabilities, unless they are smoothed, and in the weights: a mean counts samples alone."""
+    ndim = len(call["self"].shape)
+    dims = [WHOLE] if ndim == 1 else ["n", WHOLE, *names(ndim - 2)]
+    free = [name for name in dims if name != WHOLE]
+    weight = [term([WHOLE], "~")] if call["weight"] is not None else []
+    smoothed = call["label_smoothing"] > 0
+    terms = [term(dims), term(dims, "" if smoothed else "~"), *weight]
+    text = rule(terms, [term(free if call["reduction"] == NONE else [])])
+    means = _means("cross_entropy_loss", free, call)
+    return OpRule(text, means, moved_bytes=with_probabilities)
+
+
+def _means(function: str, free: list[str], call: Call) -> tuple[Implementation, ...]:
+    """The implementation of a mean over the samples named `free`, each of which counts as one."""
+    return (Implementation(f"mean:{function}", frozenset(free)),) if call["reduction"] == MEAN and free else ()
 
 
 def with_probabilities(inputs: int, outputs: int) -> int:
@@ -87,23 +116,40 @@ def distance(function: str) -> Callable[[Call], Answer]:
             for name, info in [*tensor_arguments(call)][2:]
         ]
         text = rule([term(dims), term(dims), *further], ["()"])
-        if call["reduction"] == SUM or not dims:
-            return OpRule(text)
-        return OpRule(text, (Implementation(f"mean:{function}", frozenset(dims)),))
+        return OpRule(text, _means(function, dims, call))
+
+    return entry
+
+
+def of_vectors(function: str) -> Callable[[Call], Answer]:
+    """A loss of vectors, the last dim, each with a number or a vector of labels; `function` computes its mean."""
+
+    def entry(call: Call) -> Answer:
+        shape = call.inputs[0].shape
+        free = names(len(shape) - 1)
+        terms = []
+        for name, info in tensor_arguments(call):
+            if name == "weight":  # of classes; a mean counts samples alone
+                terms.append(term([WHOLE], "~"))
+            elif info.shape in (shape, shape[:-1]):
+                terms.append(term([*free, WHOLE] if info.shape == shape else free))
+            else:
+                return None
+        text = rule(terms, [term(free if call["reduction"] == NONE else [])])
+        return OpRule(text, _means(function, free, call))
 
     return entry
 
 
 def cosine_similarity(call: Call) -> Answer:
-    """The dim of the vectors stays whole."""
-    shapes = {info.shape for info in call.inputs}
-    if len(shapes) > 1:
+    """The dim of the vectors stays whole; both are broadcast."""
+    shape = torch.broadcast_shapes(*(info.shape for info in call.inputs))
+    if not shape:
         return None
-    dims = names(len(call.inputs[0].shape))
-    gone = call["dim"] % len(dims)
+    dims, gone = names(len(shape)), dim_of(call, ndim=len(shape))
     kept = [name for i, name in enumerate(dims) if i != gone]
-    dims[gone] = WHOLE
-    return rule([term(dims)] * 2, [term(kept)])
+    vectors = whole_at(dims, [gone])
+    return rule([term(broadcast(info.shape, shape, vectors)) for info in call.inputs], [term(kept)])
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {
@@ -117,5 +163,13 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.kl_div.default: distance("kl_div"),
     aten.binary_cross_entropy.default: distance("binary_cross_entropy"),
     aten.binary_cross_entropy_with_logits.default: distance("binary_cross_entropy_with_logits"),
+    aten.hinge_embedding_loss.default: distance("hinge_embedding_loss"),
+    aten.margin_ranking_loss.default: distance("margin_ranking_loss"),
+    aten.poisson_nll_loss.default: distance("poisson_nll_loss"),
+    aten.soft_margin_loss.default: distance("soft_margin_loss"),
+    aten.cosine_embedding_loss.default: of_vectors("cosine_embedding_loss"),
+    aten.multi_margin_loss.default: of_vectors("multi_margin_loss"),
+    aten.multilabel_margin_loss.default: of_vectors("multilabel_margin_loss"),
+    aten.triplet_margin_loss.default: of_vectors("triplet_margin_loss"),
     aten.cosine_similarity.default: cosine_similarity,
 }

@@ -78,6 +78,14 @@ def instance_norm(call: Call) -> str:
     return rule([term(dims), *affine(call, [channel]), *[term([channel])] * len(running)], [term(dims)])
 
 
+def weight_norm(call: Call) -> str:
+    """A direction v and the length g that it gets, along all dims but one (-1: along all of them)."""
+    ndim, dim = len(call["v"].shape), call["dim"]
+    dims = ["c" if i == dim else WHOLE for i in range(ndim)]
+    lengths = term(["c" if i == dim else WHOLE for i in range(len(call["g"].shape))], "~")
+    return rule([term(dims), lengths], [term(dims)])
+
+
 RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.layer_norm.default: over_last,
     aten.native_layer_norm.default: over_last,
@@ -86,4 +94,5 @@ RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.group_norm.default: group_norm,
     aten.batch_norm.default: batch_norm,
     aten.instance_norm.default: instance_norm,
+    aten._weight_norm.default: weight_norm,
 }
