@@ -32,9 +32,9 @@ from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import refined
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.planner import make_plan
+from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import context_of
-from autopar.planning.record import choices_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
