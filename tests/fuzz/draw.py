@@ -11,8 +11,10 @@ from torch import Tensor
 from tests.fuzz.expressions import EXPRESSIONS, WEIGHTS, UnfitError
 from tests.fuzz.program import GLOBALS, Program, Shape, drawn, names_in
 
-MAX_ELEMENTS, MAX_ENTRY, TRIES = 512, 30.0, 40
+MAX_ELEMENTS, MAX_ENTRY, MAX_GRADIENT, TRIES = 512, 30.0, 1e4, 40
 BATCH = 4
+TERMS = (".square().mean()", ".sin().sum()", ".mean()", ".square().sum()*0.1", ".tanh().mean()")
+"""How a value becomes a term of the loss."""
 
 
 class Drawing:
@@ -87,13 +89,16 @@ class Drawing:
         outputs = [n for n, _ in self.lines if self.random.random() < 0.05][:2]
         frozen = tuple(n for n in self.parameters if self.random.random() < 0.05)
         # A tied name whose first one no line uses is a parameter of its own.
-        shapes = {**self.parameters, **{n: self.parameters[first] for n, first in self.tied.items() if first not in used}}
+        shapes = {
+            **self.parameters,
+            **{n: self.parameters[first] for n, first in self.tied.items() if first not in used},
+        }
         return Program(blocks, self.inputs, shapes, self.buffers, self.tied, tuple(outputs), frozen)
 
     def _term(self, name: str) -> str:
         if not self.values[name].ndim:
             return name
-        return f"{name}{self.random.choice(['.square().mean()', '.sin().sum()', '.mean()', '.square().sum()*0.1', '.tanh().mean()'])}"
+        return name + self.random.choice(TERMS)
 
     def _input_shapes(self) -> list[Shape]:
         wide, length = self.random.choice((4, 8, 8, 6)), self.random.choice((4, 4, 2, 3))
@@ -117,13 +122,33 @@ class Drawing:
 
 
 def draw_program(chance: random.Random, max_lines: int = 10) -> Program:
-    """A program of up to so many lines, and one more for the loss."""
+    """A program of up to so many lines, and one more for the loss, that trains on one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drawing = Drawing(chance)
-        kinds, weights = zip(*WEIGHTS.items(), strict=True)
-        for _ in range(chance.randint(2, max_lines)):
-            drawing.line(chance.choices(kinds, weights)[0])
-        while not drawing.parameters or not drawing.lines:
-            drawing.line("matmul")
-        return drawing.program()
+        while True:
+            drawing = Drawing(chance)
+            kinds, weights = zip(*WEIGHTS.items(), strict=True)
+            for _ in range(chance.randint(2, max_lines)):
+                drawing.line(chance.choices(kinds, weights)[0])
+            while not drawing.parameters or not drawing.lines:
+                drawing.line("matmul")
+            program = drawing.program()
+            if trains(program):
+                return program
+
+
+def trains(program: Program, num_microbatches: int = 1) -> bool:
+    """Whether forward and backward of the first batch (of its micro-batches) give numbers that can be compared."""
+    model = program.build()
+    torch.manual_seed(0)
+    try:
+        for number in range(num_microbatches):
+            outputs = model(**{name: x.chunk(num_microbatches)[number] for name, x in program.batch(0).items()})
+            loss = outputs[0] if program.outputs else outputs
+            if loss.ndim:
+                return False
+            loss.backward()
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    learned = [p.grad for p in model.parameters() if p.grad is not None]
+    return bool(learned) and all(float(grad.abs().max()) < MAX_GRADIENT for grad in learned)  # nan is not less

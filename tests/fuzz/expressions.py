@@ -66,19 +66,79 @@ def dim(d: Operands, x: str) -> int:
     return d.random.randrange(-ndim, ndim)
 
 
-UNARY = (
-    "{x}.relu() {x}.tanh() {x}.sigmoid() {x}.sin() {x}.square() {x}.abs() -{x} {x}*2 1-{x} {x}+0.5 F.gelu({x}) F.silu({x}) "
-    "F.softplus({x}) F.leaky_relu({x},0.1) F.elu({x}) {x}.clamp(-1,1) {x}.clamp(min=0) {x}**3 ({x}.abs()+1).sqrt() "
-    "({x}.abs()+1).log() 1/(1+{x}.square()) {x}.clamp(max=2).exp() ({x}.square()+1).rsqrt() F.hardtanh({x}) {x}.neg().exp().clamp(max=9) "
-    "{x}.contiguous() {x}.clone() {x}.detach() F.mish({x}) {x}.cos() {x}.erf() {x}.masked_fill({x}>0.3,0.0) {x}.float().double() "
-    "torch.zeros_like({x})+{x} {x}.nan_to_num() {x}/3 {x}.atan() F.logsigmoid({x}) {x}.tril() {x}.triu(1) {x}.remainder(0.7) {x}.expm1().clamp(max=5) "
-    "torch.where({x}>0,{x},0.2) {x}.new_ones({x}.shape)*{x} {x}.frac() {x}.sign()*{x} F.relu6({x}) F.hardswish({x}) torch.full_like({x},0.3)*{x}"
-).split()
-BINARY = (
-    "{x}+{y} {x}-{y} {x}*{y} {x}/(1+{y}.square()) torch.maximum({x},{y}) torch.minimum({x},{y}) torch.where({x}>{y},{x},{y}*0.5) "
-    "torch.lerp({x},{y},0.3) torch.addcmul({x},{y},{y}) {x}*({y}>0) {x}.masked_fill({y}>0,0.1) torch.add({x},{y},alpha=0.5) torch.atan2({x},{y}) "
-    "torch.logaddexp({x},{y}) {x}*{y}.mean() {x}+{y}.sum() {x}*{y}.sigmoid() {x}*{y}.detach() torch.hypot({x},{y}) F.mse_loss({x},{y},reduction='none')"
-).split()
+UNARY = [
+    "{x}.relu()",
+    "{x}.tanh()",
+    "{x}.sigmoid()",
+    "{x}.sin()",
+    "{x}.square()",
+    "{x}.abs()",
+    "-{x}",
+    "{x}*2",
+    "1-{x}",
+    "{x}+0.5",
+    "F.gelu({x})",
+    "F.silu({x})",
+    "F.softplus({x})",
+    "F.leaky_relu({x},0.1)",
+    "F.elu({x})",
+    "{x}.clamp(-1,1)",
+    "{x}.clamp(min=0)",
+    "{x}**3",
+    "({x}.abs()+1).sqrt()",
+    "({x}.abs()+1).log()",
+    "1/(1+{x}.square())",
+    "{x}.clamp(max=2).exp()",
+    "({x}.square()+1).rsqrt()",
+    "F.hardtanh({x})",
+    "{x}.neg().exp().clamp(max=9)",
+    "{x}.contiguous()",
+    "{x}.clone()",
+    "{x}.detach()",
+    "F.mish({x})",
+    "{x}.cos()",
+    "{x}.erf()",
+    "{x}.masked_fill({x}>0.3,0.0)",
+    "{x}.float().double()",
+    "torch.zeros_like({x})+{x}",
+    "{x}.nan_to_num()",
+    "{x}/3",
+    "{x}.atan()",
+    "F.logsigmoid({x})",
+    "{x}.tril()",
+    "{x}.triu(1)",
+    "{x}.remainder(0.7)",
+    "{x}.expm1().clamp(max=5)",
+    "torch.where({x}>0,{x},0.2)",
+    "{x}.new_ones({x}.shape)*{x}",
+    "{x}.frac()",
+    "{x}.sign()*{x}",
+    "F.relu6({x})",
+    "F.hardswish({x})",
+    "torch.full_like({x},0.3)*{x}",
+]
+BINARY = [
+    "{x}+{y}",
+    "{x}-{y}",
+    "{x}*{y}",
+    "{x}/(1+{y}.square())",
+    "torch.maximum({x},{y})",
+    "torch.minimum({x},{y})",
+    "torch.where({x}>{y},{x},{y}*0.5)",
+    "torch.lerp({x},{y},0.3)",
+    "torch.addcmul({x},{y},{y})",
+    "{x}*({y}>0)",
+    "{x}.masked_fill({y}>0,0.1)",
+    "torch.add({x},{y},alpha=0.5)",
+    "torch.atan2({x},{y})",
+    "torch.logaddexp({x},{y})",
+    "{x}*{y}.mean()",
+    "{x}+{y}.sum()",
+    "{x}*{y}.sigmoid()",
+    "{x}*{y}.detach()",
+    "torch.hypot({x},{y})",
+    "F.mse_loss({x},{y},reduction='none')",
+]
 
 
 @kind("elementwise")
@@ -107,11 +167,21 @@ def with_weight(d: Operands) -> str:
 def in_place(d: Operands) -> str:
     """Writing into a copy, whole or through a view."""
     x = d.value(1, 2, 3, 4)
-    call = d.random.choice(["mul_(0.5)", "add_(1)", "relu_()", "tanh_()", "zero_()", "clamp_(min=0)", "neg_()", "sub_(0.1)", "fill_(0.2)"])
+    call = d.random.choice(
+        ["mul_(0.5)", "add_(1)", "relu_()", "tanh_()", "zero_()", "clamp_(min=0)", "neg_()", "sub_(0.1)", "fill_(0.2)"]
+    )
     at = dim(d, x)
     size = d.shape(x)[at]
     start = d.random.randrange(size)
-    view = d.random.choice(["", f".narrow({at},{start},{d.random.randint(1, size - start)})", f".select({at},{start})", ".view(-1)", ".t()"])
+    view = d.random.choice(
+        [
+            "",
+            f".narrow({at},{start},{d.random.randint(1, size - start)})",
+            f".select({at},{start})",
+            ".view(-1)",
+            ".t()",
+        ]
+    )
     return f"({x}.clone(), v_:={x}*1, v_{view}.{call}, v_)[-1]"
 
 
@@ -160,20 +230,26 @@ def linear(d: Operands) -> str:
 def product(d: Operands) -> str:
     x, y = d.value(2, 3, 4), d.value(2, 3, 4)
     return d.random.choice(
-        [f"{x} @ {y}", f"{x} @ {y}.transpose(-1,-2)", f"{x}.transpose(-1,-2) @ {y}", f"{x} @ {x}.mT", f"torch.matmul({x}, {y}.mT)"]
+        [
+            f"{x} @ {y}",
+            f"{x} @ {y}.transpose(-1,-2)",
+            f"{x}.transpose(-1,-2) @ {y}",
+            f"{x} @ {x}.mT",
+            f"torch.matmul({x}, {y}.mT)",
+        ]
     )
 
 
 @kind("matmul")
 def einsum(d: Operands) -> str:
     x = d.value(2, 3)
-    letters = "bsd"[: len(d.shape(x))]
+    letters, heads = "bsd"[: len(d.shape(x))], d.weight(d.shape(x)[-1], 2, 4)
     return d.random.choice(
         [
             f"torch.einsum('{letters},{letters[-1]}k->{letters[:-1]}k', {x}, {d.weight(d.shape(x)[-1], 4)})",
             f"torch.einsum('{letters},{letters}->{letters[0]}', {x}, {d.value(2, 3)})",
             f"torch.einsum('{letters},{letters[0]}->{letters}', {x}, {d.value(1)})",
-            f"torch.einsum('{letters},{letters[-1]}hk->{letters[0]}h{letters[1:-1]}k', {x}, {d.weight(d.shape(x)[-1], 2, 4)})",
+            f"torch.einsum('{letters},{letters[-1]}hk->{letters[0]}h{letters[1:-1]}k', {x}, {heads})",
             f"torch.einsum('...d,kd->...k', {x}, {d.weight(4, d.shape(x)[-1])})",
         ]
     )
@@ -194,12 +270,44 @@ def added_product(d: Operands) -> str:
     )
 
 
-REDUCTIONS = (
-    "{x}.sum({a}) {x}.mean({a}) {x}.amax({a}) {x}.amin({a}) {x}.max({a}).values {x}.min({a}).values {x}.logsumexp({a}) {x}.var({a},unbiased=False) {x}.sum({a},keepdim=True) "
-    "{x}.mean({a},keepdim=True) ({x}.square().sum({a})+0.1).sqrt() {x}.softmax({a}) {x}.log_softmax({a}) {x}.cumsum({a}) ({x}.std({a},unbiased=False)+1).log() {x}.amax({a},keepdim=True) {x}.tanh().prod({a}) {x}.norm(dim={a}) "
-    "{x}.var({a}) F.normalize({x},dim={a}) {x}.sort({a}).values {x}.topk(2,{a}).values {x}.median({a}).values {x}.diff(dim={a}) {x}.sum() {x}.mean() {x}.max() {x}.cummax({a}).values {x}.flatten().logsumexp(0) "
-    "{x}.norm() torch.std_mean({x},{a})[1] {x}.cumprod({a}).clamp(-5,5) {x}-{x}.mean({a},keepdim=True) {x}*({x}==0).all({a},keepdim=True).logical_not() {x}.argmax({a}).double()+{x}.sum({a}) F.softmin({x},dim={a})"
-).split()
+REDUCTIONS = [
+    "{x}.sum({a})",
+    "{x}.mean({a})",
+    "{x}.amax({a})",
+    "{x}.amin({a})",
+    "{x}.max({a}).values",
+    "{x}.min({a}).values",
+    "{x}.logsumexp({a})",
+    "{x}.var({a},unbiased=False)",
+    "{x}.sum({a},keepdim=True)",
+    "{x}.mean({a},keepdim=True)",
+    "({x}.square().sum({a})+0.1).sqrt()",
+    "{x}.softmax({a})",
+    "{x}.log_softmax({a})",
+    "{x}.cumsum({a})",
+    "({x}.std({a},unbiased=False)+1).log()",
+    "{x}.amax({a},keepdim=True)",
+    "{x}.tanh().prod({a})",
+    "{x}.norm(dim={a})",
+    "{x}.var({a})",
+    "F.normalize({x},dim={a})",
+    "{x}.sort({a}).values",
+    "{x}.topk(2,{a}).values",
+    "{x}.median({a}).values",
+    "{x}.diff(dim={a})",
+    "{x}.sum()",
+    "{x}.mean()",
+    "{x}.max()",
+    "{x}.cummax({a}).values",
+    "{x}.flatten().logsumexp(0)",
+    "{x}.norm()",
+    "torch.std_mean({x},{a})[1]",
+    "{x}.cumprod({a}).clamp(-5,5)",
+    "{x}-{x}.mean({a},keepdim=True)",
+    "{x}*({x}==0).all({a},keepdim=True).logical_not()",
+    "{x}.argmax({a}).double()+{x}.sum({a})",
+    "F.softmin({x},dim={a})",
+]
 
 
 @kind("reduction")
@@ -377,7 +485,8 @@ def attention(d: Operands) -> str:
 def attention_by_hand(d: Operands) -> str:
     q, k = d.value(3, 4), d.value(3, 4)
     positions = d.shape(k)[-2]
-    return f"({q}@{k}.mT).masked_fill(torch.ones({positions},{positions},dtype=torch.bool).triu(1),-math.inf).softmax(-1)@{k}"
+    future = f"torch.ones({positions},{positions},dtype=torch.bool).triu(1)"
+    return f"({q}@{k}.mT).masked_fill({future},-math.inf).softmax(-1)@{k}"
 
 
 @kind("convolution")
@@ -405,7 +514,7 @@ def convolution(d: Operands) -> str:
 
 @kind("dropout")
 def dropout(d: Operands) -> str:
-    x = d.value(1, 2, 3, 4)
+    x = f"{d.value(1, 2, 3, 4)}.contiguous()"  # one process draws masks in the order of memory
     return d.random.choice([f"F.dropout({x},0.4)", f"F.dropout({x},0.2).relu()", f"F.dropout({x},0.0)"])
 
 
@@ -451,7 +560,11 @@ def cross_entropy(d: Operands) -> str:
     x = d.value(2, 3)
     ids = d.ids(*d.shape(x)[:-1])
     wide = d.shape(x)[-1]
-    logits = f"F.linear({x},{d.weight(VOCABULARY, wide)})" if d.random.random() < 0.7 else f"{x}@{d.weight(wide, VOCABULARY)}"
+    logits = (
+        f"F.linear({x},{d.weight(VOCABULARY, wide)})"
+        if d.random.random() < 0.7
+        else f"{x}@{d.weight(wide, VOCABULARY)}"
+    )
     more = d.random.choice(["", ",ignore_index=3", ",label_smoothing=0.1", ",reduction='sum'"])
     return f"F.cross_entropy({logits}.flatten(0,-2),{ids}.flatten(){more})"
 

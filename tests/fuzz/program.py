@@ -1,7 +1,7 @@
 """A program of the fuzzer: blocks of Python lines, which is what a person reads, shrinks and pastes into a test.
 
-A line assigns one value, as in `v3 = F.linear(v1, w2, w5)`. Names: `x0` floats and `i0` token ids that are given (dim 0 is
-the batch), `w0` parameters, `b0` buffers, `v0` what lines compute, `loss` what the last line computes. Blocks become
+A line assigns one value, as in `v3 = F.linear(v1, w2, w5)`. Names: `x0` floats and `i0` token ids that are given (dim 0
+is the batch), `w0` parameters, `b0` buffers, `v0` what lines compute, `loss` what the last line computes. Blocks become
 modules `layers.0`, `layers.1` …, each with the tensors that it is the first to use, and run one after the other on the
 names of all before them.
 """

@@ -39,7 +39,7 @@ SLOW_DEVICES = Hardware(
 )
 """Everything pays that divides the work, so that plans are truly split."""
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""How far numbers may be apart; what is rounded to float32 on the way is compared by `RELATIVE` of the largest entry."""
+"""How far numbers may be apart; some are rounded to float32 on the way."""
 PLANNING_SECONDS = 10.0
 GOOD, BAD = ("equal", "refused", "unusable"), ("wrong", "internal", "hang")
 
@@ -62,7 +62,11 @@ class Outcome:
     def cause(self) -> str:
         """What failures of one cause have in common: the class of the error and where it was raised."""
         places = [line.strip() for line in self.details.splitlines() if line.strip().startswith("File ")]
-        ours = [place for place in places if "/tests/" not in place and "site-packages" not in place and "lib/python" not in place]
+        ours = [
+            place
+            for place in places
+            if "/tests/" not in place and "site-packages" not in place and "lib/python" not in place
+        ]
         where = ours[-1].rpartition("/")[2].replace('", line ', ":").replace(", in ", " ") if ours else ""
         return f"{self.kind}: {self.text.split(':')[0][:60]} {where}".strip()
 
@@ -204,7 +208,7 @@ def _train(
 
 @contextlib.contextmanager
 def planning_alone(mode: LocalTensorMode, case: Case | None = None) -> Iterator[None]:
-    """Capture and plan outside of the simulation, which has no use for tensors without values; force a case's choices."""
+    """Capture and plan outside of the simulation, which has no use for tensors without values; force what is forced."""
 
     def unsimulated(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -241,7 +245,7 @@ def _forced(case: Case, space: Space, pins: dict[int, np.ndarray]) -> dict[int, 
 
 
 def _unshare(model: nn.Module, mode: LocalTensorMode) -> None:
-    """Give every simulated rank its own parameters and buffers: one plain tensor for all would be written once by each."""
+    """Give every simulated rank its own parameters and buffers: one plain tensor for all would be written by each."""
     made: dict[Tensor, Tensor] = {}
 
     def on_ranks(tensor: Tensor) -> Tensor:
