@@ -13,7 +13,8 @@ import tabulate
 from tests.fuzz.campaign import run_campaign
 from tests.fuzz.case import draw_case
 from tests.fuzz.shrink import shrink
-from tests.fuzz.trial import BAD, GOOD, Outcome, judge
+from tests.fuzz.trial import judge
+from tests.support.simulation.outcome import BAD, GOOD, Outcome
 
 MEANING = {
     "equal": "trains as one process does",

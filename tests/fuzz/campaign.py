@@ -13,7 +13,8 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from tests.fuzz.case import draw_case
-from tests.fuzz.trial import Outcome, judge
+from tests.fuzz.trial import judge
+from tests.support.simulation.outcome import Outcome
 
 GRACE_SECONDS = 30.0
 """How much later a process is killed that has not answered when its case's time is up."""
