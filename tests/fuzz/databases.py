@@ -7,27 +7,45 @@ parameter, other floats are parameters, and the rest (masks, indices) arrives wi
 from __future__ import annotations
 
 import functools
+import importlib.util
+import itertools
 import random
+import sys
+import types
+import unittest
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.space.space import Space
 from tests.support.simulation.outcome import Outcome, judged
 from tests.support.simulation.training import Pins, Steps, train_alone, train_on_ranks
 
+
+def _databases() -> tuple[list[Any], list[Any]]:
+    """`op_db` and `module_db`; what they import wants expecttest for a TestCase that they do not use."""
+    stub = types.ModuleType("expecttest")
+    stub.TestCase = unittest.TestCase  # pyright: ignore[reportAttributeAccessIssue]
+    there = importlib.util.find_spec("expecttest") is not None
+    with mock.patch.dict(sys.modules, {} if there else {"expecttest": stub}):
+        methods = importlib.import_module("torch.testing._internal.common_methods_invocations")
+        modules = importlib.import_module("torch.testing._internal.common_modules")
+    return methods.op_db, modules.module_db
+
+
+OPERATORS, MODULES = _databases()
 MESH = {"dp": 5}
 DTYPE = torch.float64
-SAMPLES = 2
-"""How many samples of each operator and module are run."""
+SAMPLES, LOOKED_AT, MAX_ELEMENTS = 2, 12, 2000
+"""How many samples of each operator and module are run, out of how many, and how large their inputs may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +104,21 @@ def loss_of(outputs: Any) -> Tensor:
 
 def operators() -> dict[str, Any]:
     """Every operator of the database that knows our dtype, by name and variant."""
-    known = [op for op in op_db if DTYPE in op.supported_dtypes("cpu")]
+    known = [op for op in OPERATORS if DTYPE in op.supported_dtypes("cpu")]
     return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in known}
 
 
 def modules() -> dict[str, Any]:
     """Every module of the database, by name."""
-    return {info.name: info for info in module_db}
+    return {info.name: info for info in MODULES}
 
 
 def samples_of_operator(op: Any) -> Iterator[Sample]:
     """The first samples of an operator that have an input with numbers."""
     torch.manual_seed(0)
-    for sample in _first(op.sample_inputs("cpu", DTYPE, requires_grad=op.supports_autograd)):
+    for sample in _first(
+        op.sample_inputs("cpu", DTYPE, requires_grad=op.supports_autograd), lambda s: _num_elements(s.input)
+    ):
         given = ((sample.input, *sample.args), dict(sample.kwargs))
         leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), given))
         given_whole = {0: leaves[0]} if isinstance(leaves[0], Tensor) else {}
@@ -111,7 +131,7 @@ def samples_of_module(info: Any) -> Iterator[Sample]:
     """The first samples of a module."""
     torch.manual_seed(0)
     found = info.module_inputs_func(info, device="cpu", dtype=DTYPE, requires_grad=True, training=True)
-    for sample in _first(item for item in found if item.forward_input is not None):
+    for sample in _first((s for s in found if s.forward_input), lambda s: _num_elements(s.forward_input.args)):
         made, given = sample.constructor_input, (sample.forward_input.args, dict(sample.forward_input.kwargs))
         leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), given))
 
@@ -122,45 +142,62 @@ def samples_of_module(info: Any) -> Iterator[Sample]:
         yield Sample(build, {f"x{number}": leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 
 
-def judge_sample(sample: Sample, forced: bool, seconds: float = 120.0) -> Outcome:
-    """Train one step both ways; with `forced` every decision takes a strategy at random."""
+def judge_sample(sample: Sample, chance: random.Random | None = None, seconds: float = 120.0) -> Outcome:
+    """Train one step both ways; with `chance` every decision takes a strategy at random, one that splits if it can."""
     try:
         if _draws(sample):
             return Outcome("unusable", "draws random numbers")
     except Exception as error:
         return Outcome("unusable", f"{type(error).__name__}: {error}")
     steps = Steps([sample.batch])
+
+    def forced(space: Space, pins: Pins) -> Pins:
+        return {**_at_random(space, chance), **pins} if chance else pins
+
     return judged(
         lambda: train_alone(sample.build(), steps),
-        lambda: train_on_ranks(sample.build(), steps, MESH, {}, _at_random if forced else lambda space, pins: pins),
+        lambda: train_on_ranks(sample.build(), steps, MESH, {}, forced),
         seconds,
     )
 
 
-def _at_random(space: Space, pins: Pins) -> Pins:
-    forced = dict(pins)
+def _at_random(space: Space, chance: random.Random) -> Pins:
+    pins = {}
     for number, decision in enumerate(space.decisions):
-        count = len(decision.menu.strategies)
-        if number not in pins:
-            forced[number] = np.zeros(count, dtype=bool)
-            forced[number][random.Random(decision.name).randrange(count)] = True
-    return forced
+        strategies = decision.menu.strategies
+        splitting = [i for i, s in enumerate(strategies) if any(p.is_split for layout in s.outputs for p in layout)]
+        pins[number] = np.zeros(len(strategies), dtype=bool)
+        pins[number][chance.choice(splitting or range(len(strategies)))] = True
+    return pins
+
+
+class _Drawing(TorchDispatchMode):
+    """Notes whether random numbers are drawn; some samples set seeds themselves, and draw the same each time."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _draws(sample: Sample) -> bool:
-    """Whether the call depends on the generator's seed."""
-    found = []
-    with warnings.catch_warnings():
+    """Whether the call draws random numbers, which ranks and one process draw differently."""
+    model = sample.build()
+    with warnings.catch_warnings(), _Drawing() as drawing:
         warnings.simplefilter("ignore")
-        for seed in (1, 2):
-            model = sample.build()
-            torch.manual_seed(seed)
-            found.append(model(**sample.batch).detach())
-    return not torch.equal(*found) and bool(found[0].isfinite())
+        model(**sample.batch)
+    return drawing.found
 
 
-def _first(samples: Any) -> list[Any]:
-    return [sample for sample, _ in zip(samples, range(SAMPLES), strict=False)]
+def _first(samples: Iterable[Any], size: Callable[[Any], int]) -> list[Any]:
+    """The largest of the first samples, of those that are small."""
+    found = [sample for sample in itertools.islice(samples, LOOKED_AT) if 0 < size(sample) <= MAX_ELEMENTS]
+    return sorted(found, key=size, reverse=True)[:SAMPLES]
+
+
+def _num_elements(tree: Any) -> int:
+    return sum(x.numel() for x in pytree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def _is_float(x: Any) -> bool:
