@@ -148,7 +148,7 @@ def trains(program: Program, num_microbatches: int = 1) -> bool:
             if loss.ndim:
                 return False
             loss.backward()
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError, NameError):  # the last where a line has been left out
         return False
     learned = [p.grad for p in model.parameters() if p.grad is not None]
     return bool(learned) and all(float(grad.abs().max()) < MAX_GRADIENT for grad in learned)  # nan is not less
