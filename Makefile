@@ -1,6 +1,7 @@
 # make demo    plan and train a small model on this machine's CPU
 # make test    lint, format, types and tests: all that must pass before a change lands
 # make slow    the tests that `make test` leaves out
+# make fuzz    random programs on simulated ranks beside one process: make fuzz CASES=10000 SEED=0
 # make bench   strategies measured beside their predictions and beside PyTorch's own tools, on small models
 # make bench-planner   how long planning and solving take
 #
@@ -10,6 +11,8 @@
 
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 TORCH ?= torch==2.13.0
+CASES ?= 1000
+SEED ?= 0
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -17,7 +20,7 @@ DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
 
-.PHONY: demo test lint format slow bench bench-planner clean
+.PHONY: demo test lint format slow fuzz bench bench-planner clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
@@ -36,6 +39,9 @@ format: $(TEST_READY)
 
 slow: $(TEST_READY)
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(TEST_READY)
+	$(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
 bench: $(BENCH_READY)
 	mkdir -p build/bench

@@ -35,8 +35,10 @@ def simulate(world_size: int) -> Iterator[LocalTensorMode]:
 
 def from_ranks(values: Sequence[torch.Tensor], requires_grad: bool = False) -> LocalTensor:
     """The tensor that is `values[rank]` on each rank of the running simulation; a new leaf."""
-    assert len(values) == len(_ranks()), f"{len(values)} values for {len(_ranks())} ranks"
-    local = LocalTensor({rank: value.detach() for rank, value in enumerate(values)})
+    mode = _mode()
+    assert len(values) == len(mode.ranks), f"{len(values)} values for {len(mode.ranks)} ranks"
+    with mode.disable():  # else each of them would become one value per rank
+        local = LocalTensor({rank: value.detach() for rank, value in enumerate(values)})
     return local.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
 
 
@@ -45,12 +47,14 @@ def local_values(x: torch.Tensor | None) -> list[torch.Tensor]:
     assert x is not None, "there is no tensor, perhaps because no gradient reached it"
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
-    if isinstance(x, LocalTensor):
-        return [x._local_tensors[rank].detach() for rank in _ranks()]
-    return [x.detach() for _ in _ranks()]
+    mode = _mode()
+    with mode.disable():
+        if isinstance(x, LocalTensor):
+            return [x._local_tensors[rank].detach() for rank in sorted(mode.ranks)]
+        return [x.detach() for _ in mode.ranks]
 
 
-def _ranks() -> list[int]:
+def _mode() -> LocalTensorMode:
     mode = local_tensor_mode()
     assert mode is not None, "call this inside `with simulate(world_size):`"
-    return sorted(mode.ranks)
+    return mode
