@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from autopar.errors import CaptureError
+
 
 @contextlib.contextmanager
 def faithful_tracing() -> Iterator[None]:
