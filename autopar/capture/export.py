@@ -217,7 +217,8 @@ def _sources(
             values[placeholder] = value
         else:
             raise CaptureError(
-                f"the model keeps an object ({spec.target}) that a graph cannot hold; only tensors may enter."
+                f"the model keeps an object ({spec.target}) that a graph cannot hold, as a torch.Generator; only "
+                "tensors may enter."
             )
     return sources, values, tied
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from autopar.capture.python.grad_mode import of_this_call
+from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState, Watch
 from autopar.runtime.module.inputs import Arguments, kind_of
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
-from autopar.runtime.module.python_kinds import PythonKinds, warn_of_many
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.python.user_code import is_users, where
+from autopar.capture.python.user_code import is_installed, is_users, where
 from autopar.errors import CaptureError
 
 RANDOM = "draw with torch's random operations (torch.rand, torch.randint …), which stay random, or give it as input"
@@ -41,6 +41,7 @@ SOURCES: tuple[tuple[types.ModuleType, tuple[str, ...], str], ...] = (
     (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"), SEED),
 )
 """(module, functions, what to do instead)"""
+Check = Callable[[types.FrameType, str, str], None]
 
 
 @contextlib.contextmanager
@@ -49,13 +50,24 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
 
     `functions` are those of the user that the model calls, in whose files the sources may be globals.
     """
-    replaced: dict[int, Any] = {id(_DATETIME): _clock()}
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+
+    def check(frame: types.FrameType, name: str, advice: str) -> None:
+        """Raise CaptureError where a frame runs code of the user, or of a package that the modules come from."""
+        of = frame.f_globals.get("__name__")
+        if is_users(of) and (not is_installed(frame.f_code) or str(of).partition(".")[0] in packages):
+            raise CaptureError(
+                f"the forward calls {name}() ({where(frame)}): a graph would keep this one answer for all calls; "
+                f"{advice}."
+            )
+
+    replaced: dict[int, Any] = {id(_DATETIME): _clock(check)}
     places: list[tuple[Any, str]] = [(vars(datetime), "datetime")]
     for module, names, advice in _sources():
         for name in names:
             function = getattr(module, name, None)
             if function is not None:
-                replaced.setdefault(id(function), _refusing(function, f"{module.__name__}.{name}", advice))
+                replaced.setdefault(id(function), _refusing(function, f"{module.__name__}.{name}", advice, check))
                 places.append((vars(module), name))
     files = {id(function.__globals__): function.__globals__ for function in functions}
     for namespace in files.values():
@@ -101,25 +113,17 @@ def _sources() -> Iterator[tuple[Any, tuple[str, ...], str]]:
         yield numpy, tuple(n for n in dir(numpy) if getattr(getattr(numpy, n), "__self__", 0) is state), RANDOM
 
 
-def _refusing(function: Callable[..., Any], name: str, advice: str) -> Callable[..., Any]:
+def _refusing(function: Callable[..., Any], name: str, advice: str, check: Check) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        _check_not_users(sys._getframe(1), name, advice)
+        check(sys._getframe(1), name, advice)
         return function(*args, **kwargs)
 
     return refuse
 
 
-def _clock() -> type:
+def _clock(check: Check) -> type:
     def now(cls: type, *args: Any) -> Any:
-        _check_not_users(sys._getframe(1), "datetime.now", CLOCK)
+        check(sys._getframe(1), "datetime.now", CLOCK)
         return _DATETIME.now(*args)
 
     return type("datetime", (_DATETIME,), dict.fromkeys(("now", "utcnow", "today"), classmethod(now)))
-
-
-def _check_not_users(frame: types.FrameType, name: str, advice: str) -> None:
-    """Raise CaptureError where a frame runs the user's code."""
-    if is_users(frame.f_globals.get("__name__")):
-        raise CaptureError(
-            f"the forward calls {name}() ({where(frame)}): a graph would keep this one answer for all calls; {advice}."
-        )

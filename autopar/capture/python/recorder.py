@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -159,6 +160,11 @@ class Recorder:
         try:
             place = self._place(holder, name)
             location = where(sys._getframe(2))
+            if isinstance(value, torch.Generator):
+                raise CaptureError(
+                    f"the forward draws from {place.name} ({location}), a torch.Generator, which a graph cannot hold; "
+                    "leave generator= out: random operations follow compile(..., seed=) and the step."
+                )
             if isinstance(value, Iterator):
                 raise CaptureError(
                     f"the forward reads {place.name} ({location}), a {type(value).__name__}, which gives another value "

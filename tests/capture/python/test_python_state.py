@@ -333,13 +333,16 @@ def test_an_intermediate_result_that_is_written_is_named() -> None:
         (lambda self: np.random.rand(), r"calls numpy.random.rand\(\)"),
         (lambda self: GENERATOR.random(), "draws from GENERATOR, a Random"),
         (lambda self: self.generator.random(), "draws from generator, a Generator"),
+        (lambda self: torch.rand(4, generator=self.torchs), "draws from torchs .*, a torch.Generator.*seed="),
         (lambda self: time.time(), r"calls time.time\(\).*measure around the model"),
         (lambda self: datetime.now().second, r"calls datetime.now\(\)"),
         (lambda self: torch.manual_seed(0) and 1, r"calls torch.manual_seed\(\).*seed outside the model"),
     ],
 )
 def test_random_numbers_that_are_not_torchs_clocks_and_seeds_are_refused(draw: Any, message: str) -> None:
-    model = _model(lambda self, x: x * self.w * draw(self), generator=np.random.default_rng(0))
+    model = _model(
+        lambda self, x: x * self.w * draw(self), generator=np.random.default_rng(0), torchs=torch.Generator()
+    )
     with pytest.raises(CaptureError, match=message):
         _captured(model)
 
