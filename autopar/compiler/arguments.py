@@ -16,7 +16,7 @@ from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
-from autopar.planning.request import Outputs, PlanRequest
+from autopar.planning.request import Inputs, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
@@ -34,6 +34,7 @@ class RunOptions:
     plan: Plan | PipelinePlan | None = None
     deterministic: bool = False
     seed: int | None = None
+    check_inputs: bool | None = None
 
 
 def plan_request(
@@ -45,6 +46,7 @@ def plan_request(
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
     master_copies: bool = False,
+    inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
@@ -70,6 +72,7 @@ def plan_request(
         schedule,
         chunks,
         None if stages is None else tuple(stages),
+        inputs,
     )
 
 

@@ -18,6 +18,7 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.parts import Given, axes_of_parts
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
@@ -38,6 +39,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         deterministic=run.deterministic,
         seed=from_first_rank(lambda: torch.initial_seed() if run.seed is None else run.seed, mesh),
         num_microbatches=request.microbatches or 1,
+        given=Given(axes_of_parts(request.inputs, Mesh.of(mesh)), run.check_inputs),
     )
     return compiler.module
 

@@ -27,6 +27,8 @@ from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
 
 Outputs = Literal["dtensor", "full"]
+Inputs = str | tuple[str, ...]
+"""`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class PlanRequest:
     chunks: int | None = None
     stages: tuple[str, ...] | None = None
     """Modules with which the second and later stages of a pipeline begin."""
+    inputs: Inputs = "whole"
+    """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):

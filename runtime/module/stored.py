@@ -8,12 +8,24 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import InputError
-from autopar.runtime.module.inputs import Arguments, kind_of
+from autopar.runtime.module.inputs import (
+    Arguments,
+    autocast_dtypes,
+    call_signature,
+    canonical_arguments,
+    described,
+    kind_of,
+    values_of,
+)
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
+from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
+from autopar.runtime.ranks.calls import Calls
+from autopar.runtime.ranks.failure import watched
 
 Runs = TypeVar("Runs")
 """What runs one kind of input."""
@@ -35,7 +47,13 @@ class StoredModule(nn.Module, Generic[Runs]):
     """
 
     def __init__(
-        self, tree: Tree, device: str, prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs]
+        self,
+        tree: Tree,
+        mesh: DeviceMesh,
+        prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
+        forgives: type[Exception],
+        given: Given,
+        stage_devices: DeviceMesh | None = None,
     ) -> None:
         """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
         super().__init__()
@@ -43,7 +61,12 @@ class StoredModule(nn.Module, Generic[Runs]):
             self.__dict__[name] = vars(tree.root)[name]
         self.training = tree.root.training
         self.tree = tree
-        self._device = device
+        self._forward_signature = call_signature(tree.root)
+        self._given = given
+        self._input_mesh = stage_devices or mesh
+        self._device = mesh.device_type
+        self._watch = watched(self, mesh, forgives)
+        self._calls = Calls(self._watch, given.check)
         self._prepare = prepare
         self._known: dict[tuple[object, State, object], Runs] = {}
         self._latest: Runs | None = None
@@ -57,6 +80,11 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, self.tree.held()
 
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The call with every argument by name, and DTensors for parts of the batch."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
+
     def _ready(self) -> Runs:
         """What ran last, on parameters as they are to be; InputError where the module has none yet."""
         if self._latest is None:
@@ -67,8 +95,12 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._take_in_what_was_put()
         return self._latest
 
-    def _prepared(self, arguments: Arguments) -> Runs:
-        """What runs these arguments, prepared on their first appearance."""
+    def _prepared(self, arguments: Arguments, batch: Arguments | None = None) -> Runs:
+        """What runs these arguments, prepared on their first appearance.
+
+        `batch` is what they are the first micro-batch of; without it they are an example, whose values do not count.
+        Raises InputError where another rank is called differently.
+        """
         frozen = None
         if self._latest is not None:
             self._take_in_what_was_put()
@@ -80,6 +112,7 @@ class StoredModule(nn.Module, Generic[Runs]):
             self._known = {key: runs for key, runs in self._known.items() if key[1].may_come_back(state)}
         self._state = state
         key = kind_of(arguments, self._device), state, frozen
+        self._calls.agree(key, lambda: self._said(arguments, frozen), lambda: {} if batch is None else values_of(batch))
         if key not in self._known:
             # A first call for inference is prepared for training all the same.
             with torch.inference_mode(False), torch.enable_grad():
@@ -89,6 +122,18 @@ class StoredModule(nn.Module, Generic[Runs]):
             self._known[key] = found
         self._latest = self._known[key]
         return self._latest
+
+    def _said(self, arguments: Arguments, frozen: frozenset[str] | None) -> dict[str, str | list[str]]:
+        """What other ranks are told of a call."""
+        _, *below = self.tree.root.named_modules()
+        return {
+            **described(arguments),
+            "mode": "training" if self.training else "evaluation",
+            "modules in another mode": [name for name, module in below if module.training != self.training],
+            "hooks": str(len(self._state.hooks) if self._state else 0),
+            "autocast": str(autocast_dtypes(self._device)),
+            "frozen parameters": sorted(frozen or ()),
+        }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""
