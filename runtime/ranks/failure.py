@@ -301,11 +301,11 @@ class Watch:
 
     def _end(self, begun: int, message: str) -> None:
         """Have the main thread raise `message`, or end the process with it."""
-        if self._left_within(POLL_SECONDS, begun):  # it may be about to raise the same
-            return
-        self._failed = message
         if self._backwards:
             print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)  # autograd raises what gloo says
+        elif self._left_within(POLL_SECONDS, begun):  # it was about to raise the same
+            return
+        self._failed = message
         for group in (*self._groups, *joined_groups()):
             if dist.get_backend(group) == "nccl":
                 backend: Any = group._get_backend(torch.device("cuda"))

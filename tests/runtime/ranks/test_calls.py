@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.runtime.ranks import failure
 from tests.support.ending_ranks import ends_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
@@ -247,7 +251,7 @@ def _epoch(model: Any) -> None:
             model.eval()(batch())
 
 
-@pytest.mark.parametrize(("calls", "counts"), [(train, [2, 2, 0, 0]), (_twice_forward, [4, 4, 0, 0])])
+@pytest.mark.parametrize(("calls", "counts"), [(train, [2, 1, 0, 0]), (_twice_forward, [4, 1, 0, 0])])
 def test_what_went_before_is_not_announced_again(ranks: Ranks, calls: Callable[[Any], None], counts: list[int]) -> None:
     for found in ranks.run(_announcements, calls, 4):
         assert found == counts
@@ -266,3 +270,54 @@ def _refused_together() -> list[float]:
 def test_ranks_that_all_refuse_a_call_go_on(ranks: Ranks) -> None:
     first, second = ranks.run(_refused_together)
     assert first == second
+
+
+def _interrupted() -> str:
+    """What is raised where rank 0 is interrupted while it plans."""
+    try:
+        with mock.patch("autopar.planning.request.make_plan", side_effect=KeyboardInterrupt):
+            compiled()
+    except (KeyboardInterrupt, autopar.AutoparError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_an_interrupted_first_rank_ends_all(ranks: Ranks) -> None:
+    interrupt = "PlanError: preparing the model was interrupted on rank 0: KeyboardInterrupt"
+    assert ranks.run(_interrupted) == ["KeyboardInterrupt: ", interrupt]
+
+
+def _late(rank: int) -> None:
+    failure.NAMED_SECONDS = 0.5
+    model = compiled()
+    train(model)
+    loss = model(batch())
+    if rank == 1:
+        time.sleep(3)
+    loss.backward()
+    train(model)
+
+
+def test_a_rank_that_waits_for_long_names_who_is_late_and_goes_on(tmp_path: Path) -> None:
+    first, second = ends_of(_late, tmp_path, 2)
+    assert (first.status, second.status, second.printed) == (0, 0, "")
+    assert re.match(r"rank 0 has waited \d s in a backward for rank 1, not there yet\. Every rank must", first.printed)
+
+
+def _checkpointed() -> list[float]:
+    """Gradient norms of a model inside a checkpoint, which calls it again in the backward and stops it midway."""
+    model, found = compiled(), []
+    for _ in range(3):
+        checkpoint(lambda x_BH: model(x_BH) * 2, batch(), use_reentrant=False).backward()
+        found.append(float(model.clip_grad_norm_(1e9)))
+        model.zero_grad()
+    return found
+
+
+def test_a_model_that_is_called_again_in_a_backward_is_in_step(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    eager = Net()
+    (2 * eager(batch())).backward()
+    norm = float(nn.utils.clip_grad_norm_(eager.parameters(), 1e9))
+    for found in ranks.run(_checkpointed):
+        assert found == pytest.approx([norm] * 3, rel=1e-4)
