@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -23,17 +23,10 @@ from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.run import run
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncompiled(function: F) -> F:
-    """Keep torch.compile out of a function and of all that it calls."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
-
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""

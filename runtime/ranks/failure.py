@@ -42,6 +42,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from autopar.errors import AutoparError, PeerError
 from autopar.runtime.collectives.axes import joined_groups
 from autopar.runtime.ranks.agreement import many_processes
+from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # within which every rank that lives has written that it does
@@ -95,7 +96,7 @@ class Watch:
         self._beats = 0
 
     # Under torch.compile what `ParallelModule.forward` calls is compiled, unless it is disabled.
-    @torch.compiler.disable
+    @uncompiled
     def __enter__(self) -> None:
         """Begin a call of the model, which all ranks make.
 
@@ -106,7 +107,7 @@ class Watch:
             self._begin()
         self.depth += 1
 
-    @torch.compiler.disable
+    @uncompiled
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """End the call; raises PeerError where another rank failed in it."""
         self.depth -= 1
