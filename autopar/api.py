@@ -25,7 +25,7 @@ from autopar.compiler.whole import compile_whole
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
-from autopar.planning.request import Outputs
+from autopar.planning.request import Inputs, Outputs
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.runtime.module.module import ParallelModule
@@ -44,6 +44,7 @@ def compile(
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
     master_copies: bool = False,
+    inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
@@ -51,6 +52,7 @@ def compile(
     gap: float = 0.0,
     deterministic: bool = False,
     seed: int | None = None,
+    check_inputs: bool | None = None,
     microbatches: int | None = None,
     pipeline: str | None = None,
     schedule: str | None = None,
@@ -78,6 +80,8 @@ def compile(
             "selective" (all but contractions) and "full" for every layer.
         optimizer: whose state and step are planned for: "adamw", "sgd", "adamw-8bit" or "none".
         master_copies: plan for float32 copies of parameters of lower precision.
+        inputs: what each rank is called with: the "whole" batch, its own part of it ("local", as DistributedSampler
+            gives), or the names of the axes over which ranks have different parts; example_inputs are the same.
         outputs: "dtensor" or "full": how tensors that are no scalars come back.
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
@@ -85,6 +89,8 @@ def compile(
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
             memory limit, and where the graph is too wide for elimination.
         deterministic: random numbers equal to one device's, at the price of drawing whole tensors.
+        check_inputs: compare the values of inputs that ranks must hold alike: in every call (True), never (False), or
+            in the first, second, tenth, hundredth … call of a kind.
         seed: of random numbers (dropout and the like); by default rank 0's `torch.initial_seed()`.
         microbatches: into how many parts `train_step` splits a batch; the plan is for one of them. By default one, or
             as many as suit a pipeline.
@@ -102,7 +108,7 @@ def compile(
     """
     check_mesh(mesh)
     check_one_decides(plan, strategy)
-    run = RunOptions(plan, deterministic, seed)
+    run = RunOptions(plan, deterministic, seed, check_inputs)
     request = plan_request(
         model,
         mode=mode,
@@ -111,6 +117,7 @@ def compile(
         recompute=recompute,
         optimizer=optimizer,
         master_copies=master_copies,
+        inputs=inputs,
         outputs=outputs,
         hardware=hardware,
         solver=solver,
@@ -148,6 +155,7 @@ def plan(
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
     master_copies: bool = False,
+    inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
@@ -177,6 +185,7 @@ def plan(
         recompute=recompute,
         optimizer=optimizer,
         master_copies=master_copies,
+        inputs=inputs,
         outputs=outputs,
         hardware=hardware,
         solver=solver,

@@ -13,8 +13,8 @@ class PipelineError(AutoparError, ValueError):
     """Stages, micro-batches or a schedule that do not fit the model or the mesh."""
 
 
-class PipelineRankError(AutoparError, RuntimeError):
-    """Another rank of a pipeline raised or died in this step; the message says which, and its message comes first."""
+class PeerError(AutoparError, RuntimeError):
+    """Another rank raised or died in this call of the model; the message says which, and its message comes first."""
 
 
 class LayoutError(AutoparError, ValueError):

@@ -17,8 +17,6 @@ from autopar.capture.constant_indices import ConstantIndices
 from autopar.capture.python.cone import comes_from_inputs
 from autopar.errors import CaptureError
 
-from autopar.errors import CaptureError
-
 
 @contextlib.contextmanager
 def faithful_tracing() -> Iterator[None]:

@@ -18,7 +18,7 @@ from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
-from autopar.planning.request import Outputs, PlanRequest
+from autopar.planning.request import Inputs, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -37,6 +37,7 @@ class RunOptions:
     plan: Plan | PipelinePlan | None = None
     deterministic: bool = False
     seed: int | None = None
+    check_inputs: bool | None = None
 
     def __post_init__(self) -> None:
         check_options({each.name: getattr(self, each.name) for each in fields(self)})
@@ -51,6 +52,7 @@ def plan_request(
     recompute: Recompute = "auto",
     optimizer: str = "adamw",
     master_copies: bool = False,
+    inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
@@ -83,6 +85,7 @@ def plan_request(
         chunks,
         None if stages is None else tuple(stages),
         assumptions_of(assume),
+        inputs,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
+from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
 
 
 def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:
@@ -30,10 +32,11 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     check_known(options, plan_request)
     request = plan_request(model, **{**options, "memory": plan.memory_limit})
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
-    args, kwargs = split_batch(batch, request.microbatches or 1)[0]
-    space = request.space(
-        capture(skeleton(model), args, kwargs, training=model.training, assume=request.assume), plan.mesh
-    )
+    axes = axes_of_parts(request.inputs, plan.mesh)
+    part = split_batch(batch, request.microbatches or 1)[0]
+    args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
+    program = capture(skeleton(model), args, kwargs, training=model.training, assume=request.assume)
+    space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,7 +14,7 @@ from autopar.compiler.options import check_planned_mesh
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline
-from autopar.pipeline.request import PipelineRequest, pipeline_axis
+from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.mesh_search import best_mesh
@@ -22,6 +24,8 @@ from autopar.program.program import Program
 from autopar.progress import stages as progress
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
+from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
+from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 
 
@@ -54,38 +58,45 @@ class _Planner:
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
         self.model, self.request = model, request
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
-        self.programs: dict[int, Program] = {}
+        self.programs: dict[tuple[int, int], Program] = {}
 
-    def captured(self, count: int) -> Program:
-        """The program of one of so many micro-batches."""
-        if count not in self.programs:
+    def captured(self, count: int, num_parts: int) -> Program:
+        """The program of one of so many micro-batches, of a batch of so many times the example."""
+        if (count, num_parts) not in self.programs:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
-                part = split_batch(self.batch, count)[0]
+                part = whole_batch(split_batch(self.batch, count)[0], num_parts)
                 model = skeleton(self.model)
                 program = capture(model, *part, training=self.model.training, assume=self.request.assume)
-                self.programs[count] = check_hooks(program, count)
-        return self.programs[count]
+                self.programs[count, num_parts] = check_hooks(program, count)
+        return self.programs[count, num_parts]
+
+    def arriving(self, count: int, mesh: Mesh) -> tuple[Program, dict[str, Layout]]:
+        """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
+        axes = axes_of_parts(self.request.inputs, mesh)
+        program = self.captured(count, math.prod(map(mesh.size, axes)))
+        return program, layouts_of_parts(program, self.batch, mesh, axes)
 
     def on(self, mesh: Mesh) -> Plan:
         """The best plan on a mesh without a pipeline."""
         check_no_pipeline(self.request, mesh)
-        program = self.captured(self.request.microbatches or 1)
+        program, arriving = self.arriving(self.request.microbatches or 1, mesh)
         with progress(f"planning on {mesh}", 2) as step, uncollected():
             step("strategies and costs")
-            space = self.request.space(program, mesh)
+            space = self.request.space(program, mesh, arriving)
             step("solving")
             return self.request.plan(space)
 
     @uncollected()
     def in_stages(self, mesh: Mesh, axis: str) -> PipelinePlan:
         """The best plan on a mesh with a pipeline."""
-        request = self.request.on(mesh)
+        request, inner = self.request.on(mesh), stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:
-            program = self.captured(schedule.num_microbatches)
-            return PipelineRequest.of(request, program, mesh, axis, schedule)
+            program, arriving = self.arriving(schedule.num_microbatches, inner)
+            return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
 
         limited = request.settings.memory is not None
-        chosen = best_schedule(Wish.of(request), batch_size(self.batch), mesh, axis, requested, limited)
+        size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
+        chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
         return plan_pipeline(requested(chosen))

@@ -59,6 +59,10 @@ _PLAN = _Satisfying(
     "a Plan or a PipelinePlan, as autopar.plan or Plan.load(path) return it",
 )
 _MODULES = _Satisfying(_is_names, 'a list of names of modules, as in ["layers.4", "layers.8"]')
+_PARTS = _Satisfying(
+    lambda found: isinstance(found, str) or _is_names(found),
+    '"whole", "local", or names of axes over which ranks give different parts of the batch',
+)
 _SECONDS = _Satisfying(
     lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= math.inf,
     "seconds of at least 0",
@@ -84,6 +88,8 @@ OPTIONS: Mapping[str, Schema] = {
     "schedule": Maybe(_WORD),
     "chunks": Maybe(Whole(1)),
     "stages": Maybe(_MODULES),
+    "inputs": _PARTS,
+    "check_inputs": Maybe(Flag()),
 }
 """Argument → what it may be, beside None where that is its default."""
 

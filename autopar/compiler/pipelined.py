@@ -30,6 +30,7 @@ from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.parts import Given, axes_of_parts
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
@@ -53,10 +54,12 @@ def compile_pipeline(
         compiler.tree,
         mesh,
         axis,
+        compiler.stage_devices,
         compiler.prepare,
         num_microbatches=compiler.num_microbatches,
         whole_outputs=request.whole_outputs,
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
+        given=Given(axes_of_parts(request.inputs, Mesh.of(compiler.stage_devices)), run.check_inputs),
     )
     compiler.module.follow(model)
     return compiler.module

@@ -18,6 +18,7 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
+from autopar.runtime.module.parts import Given, axes_of_parts
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
@@ -38,6 +39,7 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         whole_outputs=request.whole_outputs,
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         num_microbatches=request.microbatches or 1,
+        given=Given(axes_of_parts(request.inputs, Mesh.of(mesh)), run.check_inputs),
     )
     compiler.module.follow(model)
     return compiler.module

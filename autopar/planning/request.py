@@ -29,6 +29,8 @@ from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
 
 Outputs = Literal["dtensor", "full"]
+Inputs = str | tuple[str, ...]
+"""`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class PlanRequest:
     """Modules with which the second and later stages of a pipeline begin."""
     assume: tuple[Assumption, ...] = ()
     """Branches on the values of tensors whose outcome is known."""
+    inputs: Inputs = "whole"
+    """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):

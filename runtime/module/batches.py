@@ -34,7 +34,7 @@ def batch_size(arguments: Arguments) -> int:
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim)
     first = next(tensors, None)
     if first is None:
-        raise InputError("no input is a tensor with dims, so there is no batch to split into micro-batches.")
+        raise InputError("no input is a tensor with dims, so there is no batch to split into micro-batches or parts.")
     return first.shape[0]
 
 

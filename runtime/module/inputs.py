@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.program.program import Program
+from autopar.runtime.ranks.calls import Values
+from autopar.runtime.ranks.checksums import checksums
 from autopar.sharding.layout import I, Layout, S, replicated
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,8 +49,12 @@ def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwa
 def kind_of(arguments: Arguments, device: str) -> object:
     """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast."""
     leaves, spec = pytree.tree_flatten(arguments)
-    autocast = tuple(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in (device, "cpu"))
-    return str(spec), tuple(map(_kind_of_leaf, leaves)), autocast
+    return str(spec), tuple(map(_kind_of_leaf, leaves)), autocast_dtypes(device)
+
+
+def autocast_dtypes(device: str) -> tuple[torch.dtype | bool, ...]:
+    """To which dtypes autocast casts on a device, and on the CPU; False where it does not."""
+    return tuple(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in (device, "cpu"))
 
 
 def _kind_of_leaf(leaf: Any) -> object:
@@ -56,6 +62,48 @@ def _kind_of_leaf(leaf: Any) -> object:
         return type(leaf), repr(leaf)
     where = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
     return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, where
+
+
+def described(arguments: Arguments) -> dict[str, str]:
+    """Inputs by name, as other ranks are told of them: shapes and dtypes, and of what is no tensor the value."""
+    found = {}
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        found[name_of(path)] = _described_leaf(leaf)
+    return found
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """What a user calls an input, or what lies in it."""
+    _, outer, *inner = path
+    name = str(outer.key) if isinstance(outer, pytree.MappingKey) else f"input {outer.idx}"
+    return name + pytree.keystr(tuple(inner))
+
+
+def _described_leaf(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
+    text = f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
+    if isinstance(leaf, DTensor):
+        text += f" as {', '.join(map(str, leaf.placements))} over {', '.join(leaf.device_mesh.mesh_dim_names or ())}"
+    return text + (" with a gradient" if leaf.requires_grad else "")
+
+
+def values_of(arguments: Arguments) -> Values:
+    """The checksums of plain tensors, which all ranks hold alike, and of DTensors' parts, which some do."""
+    by_part: dict[str, dict[str, Tensor]] = {"": {}}
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        if type(leaf) in (Tensor, nn.Parameter):
+            by_part[""][name_of(path)] = leaf
+        elif isinstance(leaf, DTensor) and not any(each.is_partial() for each in leaf.placements):
+            by_part.setdefault(_part_of(leaf), {})[name_of(path)] = leaf.to_local()
+    return {part: checksums(tensors) for part, tensors in by_part.items()}
+
+
+def _part_of(value: DTensor) -> str:
+    """Which part of a DTensor this rank holds, by the axes that split it."""
+    mesh = value.device_mesh
+    split = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
+    return " ".join(f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]}={mesh.get_local_rank(axis)}" for axis in split)
 
 
 def without_placements(arguments: Arguments) -> Arguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -16,24 +16,18 @@ from autopar.errors import InputError
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
-from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments
+from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import scale_of, with_scaled_gradient
 from autopar.runtime.module.parameters import placements_of
+from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.recompute.run import run
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncompiled(function: F) -> F:
-    """Keep torch.compile out of a function and of all that it calls."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
-
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
@@ -55,9 +49,9 @@ class ParallelModule(StoredModule[Executable]):
         whole_outputs: bool = False,
         random_state: RandomState,
         num_microbatches: int = 1,
+        given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh.device_type, prepare, random_state)
-        self._forward_signature = call_signature(tree.root)
+        super().__init__(tree, mesh, prepare, random_state, Exception, given)
         self._mesh = mesh
         self._whole_outputs = whole_outputs
         self._num_microbatches = num_microbatches
@@ -79,22 +73,24 @@ class ParallelModule(StoredModule[Executable]):
     @uncompiled
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """What runs a micro-batch of these inputs, planned on their first appearance."""
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        return self._prepared(split_batch(arguments, self._num_microbatches)[0], example=True)
+        with self._watch:
+            arguments = self._arguments(args, kwargs)
+            return self._prepared(split_batch(arguments, self._num_microbatches)[0])
 
     # Under torch.compile this frame runs as it is, and what it calls is compiled: the per-rank graph alone, because
     # everything else is disabled.
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
-        executable, inputs = self._entered(args, kwargs)
-        with self._surroundings(executable):
-            _check_not_compiled(executable)
-            if executable.recomputing and torch.is_grad_enabled():
-                outputs = run(executable.local.module.graph, executable.recomputing, inputs)
-            else:
-                outputs = executable.local.module(*inputs)
-        return self._left(executable, outputs)
+        with self._watch:
+            executable, inputs = self._entered(args, kwargs)
+            with self._surroundings(executable):
+                _check_not_compiled(executable)
+                if executable.recomputing and torch.is_grad_enabled():
+                    outputs = run(executable.local.module.graph, executable.recomputing, inputs)
+                else:
+                    outputs = executable.local.module(*inputs)
+            return self._left(executable, outputs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, micro-batch by micro-batch, and leave the gradients in `.grad`.
@@ -106,9 +102,13 @@ class ParallelModule(StoredModule[Executable]):
 
         Raises InputError where the batch does not divide or the model returns no loss.
         """
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        with self._watch:
+            return self._trained(args, kwargs)
+
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        arguments = self._arguments(args, kwargs)
         batches = split_batch(arguments, self._num_microbatches)
-        executable = self._prepared(batches[0], example=len(batches) == 1)
+        executable = self._prepared(batches[0], arguments, runs=len(batches) > 1)
         position = loss_position(executable.program)
         scale = scale_of(self.scaler, self._mesh.device_type)
         if len(batches) == 1:
@@ -128,8 +128,8 @@ class ParallelModule(StoredModule[Executable]):
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
         """What runs these inputs, and what its graph takes."""
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        executable = self._prepared(arguments)
+        arguments = self._arguments(args, kwargs)
+        executable = self._prepared(arguments, arguments)
         given = {**executable.constants, **executable.weights_of(self), **executable.buffers_of(self)}
         given.update(executable.inputs_of(arguments))
         return executable, [given[name] for name in executable.local.placeholders]
@@ -144,6 +144,7 @@ class ParallelModule(StoredModule[Executable]):
         """What the user gets; mutated buffers are written."""
         program, layouts = executable.program, executable.local.output_layouts
         executable.write_buffers(self, outputs)
+        self._calls.follow(outputs[: program.num_outputs])
         users = [
             self._user_output(value, layout)
             for value, layout in zip(outputs[: program.num_outputs], layouts, strict=False)

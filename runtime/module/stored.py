@@ -8,16 +8,29 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
-from autopar.program.python_state import INTERNALS, PythonState, Watch
-from autopar.runtime.module.inputs import Arguments, kind_of
+from autopar.program.python_state import INTERNALS, PythonState
+from autopar.program.python_state import Watch as PythonWatch
+from autopar.runtime.module.inputs import (
+    Arguments,
+    autocast_dtypes,
+    call_signature,
+    canonical_arguments,
+    described,
+    kind_of,
+    values_of,
+)
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
+from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
+from autopar.runtime.ranks.calls import Calls
+from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.random_state import RandomState
 
 
@@ -52,9 +65,12 @@ class StoredModule(nn.Module, Generic[Runs]):
     def __init__(
         self,
         tree: Tree,
-        device: str,
+        mesh: DeviceMesh,
         prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
         random_state: RandomState,
+        forgives: type[Exception],
+        given: Given,
+        stage_devices: DeviceMesh | None = None,
     ) -> None:
         """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
         super().__init__()
@@ -62,10 +78,15 @@ class StoredModule(nn.Module, Generic[Runs]):
             self.__dict__[name] = vars(tree.root)[name]
         self.training = tree.root.training
         self.tree = tree
-        self._device = device
+        self._forward_signature = call_signature(tree.root)
+        self._given = given
+        self._input_mesh = stage_devices or mesh
+        self._device = mesh.device_type
+        self._watch = watched(self, mesh, forgives)
+        self._calls = Calls(self._watch, given.check)
         self._prepare = prepare
         self._python = PythonKinds(tree.root)
-        self._known: dict[tuple[object, State, object], list[tuple[Watch, Runs]]] = {}
+        self._known: dict[tuple[object, State, object], list[tuple[PythonWatch, Runs]]] = {}
         """A kind of input → programs for it, and the Python state for which each was captured."""
         self._latest: Runs | None = None
         self.random_state = random_state
@@ -111,6 +132,11 @@ class StoredModule(nn.Module, Generic[Runs]):
         else:
             super().__delattr__(name)
 
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The call with every argument by name, and DTensors for parts of the batch."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
+
     def _ready(self) -> Runs:
         """What ran last, on parameters as they are to be; InputError where the module has none yet."""
         if self._latest is None:
@@ -121,8 +147,13 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._take_in_what_was_put()
         return self._latest
 
-    def _prepared(self, arguments: Arguments, *, example: bool = False) -> Runs:
-        """What runs these arguments, prepared on their first appearance; an `example` is not run now."""
+    def _prepared(self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None) -> Runs:
+        """What runs these arguments, prepared on their first appearance.
+
+        `batch` is what they are the first micro-batch of; without it they are an example, whose values do not count and
+        which does not run, as a call of which only `runs` is false.
+        Raises InputError where another rank is called differently.
+        """
         frozen = None
         if self._latest is not None:
             self._take_in_what_was_put()
@@ -136,6 +167,11 @@ class StoredModule(nn.Module, Generic[Runs]):
         kind = kind_of(arguments, self._device), state, frozen
         known = self._known.get(kind, [])
         number = self._python.fitting(known)
+        self._calls.agree(
+            (kind, number),
+            lambda: self._said(arguments, frozen, number),
+            lambda: {} if batch is None else values_of(batch),
+        )
         if number == len(known):
             # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
             # what that counts: the innermost hooks alone see what is saved.
@@ -148,9 +184,22 @@ class StoredModule(nn.Module, Generic[Runs]):
             known.append((self._python.watched(found.python), found))
             warn_of_many(known)
         watch, self._latest = known[number]
-        if not example:
+        if batch is not None if runs is None else runs:
             watch.leave_written()
         return self._latest
+
+    def _said(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
+        """What other ranks are told of a call."""
+        _, *below = self.tree.root.named_modules()
+        return {
+            **described(arguments),
+            "mode": "training" if self.training else "evaluation",
+            "modules in another mode": [name for name, module in below if module.training != self.training],
+            "hooks": str(len(self._state.hooks) if self._state else 0),
+            "autocast": str(autocast_dtypes(self._device)),
+            "Python state": f"the {python + 1}. that forward has read with these inputs",
+            "frozen parameters": sorted(frozen or ()),
+        }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """As in `torch.nn.Module`; an error before a lazily compiled model has seen its first inputs."""

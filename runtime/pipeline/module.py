@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import PipelineError
+from autopar.errors import AutoparError, PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.runtime.module.batches import loss_position, split_batch
-from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments
+from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import scale_of
 from autopar.runtime.module.parameters import placements_of
+from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.evaluation import evaluated
@@ -30,7 +31,6 @@ from autopar.runtime.pipeline.frozen import FrozenNames
 from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
 from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
-from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
@@ -52,20 +52,20 @@ class PipelineModule(StoredModule[Pipeline]):
         tree: Tree,
         mesh: DeviceMesh,
         axis: str,
+        stage_devices: DeviceMesh,
         prepare: PreparePipeline,
         *,
         num_microbatches: Callable[[Arguments, bool], int],
         whole_outputs: bool = False,
         random_state: RandomState,
+        given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh.device_type, prepare, random_state)
-        self._forward_signature = call_signature(tree.root)
+        super().__init__(tree, mesh, prepare, random_state, AutoparError, given, stage_devices)
         self._mesh = mesh
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches
         self._whole_outputs = whole_outputs
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
-        self._watch = watched(self, mesh)
         self._frozen_names = FrozenNames(self._group, mesh.device_type)
         self.optimizer: torch.optim.Optimizer | None = None
         """Of this rank's parameters; only schedule="pipedream" needs it, which updates inside `train_step`."""
@@ -87,9 +87,10 @@ class PipelineModule(StoredModule[Pipeline]):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         """What trains a batch of these inputs, planned on its first appearance."""
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
-        microbatches = split_batch(arguments, self._num_microbatches(arguments, self.training))
-        return self._prepared(microbatches[0], example=True)
+        with self._watch:
+            arguments = self._arguments(args, kwargs)
+            batches = split_batch(arguments, self._num_microbatches(arguments, self.training))
+            return self._prepared(batches[0])
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch through the pipeline, and leave the gradients in `.grad`.
@@ -97,16 +98,16 @@ class PipelineModule(StoredModule[Pipeline]):
         The batch is split along dim 0 into micro-batches. Returns the mean of their losses, on every rank. With
         schedule="pipedream" every micro-batch is a step of `model.optimizer`, and no gradients are left.
 
-        Raises InputError where the batch does not divide or the model returns no loss, and PipelineRankError where
+        Raises InputError where the batch does not divide or the model returns no loss, and PeerError where
         another rank fails.
         """
-        with self._watch.step():
+        with self._watch:
             return self._trained(args, kwargs)
 
     def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        arguments = self._arguments(args, kwargs)
         batches = split_batch(arguments, self._num_microbatches(arguments, self.training))
-        pipeline = self._prepared(batches[0])
+        pipeline = self._prepared(batches[0], arguments)
         if pipeline not in self._runners:
             runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
             self._runners[pipeline] = runner(pipeline, self, self._group, self.random_state)
@@ -117,7 +118,7 @@ class PipelineModule(StoredModule[Pipeline]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the model on a batch, stage after stage; every rank gets the outputs.
 
-        Raises PipelineError in training with gradients, which only `train_step` gives, and PipelineRankError where
+        Raises PipelineError in training with gradients, which only `train_step` gives, and PeerError where
         another rank fails.
         """
         if self.training and torch.is_grad_enabled():
@@ -125,14 +126,14 @@ class PipelineModule(StoredModule[Pipeline]):
                 "a pipeline gives gradients in train_step alone: loss = model.train_step(inputs…). To evaluate, call "
                 "model.eval() or use torch.no_grad()."
             )
-        with self._watch.step():
+        with self._watch:
             return self._evaluated(args, kwargs)
 
     def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        arguments = self._arguments(args, kwargs)
         with torch.no_grad():
             self._num_microbatches(arguments, self.training)  # the schedule says which stages there are
-            pipeline = self._prepared(arguments)
+            pipeline = self._prepared(arguments, arguments)
             random = self.random_state.at(self.random_state.step)
             results = evaluated(pipeline, self, arguments, self._group, random)
         self.random_state.advance(1)

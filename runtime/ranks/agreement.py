@@ -19,11 +19,11 @@ def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
     if not many_processes(mesh):
         return work()
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     if is_first_rank(mesh):
         try:
             result = work()
-        except Exception as found:
+        except BaseException as found:  # an interrupt, too: the others wait
             error = found
     message = [(result, error and _portable(error))]
     for axis in reversed(range(mesh.ndim)):
@@ -40,10 +40,10 @@ def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: Devi
     if not many_processes(mesh):
         return work()
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         result = work()
-    except Exception as found:
+    except BaseException as found:  # an interrupt, too: the others wait
         error = found
     outcomes = _gathered((dist.get_rank(), error and _portable(error), "" if error else describe(result)), mesh)
     if error is not None:
@@ -62,11 +62,13 @@ def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: Devi
     return result
 
 
-def _portable(error: Exception) -> AutoparError:
+def _portable(error: BaseException) -> AutoparError:
     """The error as another rank raises it."""
     rank = dist.get_rank()
     if isinstance(error, AutoparError):
         return type(error)(f"on rank {rank}: {error}")
+    if not isinstance(error, Exception):
+        return PlanError(f"preparing the model was interrupted on rank {rank}: {type(error).__name__}")
     return PlanError(f"preparing the model failed on rank {rank}: {type(error).__name__}: {error}")
 
 

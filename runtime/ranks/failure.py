@@ -1,16 +1,21 @@
-"""A rank that raises or dies ends all ranks of a pipeline with its message: none waits for what never comes.
+"""A rank that raises or dies ends all ranks of a mesh with its message: none waits for what never comes.
 
 A rank that raises inside a step writes its message into the store in which the ranks met. A thread in every rank looks
 there each second and writes that it is alive. Where the message of another rank stands, NCCL's groups are aborted,
 which ends what waits in them. Gloo's cannot be (torch 2.13: `abort` returns, and who waits goes on waiting until the
 process at the other end of its connection has ended), so a rank that still waits after GRACE_SECONDS prints the message
 and ends its process. A rank whose connection broke looks for a message, and then for the ranks that stopped to write
-that they are alive: those are the ones that died.
+that they are alive: those are the ones that died. A rank that waits for long prints for whom, and goes on waiting: the
+other may be writing a checkpoint; the time-out of the process group ends it.
+
+A step is a call of the model. Backwards are told apart from what lies between steps: a rank waits in them, too. Steps
+and backwards together are the events of a rank, which come in the same order on every rank.
 
     {step}/failure      the first message about this call of the model; steps count the calls, alike on every rank
     {step}/heard/{rank} that a rank knows it: the rank that holds the store must not end sooner
-    {step}/refused      how many ranks raised an error of autopar itself: where all did, nothing has been sent
-    alive/{rank}        what is written each second: a count, the steps that have ended, whether the rank has left
+    {step}/refused      how many ranks raised an error that is forgiven: where all did, they are in step
+    alive/{rank}        what is written each second: a count, the events that have ended, whether the rank has left, the
+                        events that have begun
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,15 +37,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.utils.checkpoint import _StopRecomputationError
 
-from autopar.errors import AutoparError, PipelineRankError
+from autopar.errors import AutoparError, PeerError
 from autopar.runtime.collectives.axes import joined_groups
 from autopar.runtime.ranks.agreement import many_processes
+from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # within which every rank that lives has written that it does
 GRACE_SECONDS = 10.0  # for a rank to come out of a step by itself once another has failed
 SILENT_SECONDS = 40.0  # after which a rank counts as dead though no connection broke (NCCL between GPUs of one host)
+NAMED_SECONDS = 60.0  # after which a rank that waits says for whom
 STORE_SECONDS = 10.0
 STOP_SECONDS = 2.0
 EXIT_STATUS = 1
@@ -50,88 +58,133 @@ _made: Counter[str] = Counter()
 
 
 class Watch:
-    """What a rank says about its steps to the other ranks of `mesh`, and what it hears; nothing on one process."""
+    """What a rank says about its steps to the other ranks of `mesh`, and what it hears; nothing on one process.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._many = many_processes(mesh)
-        if not self._many:
+    It is the context of a step, and may be entered again inside one. Errors in `forgives` leave it usable where every
+    rank raises one in the same step.
+    """
+
+    def __init__(self, mesh: DeviceMesh, forgives: type[Exception] = AutoparError) -> None:
+        self.many = many_processes(mesh)
+        """Whether there are other ranks."""
+        self.step = 0
+        """How many steps have ended, alike on every rank."""
+        self.depth = 0
+        """1 in a step; more where a step is entered again inside one."""
+        if not self.many:
             return
-        self._rank = dist.get_rank()
-        self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        self._neighbour = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
+        self.rank = dist.get_rank()
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._neighbour = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
         self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         shape = hashlib.sha256(str(mesh.mesh.tolist()).encode()).hexdigest()[:16]
-        self._store = _store_for(f"autopar/{shape}/{_made[shape]}")
+        self.store = _store_for(f"autopar/{shape}/{_made[shape]}")
         self._thread_store = _store_for(f"autopar/{shape}/{_made[shape]}")
         _made[shape] += 1
-        self._step = 0
+        self._forgives = forgives
         self._refused: int | None = None
         self._failed = ""
         self._news = (-1, "")  # a step, and what has been written down about it
-        self._outside = threading.Event()
-        self._outside.set()
+        self._begun = self._ended = 0
+        self._since = 0.0  # when the last event began
+        self._backwards = 0  # that run now
+        self._patience = _patience_of(self._groups[0], mesh.device_type)
+        self.on_poll: Callable[[Store], None] = lambda store: None
+        """What the thread does besides, each second."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._beats = 0
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """One call of the model, made by all ranks.
+    # Under torch.compile what `ParallelModule.forward` calls is compiled, unless it is disabled.
+    @uncompiled
+    def __enter__(self) -> None:
+        """Begin a call of the model, which all ranks make.
 
-        Raises PipelineRankError where another rank failed in it, or a rank failed in an earlier one.
+        Raises PeerError where a rank failed in an earlier one.
         """
-        if not self._many:
-            yield
+        if self.depth == 0 and self.many:
+            self._check_usable()
+            self._begin()
+        self.depth += 1
+
+    @uncompiled
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """End the call; raises PeerError where another rank failed in it."""
+        self.depth -= 1
+        if self.depth or not self.many:
             return
-        self._check_usable()
-        self._begin()
         try:
-            yield
-            if self._failed:  # the collectives that were aborted may have returned
-                raise PipelineRankError(self._failed)
-        except PipelineRankError:
-            raise
-        except BaseException as error:
-            first = _first_cause(error)
-            if _is_broken_connection(first):
-                self._failed = self._reason(first)
-                raise PipelineRankError(self._failed) from error
-            self._tell(first)
-            raise
+            if error is None:
+                self.check()  # the collectives that were aborted may have returned
+            else:
+                self.failed_by(error)
         finally:
-            self._outside.set()
-            self._step += 1
+            self.step += 1
+            self._ended += 1
+
+    def check(self) -> None:
+        """Raise PeerError where another rank is known to have failed."""
+        if self._failed:
+            raise PeerError(self._failed)
+
+    def check_patience(self) -> None:
+        """Raise PeerError where a rank has waited in its step for as long as it would in a collective."""
+        waited = time.monotonic() - self._since
+        if waited > self._patience:
+            late = [rank for rank, beat in self._all_beats().items() if _events_of(beat) < self._begun]
+            self._failed = f"{_named(late)} did not come to call {self.step} of the model within {waited:.0f} s"
+            raise PeerError(self._failed)
+
+    def backward_begins(self) -> None:
+        """Count a backward, until it ends; called inside of it."""
+        self._begun, self._since = self._begun + 1, time.monotonic()
+        self._backwards += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._ended += 1
+        self._backwards = max(0, self._backwards - 1)
+
+    def failed_by(self, error: BaseException) -> None:
+        """Tell the others of an error, or raise theirs where a broken connection is all that is known here."""
+        first = _first_cause(error)
+        if isinstance(first, (PeerError, _StopRecomputationError)):  # the latter ends recomputations that are done
+            return
+        if _is_broken_connection(first):
+            self._failed = self._reason(first)
+            raise PeerError(self._failed) from error
+        self._tell(first)
 
     def stop(self) -> None:
         """Say that this rank takes part in no further step."""
-        if self._many and not self._stopped.is_set():
+        if self.many and not self._stopped.is_set():
             self._stopped.set()
             if self._thread not in (None, threading.current_thread()):
                 self._thread.join(STOP_SECONDS)  # an interpreter that ends does not stand threads inside C++
             if not self._failed:  # who failed has said so
                 with contextlib.suppress(RuntimeError):  # the store may be gone by now
-                    self._beat(self._store)
+                    self._beat(self.store)
 
     def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="autopar-watch", daemon=True)
             self._thread.start()
-        self._outside.clear()
+        self._ended, self._backwards = self._begun, 0  # a backward that raised has not said that it ended
+        self._begun, self._since = self._begun + 1, time.monotonic()
 
     def _check_usable(self) -> None:
-        """Raise PipelineRankError where the ranks are out of step."""
+        """Raise PeerError where the ranks are out of step."""
         if self._refused is not None and not self._all_refused(self._refused):
-            self._failed = f"rank {self._rank} refused call {self._refused} of the model, and not every rank did"
+            self._failed = f"rank {self.rank} refused call {self._refused} of the model, and not every rank did"
         self._refused = None
         if self._failed:
-            raise PipelineRankError(
-                f"{self._failed}\nThe ranks of this pipeline are out of step since then; start all of them again, from "
-                "a checkpoint."
+            raise PeerError(
+                f"{self._failed}\nThe ranks are out of step since then; start all of them again, from a checkpoint."
             )
 
     def _all_refused(self, step: int) -> bool:
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self._store.add(f"{step}/refused", 0) < len(self._ranks):
+        while self.store.add(f"{step}/refused", 0) < len(self.ranks):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
@@ -139,15 +192,15 @@ class Watch:
 
     def _tell(self, error: BaseException) -> None:
         """Write down what this rank raises."""
-        message = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-        if isinstance(error, AutoparError):
-            self._refused = self._step
+        message = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        if isinstance(error, self._forgives):
+            self._refused, self._failed = self.step, ""  # the thread may have heard the same of another rank
         else:
             self._failed = message
         with contextlib.suppress(RuntimeError):  # what is raised matters more than a store that is gone
-            self._store.compare_set(f"{self._step}/failure", "", message)
+            self.store.compare_set(f"{self.step}/failure", "", message)
             if self._refused is not None:
-                self._store.add(f"{self._step}/refused", 1)
+                self.store.add(f"{self.step}/refused", 1)
             self._wait_until_heard()
 
     def _reason(self, error: BaseException) -> str:
@@ -159,7 +212,7 @@ class Watch:
             return message
         except RuntimeError:
             step, message = self._news
-            if step == self._step:
+            if step == self.step:
                 return message
             return _obituary([], f"{broken}; the store in which ranks write their messages is gone, too")
 
@@ -168,78 +221,120 @@ class Watch:
         before = self._all_beats()
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            if message := _read(self._store, f"{self._step}/failure"):
+            if message := read(self.store, f"{self.step}/failure"):
                 return message
             time.sleep(0.1)
         now = self._all_beats()
-        dead = [rank for rank in self._ranks if rank != self._rank and now[rank] == before[rank]]
+        dead = [rank for rank in self.ranks if rank != self.rank and now[rank] == before[rank]]
         for rank in dead:
-            self._store.set(f"{self._step}/heard/{rank}", "1")  # nobody is to wait for it
-        return self._store.compare_set(f"{self._step}/failure", "", _obituary(dead, broken)).decode()
+            self.store.set(f"{self.step}/heard/{rank}", "1")  # nobody is to wait for it
+        return self.store.compare_set(f"{self.step}/failure", "", _obituary(dead, broken)).decode()
 
     def _wait_until_heard(self) -> None:
         """Give the other ranks time to read what is written about this step."""
-        self._store.set(f"{self._step}/heard/{self._rank}", "1")
+        self.store.set(f"{self.step}/heard/{self.rank}", "1")
         deadline = time.monotonic() + ANSWER_SECONDS
-        everyone = [f"{self._step}/heard/{rank}" for rank in self._ranks]
-        while not self._store.check(everyone) and time.monotonic() < deadline:
+        everyone = [f"{self.step}/heard/{rank}" for rank in self.ranks]
+        while not self.store.check(everyone) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _all_beats(self) -> dict[int, str]:
-        return {rank: _read(self._store, f"alive/{rank}") for rank in self._ranks}
+        return {rank: read(self.store, f"alive/{rank}") for rank in self.ranks}
 
     def _look(self) -> None:
         """The life of the thread."""
-        heard, since = "", time.monotonic()
+        heard, since, named = "", time.monotonic(), 0
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 self._beat(self._thread_store)
-                step = self._step
-                message = self._read_news(step)
-                if self._outside.is_set():
+                self.on_poll(self._thread_store)
+                begun, step = self._begun, self.step
+                message = self._read_news(step) or self._news_of_backward(step)
+                if not self._is_waiting(begun):
                     since = time.monotonic()
                     continue
-                beat = _read(self._thread_store, f"alive/{self._neighbour}")
+                beat = read(self._thread_store, f"alive/{self._neighbour}")
                 if beat != heard or not beat:
                     heard, since = beat, time.monotonic()
-                if not message and _is_gone(beat, step, time.monotonic() - since):
+                if not message and _is_gone(beat, begun - 1, time.monotonic() - since):
                     said = _obituary([self._neighbour], "it no longer writes that it is alive")
                     self._thread_store.compare_set(f"{step}/failure", "", said)
                     message = self._read_news(step)
+                if named != begun and time.monotonic() - self._since > NAMED_SECONDS:
+                    named = begun
+                    self._name_awaited(begun)
             except RuntimeError:
                 return  # the rank that holds the store has ended: so do the connections to it
             if message:
-                self._end(step, message)
+                self._end(begun, message)
+
+    def _is_waiting(self, begun: int) -> bool:
+        """Whether this rank is in the last of so many events."""
+        return self._begun == begun and (self.depth > 0 or self._backwards > 0)
 
     def _read_news(self, step: int) -> str:
         """What has been written about a step; says that this rank knows."""
-        message = _read(self._thread_store, f"{step}/failure")
+        message = read(self._thread_store, f"{step}/failure")
         if message and self._news[0] != step:
             self._news = step, message
-            self._thread_store.set(f"{step}/heard/{self._rank}", "1")
+            self._thread_store.set(f"{step}/heard/{self.rank}", "1")
         return message
 
-    def _end(self, step: int, message: str) -> None:
+    def _news_of_backward(self, step: int) -> str:
+        """What has been written about the step whose backward this rank is in, where one rank alone fails in it."""
+        if not self._backwards or not step:
+            return ""
+        message = self._read_news(step - 1)
+        everyone = bool(message) and self._thread_store.add(f"{step - 1}/refused", 0) == len(self.ranks)
+        return "" if everyone else message
+
+    def _name_awaited(self, begun: int) -> None:
+        """Print which ranks have not come to this event."""
+        late = [rank for rank in self.ranks if rank != self.rank and _events_of(self._beat_of(rank)) < begun]
+        if late:
+            what = "a backward" if self._backwards else f"call {self.step} of the model"
+            print(
+                f"rank {self.rank} has waited {time.monotonic() - self._since:.0f} s in {what} for {_named(late)}, not "
+                "there yet. Every rank must make the same calls and run backward for the same ones.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _end(self, begun: int, message: str) -> None:
         """Have the main thread raise `message`, or end the process with it."""
-        if self._outside.is_set() or self._step != step:
+        if self._backwards:
+            print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)  # autograd raises what gloo says
+        elif self._left_within(POLL_SECONDS, begun):  # it was about to raise the same
             return
         self._failed = message
         for group in (*self._groups, *joined_groups()):
             if dist.get_backend(group) == "nccl":
                 backend: Any = group._get_backend(torch.device("cuda"))
                 backend.abort()
-        if not self._outside.wait(GRACE_SECONDS) and self._step == step:
-            print(f"rank {self._rank} ends, because {message}", file=sys.stderr, flush=True)
+        if not self._left_within(GRACE_SECONDS, begun):
+            print(f"rank {self.rank} ends, because {message}", file=sys.stderr, flush=True)
             os._exit(EXIT_STATUS)
+
+    def _left_within(self, seconds: float, begun: int) -> bool:
+        """Whether this rank comes out of the event in that time."""
+        deadline = time.monotonic() + seconds
+        while self._is_waiting(begun):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _beat_of(self, rank: int) -> str:
+        return read(self._thread_store, f"alive/{rank}")
 
     def _beat(self, store: Store) -> None:
         self._beats += 1
-        store.set(f"alive/{self._rank}", f"{self._beats} {self._step} {int(self._stopped.is_set())}")
+        store.set(f"alive/{self.rank}", f"{self._beats} {self._ended} {int(self._stopped.is_set())} {self._begun}")
 
 
-def watched(owner: object, mesh: DeviceMesh) -> Watch:
+def watched(owner: object, mesh: DeviceMesh, forgives: type[Exception] = AutoparError) -> Watch:
     """A watch that stops with its owner, or with the process."""
-    watch = Watch(mesh)
+    watch = Watch(mesh, forgives)
     weakref.finalize(owner, watch.stop)
     return watch
 
@@ -252,22 +347,33 @@ def _store_for(prefix: str) -> Store:
     return store
 
 
-def _read(store: Store, key: str) -> str:
+def read(store: Store, key: str) -> str:
     """The value of a key, or nothing; does not wait for it."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _is_gone(beat: str, step: int, silent_seconds: float) -> bool:
-    """Whether the rank that wrote `beat` will not come to `step`."""
+def _is_gone(beat: str, event: int, silent_seconds: float) -> bool:
+    """Whether the rank that wrote `beat` will not come to an event."""
     if not beat:
         return False  # it may not have been called yet
-    _, ended, left = map(int, beat.split())
-    return ended <= step and (bool(left) or silent_seconds > SILENT_SECONDS)
+    _, ended, left, *_ = map(int, beat.split())
+    return ended <= event and (bool(left) or silent_seconds > SILENT_SECONDS)
+
+
+def _events_of(beat: str) -> int:
+    """How many events have begun on the rank that wrote `beat`."""
+    return int(beat.split()[3]) if beat else 0
+
+
+def _patience_of(group: dist.ProcessGroup, device: str) -> float:
+    """After how many seconds a collective of a group gives up."""
+    backend: Any = group._get_backend(torch.device(device))
+    return backend.options._timeout.total_seconds()
 
 
 def _first_cause(error: BaseException) -> BaseException:
     """The error behind those of PyTorch's schedules, which say only on which stage it was."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None and not isinstance(error, AutoparError):
         error = error.__cause__
     return error
 
@@ -282,5 +388,8 @@ def _is_broken_connection(error: BaseException) -> bool:
 def _obituary(ranks: Sequence[int], evidence: str) -> str:
     if not ranks:
         return f"a rank ended without a message ({evidence})"
-    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return f"{named} ended without a message, perhaps killed for its memory ({evidence})"
+    return f"{_named(ranks)} ended without a message, perhaps killed for its memory ({evidence})"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

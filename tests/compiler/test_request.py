@@ -23,7 +23,7 @@ from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks
 
-RUN_ALONE = {"model", "mesh", "example_inputs", "plan", "deterministic", "seed"}
+RUN_ALONE = {"model", "mesh", "example_inputs", "plan", "deterministic", "seed", "check_inputs"}
 SEARCH_ALONE = {"model", "mesh", "example_inputs", "devices", "max_axes"}
 
 
@@ -46,6 +46,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "recompute": "full",
         "optimizer": "sgd",
         "master_copies": True,
+        "inputs": "local",
         "outputs": "full",
         "hardware": "a100",
         "solver": "ilp",

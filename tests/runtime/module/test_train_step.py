@@ -80,7 +80,7 @@ def test_of_a_dtensor_every_rank_takes_parts_of_its_part(ranks: Ranks) -> None:
         (
             ((torch.tensor(1.0), 3), {}),
             2,
-            "no input is a tensor with dims, so there is no batch to split into micro-batches.",
+            "no input is a tensor with dims, so there is no batch to split into micro-batches or parts.",
         ),
     ],
 )

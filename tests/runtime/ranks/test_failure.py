@@ -4,7 +4,7 @@ The ranks are processes of their own, as they end: each writes down what it rais
 """
 
 import contextlib
-import multiprocessing
+import functools
 import os
 import signal
 import sys
@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,10 +24,10 @@ from autopar.errors import InputError
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.stage import Stage
 from autopar.runtime.ranks import failure
-from autopar.runtime.ranks.launch import run_collectives_in_one_thread
-from tests.support.ranks import PRELOADED, Ranks
+from tests.support.ending_ranks import LIMIT_SECONDS, ends_of
+from tests.support.ranks import Ranks
 
-NUM_RANKS, LIMIT_SECONDS = 4, 60.0
+NUM_RANKS = 4
 Work = Callable[[Any, int], None]
 
 
@@ -116,44 +115,14 @@ def _go_on_after_a_failure(model: Any, rank: int) -> None:
     model.train_step(_batch())
 
 
-def _life(rank: int, work: Work, folder: Path) -> None:
-    torch.set_num_threads(1)
-    run_collectives_in_one_thread()
-    failure.POLL_SECONDS, failure.ANSWER_SECONDS = 0.2, 3.0  # to be done sooner
-    sys.stderr = open(folder / f"stderr.{rank}", "w")  # noqa: SIM115
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    model = _compiled()
-    try:
-        work(model, rank)
-    except Exception as error:
-        (folder / f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")
-        raise
+def _live(work: Work, rank: int) -> None:
+    work(_compiled(), rank)
 
 
 def _ended(work: Work, folder: Path, left: tuple[int, ...] = ()) -> dict[int, str]:
     """What every rank raised or printed when it ended; all but those that are `left` end by themselves."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=_life, args=(rank, work, folder)) for rank in range(NUM_RANKS)]
-    for process in processes:
-        process.start()
-    try:
-        deadline = time.monotonic() + 30 + LIMIT_SECONDS  # compiling takes time, too
-        for rank, process in enumerate(processes):
-            if rank not in left:
-                process.join(max(0.0, deadline - time.monotonic()))
-        running = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        assert running == list(left), f"ranks {running} hang"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return {rank: _said(folder, rank) for rank in range(NUM_RANKS)}
-
-
-def _said(folder: Path, rank: int) -> str:
-    raised = folder / f"raised.{rank}"
-    return raised.read_text() if raised.exists() else (folder / f"stderr.{rank}").read_text()
+    ends = ends_of(functools.partial(_live, work), folder, NUM_RANKS, left)
+    return {rank: end.said for rank, end in enumerate(ends)}
 
 
 def test_all_ranks_end_within_a_minute() -> None:
@@ -164,7 +133,7 @@ def test_all_ranks_end_within_a_minute() -> None:
 def test_an_exception_on_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     said = _ended(_raise_on_rank_2, tmp_path)
     assert said[2].startswith("RuntimeError: ")  # PyTorch's, which says on which stage
-    reason = "PipelineRankError: rank 2 failed: ValueError: the data of this rank are broken"
+    reason = "PeerError: rank 2 failed: ValueError: the data of this rank are broken"
     assert [said[rank] for rank in (0, 1, 3)] == [reason] * 3
 
 
@@ -183,13 +152,13 @@ def test_a_rank_that_has_left_or_is_silent_will_not_come_to_a_step() -> None:
 def test_an_exception_in_an_evaluation_is_raised_by_all(tmp_path: Path) -> None:
     said = _ended(_raise_on_rank_1_in_an_evaluation, tmp_path)
     assert said[1] == "ValueError: no such place"
-    assert [said[rank] for rank in (0, 2, 3)] == ["PipelineRankError: rank 1 failed: ValueError: no such place"] * 3
+    assert [said[rank] for rank in (0, 2, 3)] == ["PeerError: rank 1 failed: ValueError: no such place"] * 3
 
 
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
     said = _ended(_die_on_rank_2, tmp_path)
     for rank in (0, 1, 3):
-        assert said[rank].startswith("PipelineRankError: rank 2 ended without a message, perhaps killed for its memory")
+        assert said[rank].startswith("PeerError: rank 2 ended without a message, perhaps killed for its memory")
 
 
 @pytest.mark.slow
@@ -203,7 +172,7 @@ def test_an_input_refused_by_one_rank_ends_all(tmp_path: Path) -> None:
     said = _ended(_give_rank_3_another_batch, tmp_path)
     assert said[3].startswith("InputError: a batch of 7 samples does not divide into 4 micro-batches")
     for rank in range(3):
-        assert said[rank].startswith("PipelineRankError: rank 3 failed: InputError: a batch of 7 samples")
+        assert said[rank].startswith("PeerError: rank 3 failed: InputError: a batch of 7 samples")
 
 
 @pytest.mark.slow
@@ -223,7 +192,7 @@ def _step_after_a_refusal() -> float:
 @pytest.mark.slow
 def test_a_step_after_a_failure_is_refused(tmp_path: Path) -> None:
     said = _ended(_go_on_after_a_failure, tmp_path)
-    assert said[2].startswith("PipelineRankError: rank 2 failed: ValueError: the data of this rank are broken\n")
+    assert said[2].startswith("PeerError: rank 2 failed: ValueError: the data of this rank are broken\n")
     assert "start all of them again" in said[2]
 
 

@@ -1,0 +1,102 @@
+"""The batch in parts: `inputs="local"` says that every rank is called with its own part of it.
+
+A part is what a rank has along dim 0 of every input tensor that has the batch's size there, which is that of the first
+input tensor with dims. Parts are of equal size, and lie one behind the other in the order of the ranks over the axes
+that they belong to; ranks that differ on other axes alone give the same part. Other inputs are equal on every rank. A
+part becomes a DTensor: what arrives split is planned for as such. A tensor whose dim 0 has that size by chance is given
+as a DTensor that is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError
+from autopar.program.program import Program
+from autopar.runtime.module.batches import batch_size
+from autopar.runtime.module.inputs import Arguments
+from autopar.sharding.layout import I, Layout, S
+from autopar.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """How a module is called: over which axes the batch is given in parts, and whether calls compare their values."""
+
+    axes: tuple[str, ...] = ()
+    check: bool | None = None
+    """In every call, or in none; None: in the first ones."""
+
+
+GIVEN_WHOLE = Given()
+
+
+def axes_of_parts(inputs: str | tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh over which the batch is given in parts, in their order; InputError for other names.
+
+    >>> axes_of_parts("local", Mesh({"dp": 2, "tp": 4})), axes_of_parts("dp", Mesh({"dp": 2, "tp": 4}))
+    (('dp', 'tp'), ('dp',))
+    """
+    if inputs == "whole":
+        return ()
+    named = mesh.names if inputs == "local" else inputs if isinstance(inputs, tuple) else (inputs,)
+    if not named or any(name not in mesh.names for name in named) or len(set(named)) != len(named):
+        raise InputError(
+            f'inputs={inputs!r}; give "whole" (the whole batch on every rank), "local" (every rank its own part), or '
+            f"the axes over which ranks have different parts, of {', '.join(mesh.names)}."
+        )
+    return tuple(name for name in mesh.names if name in named)
+
+
+def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str]) -> Arguments:
+    """The same call with a DTensor of the whole batch for each part."""
+    if not axes:
+        return arguments
+    placements = [Shard(0) if name in axes else Replicate() for name in mesh.mesh_dim_names or ()]
+    leaves, spec = pytree.tree_flatten(arguments)
+    wrapped = [
+        DTensor.from_local(leaf, mesh, placements, run_check=False) if is_part else leaf
+        for leaf, is_part in zip(leaves, _are_parts(leaves, arguments), strict=True)
+    ]
+    return pytree.tree_unflatten(wrapped, spec)
+
+
+def whole_batch(arguments: Arguments, num_parts: int) -> Arguments:
+    """The same call with the shapes of the whole batch, without memory."""
+    if num_parts == 1:
+        return arguments
+
+    def whole(x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            shape = (x.shape[0] * num_parts, *x.shape[1:])
+            return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    leaves, spec = pytree.tree_flatten(arguments)
+    are_parts = _are_parts(leaves, arguments)
+    return pytree.tree_unflatten(
+        [whole(x) if is_part else x for x, is_part in zip(leaves, are_parts, strict=True)], spec
+    )
+
+
+def layouts_of_parts(program: Program, arguments: Arguments, mesh: Mesh, axes: Sequence[str]) -> dict[str, Layout]:
+    """Placeholder → the layout in which it arrives, for the inputs that are parts."""
+    if not axes:
+        return {}
+    layout = Layout(S(0) if name in axes else I for name in mesh.names)
+    are_parts = _are_parts(pytree.tree_leaves(arguments), arguments)
+    return {name: layout for name, is_part in zip(program.inputs, are_parts, strict=True) if name and is_part}
+
+
+def _are_parts(leaves: Sequence[Any], arguments: Arguments) -> list[bool]:
+    size = batch_size(arguments)
+    plain = [isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.ndim > 0 for leaf in leaves]
+    return [is_plain and leaf.shape[0] == size for leaf, is_plain in zip(leaves, plain, strict=True)]

@@ -1,0 +1,232 @@
+"""The ranks agree on every call of a model, and on every backward, before one of them sends anything in it.
+
+Graphs are made for one kind of call (shapes, mode, frozen parameters …): ranks in different ones would wait for each
+other's collectives, or mix them. Each rank expects a next event, the one that followed last time; as all ranks have the
+same past, they expect the same. What is expected costs a comparison. Anything else is announced in the store, and waits
+there for the others: all of them announce the same, or somebody announces something else, or a rank went on as it
+expected. That one may wait in a collective by now; its thread (`Watch`) answers for it. A rank that finds a difference
+raises it, and the watch ends the others with the same message.
+
+The first calls of a kind (CHECKED) are announced though they are expected, with checksums of the inputs that are said
+to be equal.
+
+    {event}/count/{digest} how many ranks announce a kind
+    {event}/kinds, {event}/kind/{number} how many kinds are announced; one of them, and by which rank
+    {event}/values/{part}  the first rank that holds a part of the batch (all of it: ""), and its checksums
+    {event}/outcome        "agreed", "differ", or the rank that went on as expected
+    pending                an event for which a rank waits
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from autopar.errors import InputError
+from autopar.runtime.ranks.failure import Watch, read
+
+BACKWARD = 0
+"""The kind of event that a backward is; calls are counted from 1."""
+CHECKED = frozenset((1, 2, *(10**power for power in range(1, 10))))
+"""Which calls of a kind are announced in any case."""
+MAX_RUN = 64
+"""As how many equal events in a row a longer run of them counts."""
+ASSERT_SECONDS = 0.2  # between two looks at `pending`, for which threads look each second
+LONGEST_PAUSE = 0.02  # seconds between two looks at the outcome
+
+Said = Mapping[str, str | list[str]]
+"""What is said of a call, by the name of an input or option; what is in a list is compared one by one."""
+EVENT, VALUES = "event", "values"
+HOW_TO_GIVE_PARTS = (
+    "A plain tensor is the whole of an input, equal on every rank. To give each rank its own part of the batch, use "
+    'autopar.compile(..., inputs="local") or DTensor.from_local(part, mesh, [Shard(0)]).'
+)
+DIFFERENTLY = "the ranks were called differently"
+OPTIONS = {"mode", "modules in another mode", "hooks", "frozen parameters", "autocast", "gradients", "Python state"}
+
+
+Values = Mapping[str, Mapping[str, int]]
+"""A part of the batch → the checksums of inputs that all ranks with this part hold alike; "" is the part of all."""
+
+
+class Calls:
+    """What all ranks of a watch call next."""
+
+    def __init__(self, watch: Watch, check_inputs: bool | None = None) -> None:
+        """`check_inputs`: whether inputs are compared in every call, or in none; None: in the first calls."""
+        self._watch = watch
+        self._checked_always = check_inputs
+        self._numbers: dict[Hashable, int] = {}
+        self._said: list[Said] = [{EVENT: "a backward"}]
+        self._times = [0]
+        self._event = 0  # how many there have been
+        self._followed_by: dict[tuple[int, int], int] = {}
+        """(kind, how often in a row) → the kind of the event after that."""
+        self._run = (-1, 0)
+        self._expected: int | None = None
+        self._announced: deque[int] = deque(maxlen=MAX_RUN)
+        self._written: list[str] = []
+        watch.on_poll = self._answer
+
+    def agree(self, kind: Hashable, say: Callable[[], Said], values: Callable[[], Values]) -> None:
+        """Begin a call of a kind, on all ranks; nothing inside of another call.
+
+        Raises InputError where another rank does something else, and PeerError where it fails.
+        """
+        if not self._watch.many or self._watch.depth > 1:
+            return
+        kind = kind, torch.is_grad_enabled()
+        number = self._numbers.get(kind)
+        if number is None:
+            number = self._numbers[kind] = len(self._said)
+            self._said.append({**say(), "gradients": "on" if kind[1] else "off"})
+            self._times.append(0)
+        checked = self._checked_always
+        if checked is None:
+            checked = self._times[number] + 1 in CHECKED
+        self._next(number, values() if checked else None)
+        self._times[number] += 1
+
+    def follow(self, outputs: Iterable[Any]) -> None:
+        """Have the backward of what a call returns agreed upon."""
+        if not self._watch.many:
+            return
+        running: list[int] = []  # a backward reaches several outputs
+
+        def ended() -> None:
+            running.clear()
+
+        def begin(_: Any) -> None:
+            if running:
+                return
+            running.append(self._event)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+            self._watch.backward_begins()
+            try:
+                self._watch.check()
+                self._next(BACKWARD, None)
+            except BaseException as error:
+                if not self._watch.depth:
+                    self._watch.failed_by(error)
+                raise
+
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(begin)
+
+    def _next(self, number: int, values: Values | None) -> None:
+        try:
+            if number != self._expected or values is not None:
+                self._announce(number, values)
+                self._followed_by[self._run] = number
+        finally:
+            self._event += 1
+        last, length = self._run
+        self._run = number, min(length + 1, MAX_RUN) if number == last else 1
+        self._expected = self._followed_by.get(self._run)
+
+    def _announce(self, number: int, values: Values | None) -> None:
+        """Say what this rank calls next, and wait until all ranks have said the same."""
+        event, store, watch = self._event, self._watch.store, self._watch
+        self._announced.append(event)
+        written: list[str] = []
+        said = dict(self._said[number])
+        for part, sums in (values or {}).items():
+            written.append(f"{event}/values/{part}")
+            first = store.compare_set(written[-1], "", json.dumps([watch.rank, sums])).decode()
+            said |= _unequal(sums, *json.loads(first))
+        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        count = store.add(f"{event}/count/{digest}", 1)
+        if count == 1:
+            kind = store.add(f"{event}/kinds", 1)
+            store.set(f"{event}/kind/{kind}", json.dumps([watch.rank, said]))
+            written += [f"{event}/count/{digest}", f"{event}/kinds", f"{event}/kind/{kind}"]
+            if kind == 2:
+                store.compare_set(f"{event}/outcome", "", "differ")
+        if count == len(watch.ranks):
+            store.compare_set(f"{event}/outcome", "", "agreed")
+            written.append(f"{event}/outcome")
+        outcome = self._outcome(event)
+        if outcome == "differ":
+            raise InputError(_difference(*(json.loads(store.get(f"{event}/kind/{kind}")) for kind in (1, 2))))
+        if outcome != "agreed":
+            assert self._expected is not None, "a rank goes on where it expects something"
+            raise InputError(_difference((int(outcome), self._said[self._expected]), (watch.rank, said)))
+        for key in self._written:  # of the announcement before, which every rank has left
+            store.delete_key(key)
+        self._written = written
+
+    def _outcome(self, event: int) -> str:
+        """What came of an announcement, once that is known."""
+        store, key, pause, asserted = self._watch.store, f"{event}/outcome", 0.0005, False
+        look_again = time.monotonic() + ASSERT_SECONDS
+        while not store.check([key]):
+            self._watch.check()
+            if time.monotonic() > look_again:
+                look_again += ASSERT_SECONDS
+                pending = read(store, "pending")
+                if not pending or int(pending) > event:
+                    store.set("pending", str(event))
+                    asserted = True
+                self._watch.check_patience()
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+        if asserted:
+            store.compare_set("pending", str(event), "")
+        return store.get(key).decode()
+
+    def _answer(self, store: Store) -> None:
+        """Say for what others wait that this rank went on as it expected; called by the thread of the watch."""
+        pending = read(store, "pending")
+        if pending and int(pending) < self._event and int(pending) not in self._announced:
+            store.compare_set(f"{pending}/outcome", "", str(self._watch.rank))
+
+
+def _unequal(sums: Mapping[str, int], first_rank: int, first: Mapping[str, int]) -> Said:
+    """What is said of inputs whose values are not those of the first rank with the same part."""
+    names = [name for name, number in sums.items() if first.get(name) != number]
+    return {VALUES: f"other values of {', '.join(names)} than rank {first_rank}"} if names else {}
+
+
+def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
+    """How two ranks were called, as far as that differs, and what to do."""
+    (rank, said), (other_rank, other_said) = sorted((one, other), key=lambda each: each[0])
+    if EVENT in said or EVENT in other_said:
+        here, there = (each.get(EVENT, "another call of the model") for each in (said, other_said))
+        return (
+            f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. Every rank must make "
+            "the same calls and run backward for the same ones."
+        )
+    names = [name for name in dict.fromkeys((*said, *other_said)) if said.get(name) != other_said.get(name)]
+    names = [name for name in names if name != VALUES]  # other shapes have other values, too
+    if not names:
+        which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
+        return f"{DIFFERENTLY}: rank {which} with {what}. {HOW_TO_GIVE_PARTS}"
+    here = ", ".join(_only(name, said, other_said) for name in names)
+    there = ", ".join(_only(name, other_said, said) for name in names)
+    return f"{DIFFERENTLY}: rank {rank} with {here}; rank {other_rank} with {there}. {_advice(names)}"
+
+
+def _only(name: str, said: Said, other: Said) -> str:
+    """What is said under a name; of a list what the other does not have."""
+    value = said.get(name, "none")
+    if isinstance(value, list):
+        rest = [each for each in value if each not in other.get(name, ())]
+        value = ", ".join((*rest[:3], *([f"{len(rest) - 3} more"] if len(rest) > 3 else ()))) or "none of these"
+    return f"{name}: {value}"
+
+
+def _advice(names: Sequence[str]) -> str:
+    if {*names} <= OPTIONS:
+        return f"Set {' and '.join(names)} alike on every rank."
+    return (
+        "Every rank needs inputs of the same shapes: give each the whole batch, or parts of equal size as DTensors or "
+        'with inputs="local" (where the last batch is smaller, drop_last=True).'
+    )
