@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
@@ -158,6 +159,8 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
         for value in vars(module).values():
             if isinstance(value, Tensor):
                 memo.setdefault(id(value), empty(value) if value.is_meta else value)
+            elif isinstance(value, CustomOpDef):  # nothing can copy what torch.library.custom_op returns
+                memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
 

@@ -34,6 +34,8 @@ def kept_functions(uses: list[KeptUse]) -> Iterator[None]:
         mode = proxy_tensor.get_proxy_mode()
         if mode is None or cls.__module__ == OF_CUSTOM_OPERATORS:
             return apply(cls, *args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise _refused(cls, "is used inside a transform of torch.func", "Use it outside of vmap and grad")
         use = KeptUse.of(cls, args)
         if kwargs or any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in use.leaves):
             raise _refused(cls, "is given arguments by keyword, or numbers made of tensors", "Give tensors by position")

@@ -141,6 +141,12 @@ def test_a_custom_operator_stays_whole_with_its_backward() -> None:
     assert len(calls(program, torch.ops.autopar_tests.tripled.default)) == 1
 
 
+def test_a_module_may_hold_a_custom_operator() -> None:
+    model = _forward(lambda self, x: self.operator(x * self.w), w=_weight(3))
+    model.operator = tripled  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(calls(capture(model, (_x(2, 3),), {}), torch.ops.autopar_tests.tripled.default)) == 1
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_function_is_called_directly(reentrant: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

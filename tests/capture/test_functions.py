@@ -181,6 +181,29 @@ def test_what_one_call_would_lose_is_refused(forward: Any, found: str) -> None:
         capture(Model(lambda self, h: _function(forward).apply(h * 1)), (X,), {})
 
 
+def test_tensors_inside_lists_and_dicts_are_arguments_too() -> None:
+    summed = _function(lambda ctx, x, several, named: x + sum(several) + named["w"] * named["scale"])
+    summed.backward = staticmethod(lambda ctx, gradient: (2 * gradient, None, None))  # type: ignore[method-assign]
+
+    def forward(self: Any, h: Tensor) -> Tensor:
+        return summed.apply(h, [h * 2, self.weight[0]], {"w": self.weight[1], "scale": 3}) * self.weight.sum()
+
+    program = assert_as_eager(Model(forward), (X,))
+    (node,) = (node for node in calls(program) if isinstance(node.target, FunctionCall))
+    assert len(node.all_input_nodes) == 4 and not _functions(program)[0].objects
+
+
+def test_tensors_inside_objects_of_other_kinds_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"argument 1 of the autograd.Function .*Own holds tensors beside.*\(dict\)"):
+        own = _function(lambda ctx, x, pair: x + pair["w"][0])
+        capture(Model(lambda self, h: own.apply(h, {"w": self.weight, "other": object()})), (X,), {})
+
+
+def test_a_function_inside_vmap_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"Reversed is used inside a transform of torch.func"):
+        capture(Model(lambda self, h: torch.func.vmap(Reversed.apply)(h)), (X,), {})
+
+
 def test_a_tensor_that_is_no_argument_is_refused() -> None:
     hiding = _function(lambda ctx, x, pair: x @ pair.hidden)
     with pytest.raises(CaptureError, match=r"test_functions.Own reads a tensor \[4, 4\] of the model.*as an argument"):

@@ -16,6 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.traced_graph import PLAIN
+from autopar.errors import CaptureError
 from autopar.program.functions import Function, function_call
 
 
@@ -56,12 +57,21 @@ class KeptUse:
             leaves[place] = tensor
         args = list(pytree.tree_unflatten(leaves, self.spec))
         objects = [i for i, arg in enumerate(args) if not _is_printed(arg)]
+        for i in objects:
+            if any(isinstance(leaf, torch.fx.Node) for leaf in pytree.tree_leaves(args[i])):
+                name = f"{self.function.__module__}.{self.function.__qualname__}"
+                raise CaptureError(
+                    f"argument {i} of the autograd.Function {name} holds tensors beside what a graph cannot hold "
+                    f"({type(args[i]).__name__}); give it the tensors apart."
+                )
         target = function_call(self.function, autocast, tuple((i, args[i]) for i in objects))
         return target, tuple(None if i in objects else arg for i, arg in enumerate(args))
 
 
 def _is_printed(argument: Any) -> bool:
     """Whether a graph can hold and print an argument."""
-    if isinstance(argument, list | tuple) and type(argument) in (list, tuple):
+    if type(argument) in (list, tuple):
         return all(map(_is_printed, argument))
+    if type(argument) is dict:
+        return all(isinstance(name, str) and _is_printed(value) for name, value in argument.items())
     return isinstance(argument, (*PLAIN, torch.fx.Node))
