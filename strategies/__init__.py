@@ -3,6 +3,8 @@
 if __name__ != "autopar.strategies":  # a second copy of the tables, under another name, would go unnoticed
     raise ImportError(f"imported as {__name__!r}; write `import autopar.strategies` instead.")
 
+from dataclasses import replace
+
 from autopar.program.effects import draws
 from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
@@ -45,12 +47,13 @@ BY_NAME: dict[str, Entry] = {**attention.BY_NAME, **matmul.BY_NAME, **pointwise.
 def rule_of(call: Call) -> OpRule | None:
     """The rule of a call; None where there is none, so that the call runs replicated.
 
-    What the user has registered comes before the tables; RuleError where that does not fit the call. A rule of the
-    tables of a call that draws numbers counts where it says how they are drawn.
+    What the user has registered comes before the tables; RuleError where that does not fit the call. What is drawn in
+    such a call is seeded by part. A rule of the tables of a call that draws counts where it says how it draws.
     """
     given = registered(call.target)
     if given is not None:
-        return given.of(call)
+        op = given.of(call)
+        return replace(op, implementations=(random.SEEDED,)) if draws(call.target, call.arguments) else op
     entry = RULES.get(call.target) or BY_NAME.get(str(call.target))
     answer = entry(call) if callable(entry) else entry
     op = OpRule(answer) if isinstance(answer, str) else answer

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.utils import _pytree as pytree
 
+from autopar.errors import InputError
 from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations.randomness import randomness
@@ -38,7 +39,13 @@ def seeded(*args: Any, op: torch._ops.OpOverload, key: int, axes: Axes, sizes: M
 
 
 def _of_whole(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> Any:
-    """This rank's part of what one device would draw."""
+    """This rank's part of what one device would draw; InputError where factors need not be called after dims."""
+    if op.namespace != "aten":
+        over = ", ".join(dict.fromkeys(axis for each in axes.values() for axis in each))
+        raise InputError(
+            f"deterministic=True draws whole tensors, as one device does; found {op}, whose numbers are drawn by a "
+            f"rule that splits it over {over}. Leave deterministic out, or register no rule for it."
+        )
     position = next((i for i, each in enumerate(op._schema.arguments) if each.name == SIZE), None)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if position is None else args[position]
