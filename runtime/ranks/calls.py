@@ -204,6 +204,11 @@ def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
         return f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. {IN_STEP}"
     names = [name for name in dict.fromkeys((*said, *other_said)) if said.get(name) != other_said.get(name)]
     names = [name for name in names if name != VALUES]  # other shapes have other values, too
+    if not names and VALUES not in said and VALUES not in other_said:
+        return (
+            f"{DIFFERENTLY}: rank {other_rank} has other modules or hooks than rank {rank}, or changed them in another "
+            "call. Change the model alike on every rank."
+        )
     if not names:
         which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
         return f"{DIFFERENTLY}: rank {which} with {what}. {HOW_TO_GIVE_PARTS}"

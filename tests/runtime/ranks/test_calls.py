@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.runtime.ranks import failure
+from autopar.runtime.ranks.calls import _difference
 from tests.support.ending_ranks import ends_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
@@ -341,3 +342,8 @@ def test_a_model_that_is_called_again_in_a_backward_is_in_step(ranks: Ranks) -> 
     norm = float(nn.utils.clip_grad_norm_(eager.parameters(), 1e9))
     for found in ranks.run(_checkpointed):
         assert found == pytest.approx([norm] * 3, rel=1e-4)
+
+
+def test_a_difference_that_nothing_tells_is_said_to_be_one_of_modules() -> None:
+    text = _difference((1, {"mode": "training"}), (0, {"mode": "training"}))
+    assert text.startswith("the ranks were called differently: rank 1 has other modules or hooks than rank 0")
