@@ -30,7 +30,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from autopar.errors import InputError
-from autopar.runtime.ranks.failure import Watch, read
+from autopar.runtime.ranks.failure import IN_STEP, Watch
+from autopar.runtime.ranks.signs import read
 
 BACKWARD = 0
 """The kind of event that a backward is; calls are counted from 1."""
@@ -200,12 +201,14 @@ def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
     (rank, said), (other_rank, other_said) = sorted((one, other), key=lambda each: each[0])
     if EVENT in said or EVENT in other_said:
         here, there = (each.get(EVENT, "another call of the model") for each in (said, other_said))
-        return (
-            f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. Every rank must make "
-            "the same calls and run backward for the same ones."
-        )
+        return f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. {IN_STEP}"
     names = [name for name in dict.fromkeys((*said, *other_said)) if said.get(name) != other_said.get(name)]
     names = [name for name in names if name != VALUES]  # other shapes have other values, too
+    if not names and VALUES not in said and VALUES not in other_said:
+        return (
+            f"{DIFFERENTLY}: rank {other_rank} has other modules or hooks than rank {rank}, or changed them in another "
+            "call. Change the model alike on every rank."
+        )
     if not names:
         which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
         return f"{DIFFERENTLY}: rank {which} with {what}. {HOW_TO_GIVE_PARTS}"

@@ -29,29 +29,28 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 from torch.utils.checkpoint import _StopRecomputationError
 
 from autopar.errors import AutoparError, PeerError
 from autopar.runtime.collectives.axes import joined_groups
 from autopar.runtime.ranks.agreement import many_processes
+from autopar.runtime.ranks.signs import events_of, has_left, is_gone, named, obituary, read, store_for
 from autopar.runtime.ranks.uncompiled import uncompiled
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # within which every rank that lives has written that it does
 GRACE_SECONDS = 10.0  # for a rank to come out of a step by itself once another has failed
-SILENT_SECONDS = 40.0  # after which a rank counts as dead though no connection broke (NCCL between GPUs of one host)
 NAMED_SECONDS = 60.0  # after which a rank that waits says for whom
-STORE_SECONDS = 10.0
 STOP_SECONDS = 2.0
 EXIT_STATUS = 1
+IN_STEP = "Every rank must make the same calls and run backward for the same ones."
 
 _made: Counter[str] = Counter()
 """How many watches there have been for a mesh: ranks make their modules in the same order."""
@@ -78,8 +77,8 @@ class Watch:
         self._neighbour = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
         self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         shape = hashlib.sha256(str(mesh.mesh.tolist()).encode()).hexdigest()[:16]
-        self.store = _store_for(f"autopar/{shape}/{_made[shape]}")
-        self._thread_store = _store_for(f"autopar/{shape}/{_made[shape]}")
+        self.store = store_for(f"autopar/{shape}/{_made[shape]}")
+        self._thread_store = store_for(f"autopar/{shape}/{_made[shape]}")
         _made[shape] += 1
         self._forgives = forgives
         self._refused: int | None = None
@@ -131,8 +130,8 @@ class Watch:
         """Raise PeerError where a rank has waited in its step for as long as it would in a collective."""
         waited = time.monotonic() - self._since
         if waited > self._patience:
-            late = [rank for rank, beat in self._all_beats().items() if _events_of(beat) < self._begun]
-            self._failed = f"{_named(late)} did not come to call {self.step} of the model within {waited:.0f} s"
+            late = [rank for rank, beat in self._all_beats().items() if events_of(beat) < self._begun]
+            self._failed = f"{named(late)} did not come to call {self.step} of the model within {waited:.0f} s"
             raise PeerError(self._failed)
 
     def backward_begins(self) -> None:
@@ -158,12 +157,33 @@ class Watch:
     def stop(self) -> None:
         """Say that this rank takes part in no further step."""
         if self.many and not self._stopped.is_set():
+            if self._backwards and not self._failed:
+                with contextlib.suppress(RuntimeError):
+                    self._explain_backward()
             self._stopped.set()
             if self._thread not in (None, threading.current_thread()):
                 self._thread.join(STOP_SECONDS)  # an interpreter that ends does not stand threads inside C++
             if not self._failed:  # who failed has said so
                 with contextlib.suppress(RuntimeError):  # the store may be gone by now
                     self._beat(self.store)
+
+    def _explain_backward(self) -> None:
+        """Print who ended a backward that has not ended here: autograd raises what gloo says, which names nobody."""
+        beats = self._all_beats()
+        late = [rank for rank in self.ranks if events_of(beats[rank]) < self._begun]
+        left = [rank for rank in late if has_left(beats[rank])]
+        if left:
+            self._print(f"{named(left)} left without coming to a backward in which this rank was. {IN_STEP}")
+        elif late:
+            self._print(f"this rank was in a backward to which {named(late)} did not come. {IN_STEP}")
+        else:
+            time.sleep(2 * POLL_SECONDS)
+            now = self._all_beats()
+            if dead := [rank for rank in self.ranks if rank != self.rank and now[rank] == beats[rank]]:
+                self._print(obituary(dead, "in a backward"))
+
+    def _print(self, message: str) -> None:
+        print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
 
     def _begin(self) -> None:
         if self._thread is None:
@@ -214,7 +234,7 @@ class Watch:
             step, message = self._news
             if step == self.step:
                 return message
-            return _obituary([], f"{broken}; the store in which ranks write their messages is gone, too")
+            return obituary([], f"{broken}; the store in which ranks write their messages is gone, too")
 
     def _message_of_others(self, broken: str) -> str:
         """What is written about this step; where that is nothing, who no longer writes that it is alive."""
@@ -228,7 +248,7 @@ class Watch:
         dead = [rank for rank in self.ranks if rank != self.rank and now[rank] == before[rank]]
         for rank in dead:
             self.store.set(f"{self.step}/heard/{rank}", "1")  # nobody is to wait for it
-        return self.store.compare_set(f"{self.step}/failure", "", _obituary(dead, broken)).decode()
+        return self.store.compare_set(f"{self.step}/failure", "", obituary(dead, broken)).decode()
 
     def _wait_until_heard(self) -> None:
         """Give the other ranks time to read what is written about this step."""
@@ -243,7 +263,7 @@ class Watch:
 
     def _look(self) -> None:
         """The life of the thread."""
-        heard, since, named = "", time.monotonic(), 0
+        heard, since, last_named = "", time.monotonic(), 0
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 self._beat(self._thread_store)
@@ -256,12 +276,12 @@ class Watch:
                 beat = read(self._thread_store, f"alive/{self._neighbour}")
                 if beat != heard or not beat:
                     heard, since = beat, time.monotonic()
-                if not message and _is_gone(beat, begun - 1, time.monotonic() - since):
-                    said = _obituary([self._neighbour], "it no longer writes that it is alive")
+                if not message and is_gone(beat, begun - 1, time.monotonic() - since):
+                    said = obituary([self._neighbour], "it no longer writes that it is alive")
                     self._thread_store.compare_set(f"{step}/failure", "", said)
                     message = self._read_news(step)
-                if named != begun and time.monotonic() - self._since > NAMED_SECONDS:
-                    named = begun
+                if last_named != begun and time.monotonic() - self._since > NAMED_SECONDS:
+                    last_named = begun
                     self._name_awaited(begun)
             except RuntimeError:
                 return  # the rank that holds the store has ended: so do the connections to it
@@ -290,20 +310,16 @@ class Watch:
 
     def _name_awaited(self, begun: int) -> None:
         """Print which ranks have not come to this event."""
-        late = [rank for rank in self.ranks if rank != self.rank and _events_of(self._beat_of(rank)) < begun]
+        late = [rank for rank in self.ranks if rank != self.rank and events_of(self._beat_of(rank)) < begun]
         if late:
             what = "a backward" if self._backwards else f"call {self.step} of the model"
-            print(
-                f"rank {self.rank} has waited {time.monotonic() - self._since:.0f} s in {what} for {_named(late)}, not "
-                "there yet. Every rank must make the same calls and run backward for the same ones.",
-                file=sys.stderr,
-                flush=True,
-            )
+            seconds = time.monotonic() - self._since
+            self._print(f"{seconds:.0f} s in {what}, to which {named(late)} did not come yet. {IN_STEP}")
 
     def _end(self, begun: int, message: str) -> None:
         """Have the main thread raise `message`, or end the process with it."""
         if self._backwards:
-            print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)  # autograd raises what gloo says
+            self._print(message)  # autograd raises what gloo says
         elif self._left_within(POLL_SECONDS, begun):  # it was about to raise the same
             return
         self._failed = message
@@ -312,7 +328,7 @@ class Watch:
                 backend: Any = group._get_backend(torch.device("cuda"))
                 backend.abort()
         if not self._left_within(GRACE_SECONDS, begun):
-            print(f"rank {self.rank} ends, because {message}", file=sys.stderr, flush=True)
+            self._print(f"ends, because {message}")
             os._exit(EXIT_STATUS)
 
     def _left_within(self, seconds: float, begun: int) -> bool:
@@ -339,32 +355,6 @@ def watched(owner: object, mesh: DeviceMesh, forgives: type[Exception] = Autopar
     return watch
 
 
-def _store_for(prefix: str) -> Store:
-    """The store of the ranks, over a connection of its own: who waits for a key blocks no other."""
-    store: Any = _get_default_store()
-    store = PrefixStore(prefix, store.clone())
-    store.set_timeout(timedelta(seconds=STORE_SECONDS))
-    return store
-
-
-def read(store: Store, key: str) -> str:
-    """The value of a key, or nothing; does not wait for it."""
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def _is_gone(beat: str, event: int, silent_seconds: float) -> bool:
-    """Whether the rank that wrote `beat` will not come to an event."""
-    if not beat:
-        return False  # it may not have been called yet
-    _, ended, left, *_ = map(int, beat.split())
-    return ended <= event and (bool(left) or silent_seconds > SILENT_SECONDS)
-
-
-def _events_of(beat: str) -> int:
-    """How many events have begun on the rank that wrote `beat`."""
-    return int(beat.split()[3]) if beat else 0
-
-
 def _patience_of(group: dist.ProcessGroup, device: str) -> float:
     """After how many seconds a collective of a group gives up."""
     backend: Any = group._get_backend(torch.device(device))
@@ -383,13 +373,3 @@ def _is_broken_connection(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in ("gloo", "by peer", "Broken pipe"))
-
-
-def _obituary(ranks: Sequence[int], evidence: str) -> str:
-    if not ranks:
-        return f"a rank ended without a message ({evidence})"
-    return f"{_named(ranks)} ended without a message, perhaps killed for its memory ({evidence})"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -17,7 +17,7 @@ from autopar.runtime.ranks.launch import run_collectives_in_one_thread
 from tests.support.ranks import PRELOADED
 
 LIMIT_SECONDS = 60.0
-START_SECONDS = 30.0
+START_SECONDS = 120.0  # imports and compiling, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)

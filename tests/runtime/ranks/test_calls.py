@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.runtime.ranks import failure
+from autopar.runtime.ranks.calls import _difference
 from tests.support.ending_ranks import ends_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
@@ -301,7 +302,27 @@ def _late(rank: int) -> None:
 def test_a_rank_that_waits_for_long_names_who_is_late_and_goes_on(tmp_path: Path) -> None:
     first, second = ends_of(_late, tmp_path, 2)
     assert (first.status, second.status, second.printed) == (0, 0, "")
-    assert re.match(r"rank 0 has waited \d s in a backward for rank 1, not there yet\. Every rank must", first.printed)
+    assert re.match(r"rank 0: \d s in a backward, to which rank 1 did not come yet\. Every rank must", first.printed)
+
+
+def _last_backward_skipped(rank: int) -> None:
+    model = compiled()
+    train(model)
+    loss = model(batch())
+    if rank == 0:
+        try:
+            loss.backward()
+        finally:
+            model._watch.stop()  # as at the end of a script
+    else:
+        model._watch.stop()
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_without_a_backward_is_named(tmp_path: Path) -> None:
+    first, second = ends_of(_last_backward_skipped, tmp_path, 2)
+    assert (first.status, second.status) == (1, 0)
+    assert re.match(r"rank 0: rank 1 (left without coming to a backward|ended without a message)", first.printed)
 
 
 def _checkpointed() -> list[float]:
@@ -321,3 +342,8 @@ def test_a_model_that_is_called_again_in_a_backward_is_in_step(ranks: Ranks) -> 
     norm = float(nn.utils.clip_grad_norm_(eager.parameters(), 1e9))
     for found in ranks.run(_checkpointed):
         assert found == pytest.approx([norm] * 3, rel=1e-4)
+
+
+def test_a_difference_that_nothing_tells_is_said_to_be_one_of_modules() -> None:
+    text = _difference((1, {"mode": "training"}), (0, {"mode": "training"}))
+    assert text.startswith("the ranks were called differently: rank 1 has other modules or hooks than rank 0")
