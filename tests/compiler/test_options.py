@@ -28,11 +28,24 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "time_limit": (0, 1.5, math.inf, 10**30),
     "gap": (0,),
     "stages": ([],),
+    "assume": ([],),
 }
 CALLS = [
     (name, value)
     for name in (
-        *("mode", "strategy", "memory", "recompute", "optimizer", "master_copies", "outputs", "hardware", "solver"),
+        *(
+            "mode",
+            "strategy",
+            "memory",
+            "recompute",
+            "optimizer",
+            "master_copies",
+            "outputs",
+            "hardware",
+            "solver",
+            "inputs",
+            "assume",
+        ),
         *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages"),
     )
     for value in ODD
