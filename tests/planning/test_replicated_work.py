@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,12 @@ class Unruled(nn.Module):
         return project(self.up(x), self.weight).square().mean()
 
 
-def _said(model: nn.Module, inputs: tuple[Tensor, ...], strategy: str, axes: dict[str, int]) -> list[str]:
+def _said(
+    model: nn.Module, inputs: tuple[Tensor, ...], strategy: str, axes: dict[str, int], **options: Any
+) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        autopar.plan(model, Mesh(axes), inputs, strategy=strategy)
+        autopar.plan(model, Mesh(axes), inputs, strategy=strategy, **options)
     return [str(each.message) for each in found if "replicated" in str(each.message)]
 
 
@@ -65,7 +68,7 @@ def test_nothing_is_said_where_the_main_computation_is_split_or_meant_to_be_whol
 
 def test_the_stages_of_a_pipeline_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = built_in("tiny-llama", 8, 16)
-    assert not _said(model, inputs, "data_parallel", {"pp": 2, "dp": 2})
+    assert not _said(model, inputs, "data_parallel", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
     monkeypatch.setattr(replicated_work, "MEANT", ())
-    (text,) = _said(model, inputs, "fully_replicated", {"pp": 2, "dp": 2})
+    (text,) = _said(model, inputs, "fully_replicated", {"pp": 2, "dp": 2}, schedule="gpipe", microbatches=2)
     assert "leaves 100% of the FLOPs replicated over dp" in text
