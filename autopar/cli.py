@@ -36,6 +36,7 @@ from autopar.strategies.presets import PRESETS
 DEFAULT_AXES = ("dp", "tp")
 FAILED, DISAGREES = 2, 1  # exit statuses: an error, and losses or bytes that are not as expected
 MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
+MAX_RANKS = 64
 INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
 SHOW_TRACEBACK = "AUTOPAR_TRACEBACK"
 
@@ -173,6 +174,8 @@ def _demo(options: argparse.Namespace) -> int:
     from autopar import demo  # starts no process group, but needs all of torch.distributed
 
     mesh = _demo_mesh(options.ranks, options.mesh)
+    if mesh.num_devices > MAX_RANKS:
+        raise InputError(f"{mesh.num_devices} ranks are as many processes on this machine; give at most {MAX_RANKS}.")
     settings = demo.DemoRun(mesh, options.steps, options.layers, options.batch, options.sequence)
     return 0 if demo.run(settings) else DISAGREES
 
@@ -188,6 +191,8 @@ def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
         num_ranks = 4 if ranks is None else ranks
         return parse_mesh(f"2x{num_ranks // 2}" if num_ranks > 2 and num_ranks % 2 == 0 else str(num_ranks))
     mesh = parse_mesh(text)
+    if "pp" in mesh.axes:
+        raise InputError(f"the demo trains no pipeline, and {text} has the axis pp; call it otherwise.")
     if ranks not in (None, mesh.num_devices):
         raise InputError(f"--ranks {ranks} and --mesh {text} ({mesh.num_devices} ranks) differ; give one of them.")
     return mesh

@@ -222,6 +222,20 @@ def test_of_what_fails_only_the_users_part_is_shown(
         assert text in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "pp=2"], "the demo trains no pipeline, and pp=2 has the axis pp"),
+        (["--ranks", "99999"], "99999 ranks are as many processes on this machine; give at most 64"),
+    ],
+)
+def test_a_demo_that_cannot_run_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_mistake_of_autopars_is_one_line_and_its_traceback_is_there_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

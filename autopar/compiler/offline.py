@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, skeleton
 from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, example_arguments
+from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.errors import PipelineError
@@ -59,6 +60,8 @@ class _Planner:
         self.model, self.request = model, request
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
         self.programs: dict[tuple[int, int], Program] = {}
+        self.warned = False
+        """Whether it was said that statistics are those of micro-batches."""
 
     def captured(self, count: int, num_parts: int) -> Program:
         """The program of one of so many micro-batches, of a batch of so many times the example."""
@@ -81,6 +84,7 @@ class _Planner:
         """The best plan on a mesh without a pipeline."""
         check_no_pipeline(self.request, mesh)
         program, arriving = self.arriving(self.request.microbatches or 1, mesh)
+        self.warned = self.warned or warn_of_batch_statistics(program, self.request.microbatches or 1)
         with progress(f"planning on {mesh}", 2) as step, uncollected():
             step("strategies and costs")
             space = self.request.space(program, mesh, arriving)
@@ -99,4 +103,6 @@ class _Planner:
         limited = request.settings.memory is not None
         size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
         chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
-        return plan_pipeline(requested(chosen))
+        asked = requested(chosen)
+        warn_of_batch_statistics(asked.program, chosen.num_microbatches)
+        return plan_pipeline(asked)

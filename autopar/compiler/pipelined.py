@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
 from autopar.compiler.arguments import RunOptions, check_hooks
+from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import MeshError, PipelineError, PlanError
 from autopar.pipeline.plan import PipelinePlan
@@ -78,6 +79,8 @@ class _Compiler:
         self.tree = Tree(skeleton(model))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
+        self.warned = False
+        """Whether it was said that statistics are those of micro-batches."""
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, on whichever stage, since the first plan."""
         self.owners: dict[str, tuple[int, ...]] = {}
@@ -139,6 +142,8 @@ class _Compiler:
 
         @uncollected()
         def solved() -> str:
+            count = request.num_microbatches
+            self.warned = self.warned or warn_of_batch_statistics(request.program, count)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
             return plan_pipeline(request).to_json()

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
 from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
+from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -55,6 +56,8 @@ class _Compiler:
         self.tree = Tree(skeleton(model))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
+        self.warned = False
+        """Whether it was said that statistics are those of micro-batches."""
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, since the first plan."""
 
@@ -83,6 +86,7 @@ class _Compiler:
 
         @uncollected()
         def solved() -> str:
+            self.warned = self.warned or warn_of_batch_statistics(space.program, self.request.microbatches or 1)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
             made = self.request.plan(space, self.storage)

@@ -43,8 +43,8 @@ def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned]) ->
         more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
         warnings.warn(
             f"strategy={strategy!r} leaves {places.total() / total:.0%} of the FLOPs replicated over {axis}: "
-            f"{named}{more}. Each of its devices computes them whole; use another preset, or leave strategy out to "
-            "let the planner decide.",
+            f"{named}{more}. Each of its devices computes them whole; use another preset, leave strategy out to let "
+            "the planner decide, or give what has no rule one by autopar.register_rule.",
             stacklevel=2,
         )
 

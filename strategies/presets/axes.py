@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autopar.errors import StrategyError
 from autopar.sharding.mesh import Mesh
+from autopar.strategies.roles import RoledProgram
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
@@ -44,17 +45,26 @@ def need_exactly(strategy: str, mesh: Mesh, count: int, what: str) -> None:
         )
 
 
-def need_positions(strategy: str, positions: int, mesh: Mesh, axis: str) -> None:
+def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> None:
     """Raise StrategyError where no input has a dim of positions, or these do not divide over the axis."""
-    if not positions:
+    given = {
+        name: graph.infos[name, 0] for name in graph.program.inputs if name is not None and (name, 0) in graph.infos
+    }
+    if not graph.positions:
+        found = ", ".join(map(str, given.values())) or "none"
         raise StrategyError(
-            f"{strategy} splits the positions of a sequence; found no input with a dim of them, as token ids "
-            "[batch, positions] or embedded tokens [batch, positions, features] have. Use another preset."
+            f"{strategy} splits the positions of a sequence along dim 1 of an input, token ids [batch, positions] or "
+            f"embedded tokens [batch, positions, features]; the inputs are {found}. Positions that the model makes "
+            "itself, as a vision transformer its patches, are not split: embed them outside the model, or use another "
+            "preset."
         )
-    if positions % mesh.size(axis):
+    if graph.positions % mesh.size(axis):
+        source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
         raise StrategyError(
             f"{strategy} splits the positions of a sequence into {mesh.size(axis)} parts over {axis}; found "
-            f"{positions} positions. Pad the sequences, or use an axis whose size divides them."
+            f"{graph.positions} positions, if dim 1 of the input {source} is that of positions. Pad the sequences, or "
+            "use an axis whose size divides them; where another dim is meant, as that of points in [batch, channels, "
+            "points], use another preset."
         )
 
 

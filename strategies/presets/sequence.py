@@ -48,7 +48,7 @@ def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: s
     sequence = axes.axis_of(mesh, axes.SEQUENCE)
     batch = axes.others(mesh, sequence)
     axes.need_batch(strategy, graph.samples, mesh, batch)
-    axes.need_positions(strategy, graph.positions, mesh, sequence)
+    axes.need_positions(strategy, graph, mesh, sequence)
     attentions = [call for call in graph.learned if call.is_attention]
     if not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")

@@ -297,15 +297,30 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
         lambda: captured("tiny-mlp"),
         "into 3 parts over dp; .* that 3 divides",
     ),
-    ("ulysses", ONE, lambda: captured("tiny-vit"), "ulysses splits the positions .* found no input with a dim of them"),
-    ("megatron_sequence", ONE, lambda: captured("tiny-mlp"), "found no input with a dim of them, as token ids"),
+    (
+        "ulysses",
+        ONE,
+        lambda: captured("tiny-vit"),
+        r"ulysses splits .* the inputs are float32\[4, 3, 32, 32\], int64\[4\]\. Positions that the model makes itself",
+    ),
+    (
+        "megatron_sequence",
+        ONE,
+        lambda: captured("tiny-mlp"),
+        r"the inputs are float32\[.*\]\. Positions that the model makes itself",
+    ),
     (
         "ulysses",
         Mesh({"sp": 8}, "cpu"),
         lambda: captured("tiny-llama"),
         "into 8 parts over sp; .* has 4 of them .of keys",
     ),
-    ("ulysses", Mesh({"sp": 3}, "cpu"), lambda: captured("tiny-llama"), "into 3 parts over sp; found 8 positions. Pad"),
+    (
+        "ulysses",
+        Mesh({"sp": 3}, "cpu"),
+        lambda: captured("tiny-llama"),
+        r"into 3 parts over sp; found 8 positions, if dim 1 of the input int64\[4, 8\] is that of positions. Pad",
+    ),
     (
         "ulysses",
         ONE,
