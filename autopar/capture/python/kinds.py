@@ -65,7 +65,7 @@ class PythonKinds:
                 f"compiled.tree.root.{name} = …, or give it another name."
             )
         registered = any(name in vars(self.root)[kind] for kind in ("_parameters", "_buffers", "_modules"))
-        return not registered and (self.keeps(name) or not (name.startswith("_") or hasattr(compiled, name)))
+        return not registered and not hasattr(compiled, name) and (self.keeps(name) or not name.startswith("_"))
 
     def fitting(self, known: Sequence[tuple[Watch, Any]]) -> int:
         """Which of the programs for one kind of input fits the state of now; how many there are, where none does."""
