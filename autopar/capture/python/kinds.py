@@ -155,7 +155,9 @@ class _Original:
     def read(self, places: Iterable[Place]) -> None:
         """Forward reads these places."""
         model = self._model()
-        for place in places if model is not None else ():
+        if model is None:
+            return
+        for place in places:
             if isinstance(place.owner, str):
                 with contextlib.suppress(AttributeError, LookupError):  # the original has changed
                     key = id(place.holder(model)), place.steps[-1][1]
