@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,8 @@ class Observed:
     """Of what the forward reads and writes of Python."""
     hooks: TensorHooks
     """That the forward registers on its tensors."""
+    called: Sequence[FunctionType]
+    """The user's functions that the forward may call."""
     functions: list[KeptUse] = field(default_factory=list)
     """Uses of autograd.Functions, in order."""
     modes: dict[str, bool] = field(default_factory=dict)
@@ -44,8 +47,9 @@ class Observed:
     @classmethod
     def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
         """For a trace of `traced`, a copy of `model`."""
-        recorder = Recorder(traced, globals_read(traced))
-        return cls(Branches(type(model).__name__, assume), recorder, TensorHooks(traced, model))
+        called = called_functions(traced)
+        recorder = Recorder(traced, globals_read(traced, called))
+        return cls(Branches(type(model).__name__, assume), recorder, TensorHooks(traced, model), called)
 
     @contextlib.contextmanager
     def observing(self, traced: nn.Module) -> Iterator[None]:
@@ -54,7 +58,7 @@ class Observed:
             stack.enter_context(kept_functions(self.functions))
             stack.enter_context(decided_branches(self.branches))
             self.modes = stack.enter_context(asked_modes())
-            stack.enter_context(refuse_outside_sources(traced, called_functions(traced)))
+            stack.enter_context(refuse_outside_sources(traced, self.called))
             stack.enter_context(self.hooks.recording())
             stack.enter_context(self.recorder.recording())
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,10 +19,10 @@ from autopar.capture.python.user_code import is_installed, is_users
 from autopar.program.python_state import ATOMS, CONTAINERS, Place
 
 
-def globals_read(model: nn.Module) -> tuple[Place, ...]:
-    """The globals, and the cells of closures, that the forwards of a model's modules may read."""
+def globals_read(model: nn.Module, functions: Sequence[types.FunctionType]) -> tuple[Place, ...]:
+    """The globals, and the cells of closures, that `functions`, called by the forwards of a model, may read."""
     found: dict[tuple[int, str], Place] = {}
-    for function in called_functions(model):
+    for function in functions:
         if is_installed(function.__code__):
             continue
         for place in _places(function):

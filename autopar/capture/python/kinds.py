@@ -7,9 +7,11 @@ kind, for which the model is captured and planned anew; where it is again what i
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -63,7 +65,7 @@ class PythonKinds:
                 f"compiled.tree.root.{name} = …, or give it another name."
             )
         registered = any(name in vars(self.root)[kind] for kind in ("_parameters", "_buffers", "_modules"))
-        return not registered and (self.keeps(name) or not (name.startswith("_") or hasattr(compiled, name)))
+        return not registered and not hasattr(compiled, name) and (self.keeps(name) or not name.startswith("_"))
 
     def fitting(self, known: Sequence[tuple[Watch, Any]]) -> int:
         """Which of the programs for one kind of input fits the state of now; how many there are, where none does."""
@@ -134,16 +136,18 @@ class _Original:
         self._root = root
         self._model = weakref.ref(original)
         self._seen: dict[Key, list[Any]] = {}
-        """(id of what holds an attribute, its name) → a reference to that, the value last seen, the place."""
-        self._read: list[Key] = []
+        """(id of what holds an attribute, its name) → a reference to that, the name, the value last seen, the place."""
+        self._read: dict[Key, None] = {}
         """What forward reads."""
+        self._flat: tuple[list[Any], ...] = ([], [], [])
+        """Of what forward reads: references, names and values, so that looking again is one pass in C."""
         for path, module in original.named_modules():
             self._look(module, Place(path, (), path), depth=3)
 
     def _look(self, holder: Any, at: Place, depth: int) -> None:
         for name, value in vars(holder).items():
             if isinstance(value, ATOMS) and name not in INTERNALS:
-                self._seen.setdefault((id(holder), name), [weakref.ref(holder), value, at.attribute(name)])
+                self._seen.setdefault((id(holder), name), [weakref.ref(holder), name, value, at.attribute(name)])
             elif depth and is_observable(value):
                 with contextlib.suppress(TypeError):  # an object without weak references
                     self._look(value, at.attribute(name), depth - 1)
@@ -153,25 +157,37 @@ class _Original:
         model = self._model()
         if model is None:
             return
-        found = dict.fromkeys(self._read)
         for place in places:
             if isinstance(place.owner, str):
                 with contextlib.suppress(AttributeError, LookupError):  # the original has changed
-                    found[id(place.holder(model)), place.steps[-1][1]] = None
-        self._read = [key for key in found if key in self._seen]
+                    key = id(place.holder(model)), place.steps[-1][1]
+                    if key in self._seen:
+                        self._read[key] = None
+        self._flatten()
+
+    def _flatten(self) -> None:
+        entries = [self._seen[key] for key in self._read]
+        self._flat = [each[0] for each in entries], [each[1] for each in entries], [each[2] for each in entries]
 
     def take_over(self, everything: bool) -> None:
         """Set in the copy what was set in the original since it was last looked at; of what forward reads, or all."""
         if self._model() is None:
-            self._seen.clear()
-            self._read.clear()
-        for key in self._seen if everything else self._read:
-            reference, value, place = entry = self._seen[key]
-            holder = reference()
-            if holder is None:
-                continue
-            now = holder.__dict__.get(place.steps[-1][1], MISSING)
-            if now is not value:
-                entry[1] = now
+            for kept in (self._seen, self._read, *self._flat):
+                kept.clear()
+        elif everything or not self._same():
+            for entry in self._seen.values():
+                reference, name, value, place = entry
+                holder = reference()
+                now = value if holder is None else holder.__dict__.get(name, MISSING)
                 if now is not MISSING and not equal(now, value):
                     place.set(self._root, now)
+                entry[2] = now
+            self._flatten()
+
+    def _same(self) -> bool:
+        references, names, values = self._flat
+        held = map(operator.attrgetter("__dict__"), map(operator.call, references))
+        try:
+            return all(map(operator.is_, map(dict.get, held, names, repeat(MISSING)), values))
+        except AttributeError:  # an object is gone
+            return False

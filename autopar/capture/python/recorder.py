@@ -9,6 +9,7 @@ stand still in a graph, and is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import types
 from collections import deque
@@ -81,7 +82,7 @@ class Recorder:
         self._kept: list[Any] = []  # an object that goes would leave its id to another
         self._patched: set[type] = set()
         self._stack = contextlib.ExitStack()
-        self._on = False
+        self._on = self._ended = False
         self.evolved: tuple[Write, ...] = ()
         """Plain values that the forward has read, and then changed; known when it has ended."""
 
@@ -95,6 +96,7 @@ class Recorder:
             self._on = True
             self._stack.callback(setattr, self, "_on", False)
             yield
+            assert self._ended, "a traced forward ends"
 
     def state(self, settled: bool) -> PythonState:
         """What this trace has read and written; `settled`, as in `PythonState`."""
@@ -114,7 +116,7 @@ class Recorder:
         """Change another copy of the model as this forward has changed its own; globals are changed already."""
         for write in self.evolved:
             if isinstance(write.place.owner, str):
-                write.place.set(traced, write.value)
+                write.place.set(traced, copy.deepcopy(write.value))
 
     def restore_globals(self) -> None:
         """Undo what the forward has written outside the model."""
@@ -228,12 +230,14 @@ class Recorder:
             if now is not read.before and key not in self._writes:  # behind the back of __setattr__
                 dependent = any(depends_on_call(x, self._traced) for x in _tensors(now))
                 self._writes[key] = Write(read.place, now, read.location, dependent)
+        containers = self._changed_containers()
         self._check()
         pairs = [(self._reads[key], write) for key, write in self._writes.items() if key in self._reads]
         evolved = [w for read, w in pairs if not equal(read.before, w.value) and _is_plain(w.value)]
         now = [Write(read.place, _value(read.place, self._traced), read.location, False) for read in self._globals]
         evolved += [w for read, w in zip(self._globals, now, strict=True) if not equal(read.before, w.value)]
-        self.evolved = tuple(evolved)
+        self.evolved = (*evolved, *containers)
+        self._ended = True
 
     def _check(self) -> None:
         """Raise CaptureError for tensors that the next call would read, and for containers that were changed."""
@@ -246,12 +250,21 @@ class Recorder:
                     f"the forward writes {what} into {write.place.name} ({write.location}), which the next call reads "
                     f"({read.location}). {ADVICE}"
                 )
+
+    def _changed_containers(self) -> list[Write]:
+        """Those whose items are plain, as they are now; CaptureError for others, but for caches of constants."""
+        found = []
         for read in (*self._reads.values(), *self._inner, *self._globals):
-            if read.items is not None and not _only_cached(read, self._traced):
+            if read.items is None or _is_unchanged(read):
+                continue
+            if isinstance(read.place.owner, str) and _is_plain(read.before) and all(map(_is_plain, read.items)):
+                found.append(Write(read.place, copy.deepcopy(read.before), read.location, False))
+            elif not _only_cached(read, self._traced):
                 raise CaptureError(
                     f"the forward changes the {type(read.before).__name__} {read.place.name}"
                     f"{f' ({read.location})' if read.location else ''}. {ADVICE}"
                 )
+        return found
 
 
 def check_settled(first: Recorder, second: Recorder) -> None:
@@ -326,13 +339,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _is_unchanged(read: Read) -> bool:
+    """Whether a container holds what it held."""
+    now, before = _items(read.before) or [], read.items or []
+    return len(now) == len(before) and all(map(equal, now, before))
+
+
 def _only_cached(read: Read, traced: nn.Module) -> bool:
-    """Whether a container is as it was, or a dict that only got more items, which are the same in every call."""
-    assert read.items is not None
-    now = _items(read.before) or []
-    if len(now) == len(read.items):
-        return all(map(equal, now, read.items))
-    if not isinstance(read.before, dict):
+    """Whether a container is a dict that only got more items, which are the same in every call."""
+    if not isinstance(read.before, dict) or read.items is None or len(read.items) == 2 * len(read.before):
         return False
     half = len(read.items) // 2
     old = dict(zip(read.items[:half], read.items[half:], strict=True))

@@ -260,8 +260,8 @@ def _count_with_iterator(self: Any, x: Tensor) -> Tensor:
         (_count_globally, 0, r"changes CALLS with every call.*to 1, then to 2.*argument"),
         (_step, torch.zeros(()), r"writes a tensor into state \(.*py:\d+\), which the next call reads.*buffer"),
         (_append, [], r"changes the list state \(.*py:\d+\).*buffer"),
-        (_count_by_name, {"calls": 0}, r"changes the dict state.*buffer"),
-        (_append_inside, {"losses": []}, r"changes the list state\['losses'\].*buffer"),
+        (_count_by_name, {"calls": 0}, r"changes state with every call.*to {'calls': 1}, then to {'calls': 2}.*buffer"),
+        (_append_inside, {"losses": []}, r"changes state\['losses'\] with every call: to \[1\], then to \[1, 1\]"),
         (_remember, None, r"writes a tensor into state .*which the next call reads.*buffer"),
     ],
 )
@@ -315,6 +315,19 @@ def test_a_flag_that_changes_no_result_asks_for_no_second_plan() -> None:
     watch = Watch(model, _captured(model))
     watch.leave_written()
     assert model.kind == "regression" and watch.holds()
+
+
+def test_a_container_of_sizes_is_left_as_the_call_leaves_it() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.sizes["rows"] = x.shape[0]
+        self.order.clear()
+        self.order.append("first")
+        return x * self.w
+
+    model = _model(forward, sizes={"rows": 0}, order=["none"])
+    watch = Watch(model, _captured(model))
+    watch.leave_written()
+    assert (model.sizes, model.order) == ({"rows": 2}, ["first"]) and watch.holds()
 
 
 def test_an_intermediate_result_that_is_written_is_named() -> None:

@@ -130,12 +130,12 @@ def _lazily() -> None:
 
 def _both_have_it() -> None:
     model: Any = Annealed()
-    model.scaler, model._step = 2.0, "the model's"
+    model.scaler, model._known = 2.0, "the model's"
     compiled = autopar.compile(model, mesh((1,), ("dp",)), example_inputs=(torch.ones(4, 8),), hardware=SLOW_DEVICES)
     with pytest.raises(InputError, match=r"scaler is an attribute of the compiled module and one of the model"):
         compiled.scaler = 3.0
     compiled(torch.ones(4, 8))
-    assert compiled._step == 1 and compiled.tree.root._step == "the model's"
+    assert _num_programs(compiled) == 1 and compiled.tree.root._known == "the model's"
 
 
 def test_an_attribute_that_both_have_is_refused(ranks: Ranks) -> None:
