@@ -20,6 +20,7 @@ from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
+from autopar.program.infinite import may_be_infinite
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
@@ -69,6 +70,7 @@ class _Builder:
         self.roled = RoledProgram.of(space.program)
         self.space.dim_roles.update(self.roled.dims)
         self._saved = saved_in(space.program)
+        self.infinite = may_be_infinite(space.program)
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
         self.padded: dict[Value, frozenset[int]] = {}
@@ -107,7 +109,8 @@ class _Builder:
         found = self.roled.calls[node.name]
         padded = tuple([self.padded[key] for key in found.inputs])
         only_weights = found.learned and found.weight_only
-        menu = menu_of(found.ruled, padded, self.space.mesh, self.space.hardware, only_weights)
+        infinite = frozenset(place for place, (name, _) in enumerate(found.inputs) if name in self.infinite)
+        menu = menu_of(found.ruled, padded, self.space.mesh, self.space.hardware, only_weights, infinite)
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
         if is_cast(node) and found.inputs[0][0] in self.roled.parameters:

@@ -20,10 +20,10 @@ from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
-from autopar.sharding.layout import I, Layout, S
+from autopar.sharding.layout import I, Layout, P, R, S
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, Implementation, OpRule
-from autopar.sharding.rule import BoundRule, Choice
+from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, BoundRule, Choice
 from autopar.strategies.ruled import RuledCall
 
 
@@ -125,13 +125,26 @@ def _pads_once(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def menu_of(
-    found: RuledCall, padded: tuple[frozenset[int], ...], mesh: Mesh, hardware: Hardware, weight_only: bool = False
+    found: RuledCall,
+    padded: tuple[frozenset[int], ...],
+    mesh: Mesh,
+    hardware: Hardware,
+    weight_only: bool = False,
+    infinite: frozenset[int] = frozenset(),
 ) -> Menu:
-    """The menu of a call: the union of what the ATen call and the implementations of its rule offer."""
+    """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
+
+    `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
+    multiplied with them.
+    """
     call, op, bound = found.call, found.op, found.bound
     offered = {
         each: _Offer(
-            bound.choices(each.joined if each else frozenset(), weight_only),
+            tuple(
+                choice
+                for choice in bound.choices(each.joined if each else frozenset(), weight_only)
+                if not _multiplies_zeros(choice, infinite)
+            ),
             padded_factors(bound, padded, each.padded if each else frozenset()),
         )
         for each in (None, *op.implementations)
@@ -166,6 +179,13 @@ class _Offer:
 
     choices: tuple[Choice, ...]
     paddable: frozenset[str]
+
+
+def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
+    """Whether partial values, or gradients, meet an input of infinite values that all ranks have."""
+    passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
+    passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
+    return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
 
 
 def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> float:

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.runtime.collectives.functions import gathered_rows, padded
 
 _c10d = torch.ops._c10d_functional

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.derivatives import once_differentiable
 
 _c10d = torch.ops._c10d_functional
 

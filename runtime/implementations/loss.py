@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
 
 CLASSES = "v"

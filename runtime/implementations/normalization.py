@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of
+from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.runtime.collectives.functions import raw_sum
 
 BATCH = "n"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from autopar.runtime.collectives.derivatives import once_differentiable
 
 
 def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.sharding.layout import Layout
 
 

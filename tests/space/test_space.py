@@ -166,7 +166,7 @@ def test_what_depends_on_no_parameter_is_whole_unless_it_is_large(size: int, dec
 
 def test_a_decision_speaks_in_roles() -> None:
     space = space_of(TwoLinears(), (X_BD,))
-    linear = space.decisions[space.index["linear_default"]]
+    linear = space.decisions[space.index["linear_default_1"]]
     roles = {str(s): linear.role(i, 0) for i, s in enumerate(linear.menu.strategies)}
     assert roles == {"...0": "data", "k": "row", "o": "column", "-": "replicated", "P0": "partial", "P1": "partial"}
 

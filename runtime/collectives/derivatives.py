@@ -1,0 +1,34 @@
+"""First derivatives of what runs on many ranks; a second one is refused in words that say so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SECOND = (
+    "a derivative of a derivative was asked of a model that autopar has compiled: the gradients of its collectives "
+    "have none. Compute the first derivative inside of forward with torch.autograd.grad(..., create_graph=True), which "
+    "is captured with the model, or call backward() without create_graph."
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's: the backward of a Function runs without a graph, and what it gives has no derivative."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in grads):
+            return found
+        outputs = found if isinstance(found, tuple) else (found,)
+        given = [x.detach().requires_grad_() for x in outputs if x is not None]
+        marked = torch._C._functions.DelayedError(SECOND.encode(), len(given))(*given)
+        each = iter(marked if isinstance(marked, tuple) else (marked,))
+        return tuple(None if x is None else next(each) for x in outputs)
+
+    return run
