@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
+from autopar.program.bags import EMBEDDING_BAGS
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call, OpRule, is_matmul
@@ -31,7 +32,7 @@ Roles = tuple[str | None, ...]
 """The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
 
 ATTENTION = (aten.scaled_dot_product_attention.default,)
-LOOKUPS = (aten.embedding.default,)
+LOOKUPS = (aten.embedding.default, EMBEDDING_BAGS)
 CLASS_LOSSES = (aten.cross_entropy_loss.default,)
 
 

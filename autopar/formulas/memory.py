@@ -26,7 +26,7 @@ from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call
+from autopar.sharding.operation import Call, largest_split_input
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Wire
 
@@ -164,7 +164,7 @@ class _Moment:
         raise AssertionError(f"{decision.name} keeps {kept} bytes, which are not its outputs and hidden tensors")
 
     def _hidden(self, number: int, num_bytes: int) -> Size:
-        """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input is."""
+        """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input that can be."""
         decision = self.space.decisions[number]
         call, strategy = decision.menu.call, decision.menu.strategies[self.choices[number]]
         if call is None or not call.inputs:
@@ -173,7 +173,7 @@ class _Moment:
             return self._saved_by_implementation(decision, call, strategy)
         if not num_bytes:
             return Size.of(0)
-        largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
+        largest = largest_split_input(call, decision.menu.bound)
         shapes = tuple(self.sizes.shape(key) for key in input_keys(self.space, decision))
         key = (id(decision.menu), num_bytes, *map(id, shapes))
         if key not in self._hidden_bytes:

@@ -26,6 +26,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
 from autopar.program.saved_tensors import Saved
+from autopar.sharding.operation import largest_split_input
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space, Wire
 
@@ -123,11 +124,11 @@ class MemoryModel(TensorBytes):
         return total + self._hidden(decision) if hidden else total
 
     def _hidden(self, decision: Decision) -> Bytes:
-        """Bytes of what a call keeps beside its inputs and outputs: split as its largest input is."""
+        """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
         call, strategies, other = _call(decision), decision.menu.strategies, self.lifetimes.saved(decision).other_bytes
         if not call.inputs or not (other or any(map(_saves_otherwise, strategies))):
             return np.zeros(len(strategies), dtype=np.int64)
-        largest = max(range(len(call.inputs)), key=lambda i: call.inputs[i].num_elements)
+        largest = largest_split_input(call, decision.menu.bound)
         info = call.inputs[largest]
         local = self.local(info.shape, [s.inputs[largest] for s in strategies], 1)
         found = np.ceil(other * (local / max(info.num_elements, 1))).astype(np.int64)

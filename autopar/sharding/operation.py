@@ -191,6 +191,13 @@ def is_matmul(op: OpRule, bound: BoundRule) -> bool:
     return is_product(op, bound) and op.efficiency == "matmul"
 
 
+def largest_split_input(call: Call, bound: BoundRule | None) -> int:
+    """The position of the largest input that the rule can split; of the largest of all, where it can split none."""
+    terms = bound.rule.inputs if bound is not None else ()
+    split = [position for position, term in enumerate(terms) if term.factors]
+    return max(split or range(len(call.inputs)), key=lambda position: call.inputs[position].num_elements)
+
+
 def is_view(call: Call) -> bool:
     """Whether the call returns an alias of its input and moves no data; a cast to another dtype does."""
     if not isinstance(call.target, torch._ops.OpOverload) or not call.inputs:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.composites import COMPOSITES
+from autopar.sharding.operation import largest_split_input
 from autopar.strategies import rule_of
 from tests.support.simulation.samples.draw import Draw
 from tests.support.simulation.samples.recurrent import KINDS, recurrent
@@ -69,3 +70,13 @@ def test_layers_one_by_one_compute_what_the_whole_net_does() -> None:
         for ours, theirs in zip(apart, target(*call), strict=True):
             assert isinstance(ours, Tensor)
             torch.testing.assert_close(ours, theirs)
+
+
+def test_what_a_recurrent_net_keeps_is_counted_as_split_like_its_input_not_like_a_larger_weight() -> None:
+    x, state = torch.ones(2, 3, 8, dtype=torch.float64), torch.ones(1, 2, 16, dtype=torch.float64)
+    weights = [torch.ones(64, 8, dtype=torch.float64), torch.ones(64, 16, dtype=torch.float64)]
+    whole = Whole.of(aten.lstm.input, (x, [state, state], weights, False, 1, 0.0, True, False, True), {})
+    op = rule_of(whole.call)
+    assert op is not None
+    assert largest_split_input(whole.call, whole.bind(op)) == 0
+    assert largest_split_input(whole.call, None) == 4

@@ -28,10 +28,11 @@ def embedding(call: Call) -> Answer:
 
 
 def embedding_bags(call: Call) -> OpRule:
-    """Bags of one size. Sums and means may be split by the rows of the table, sums by the places in a bag, too."""
-    mode = MODES[call["mode"]]
-    rows, mark, places = (WHOLE, "", WHOLE) if mode == "max" else ("k", "~", "l" if mode == "sum" else WHOLE)
-    weights = [term(["b", places], "~")] if call["per_sample_weights"] is not None else []
+    """Bags of one size. Sums and means may be split by the rows of the table, plain sums by places in a bag, too."""
+    mode, weighted = MODES[call["mode"]], call["per_sample_weights"] is not None
+    rows, mark = (WHOLE, "") if mode == "max" else ("k", "~")
+    places = "l" if mode == "sum" and not weighted else WHOLE  # weighted, it would pass for a matrix product
+    weights = [term(["b", places], "~")] if weighted else []
     text = rule([term([rows, "o"], mark), term(["b", places]), *weights], [term(["b", "o"])])
     by_rows = Implementation("embedding:vocabulary_parallel_bags", ROWS, padded=ROWS)
     size = call["indices"].shape[1]

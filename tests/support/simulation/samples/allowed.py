@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from autopar.program.bags import EMBEDDING_BAGS
+
 aten = torch.ops.aten
 
 WEIGHT = "weights and running statistics are never partial"
@@ -47,6 +49,7 @@ ALLOWED: dict[Any, dict[str, str]] = {
     **dict.fromkeys([aten.expand_as.default, aten.view_as.default, aten.reshape_as.default], AS),
     aten.type_as.default: {"*, P -> *": SHAPE, "*, S(?) -> *": SHAPE},
     **dict.fromkeys([aten.new_ones.default, aten.new_full.default, aten.new_zeros.default], NEW),
+    EMBEDDING_BAGS: {"R, S(1), S(1) -> P": "a sum over the places of weighted bags would pass for a matrix product"},
     aten.rot90.default: {"S(0) -> S(2)": "a turn keeps the order of one of its dims only"},
     aten.zeros.default: {" -> P": ZERO},
     aten.zeros_like.default: {"R -> P": ZERO, **LIKE},

@@ -19,7 +19,7 @@ def definite(d: Draw, *shape: int) -> Tensor:
 
 
 def of_matrices(d: Draw) -> list[Sample]:
-    return [sample(definite(d, 3)), sample(definite(d, 4, 3)), sample(definite(d, 4, 6, 3))]
+    return [sample(definite(d, 3)), sample(definite(d, 4, 6)), sample(definite(d, 4, 6, 3))]
 
 
 def solve(d: Draw) -> list[Sample]:
