@@ -285,12 +285,14 @@ def run(family: str) -> dict[str, Any]:
         expected = train_alone(model, steps)
     except Exception as error:
         return {"none": ["unusable", f"{type(error).__name__}: {str(error).splitlines()[0]}"[:160], 0.0, 0.0]}
-    programs: dict[bool, Any] = {}
+    programs: dict[str, Any] = {}
 
-    def captured(*args: Any, training: bool, device: torch.device) -> Any:
-        if training not in programs:
-            programs[training] = capture(*args, training=training, device=device)
-        return programs[training]
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        """`capture`, run once: it takes most of the time and knows nothing of the mesh and of strategies."""
+        kind = repr([value for value in (*args, *kwargs.values()) if isinstance(value, bool | str)])
+        if kind not in programs:
+            programs[kind] = capture(*args, **kwargs)
+        return programs[kind]
 
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:

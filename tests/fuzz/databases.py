@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -34,10 +33,10 @@ def _databases() -> tuple[list[Any], list[Any]]:
     """`op_db` and `module_db`; what they import wants expecttest for a TestCase that they do not use."""
     stub = types.ModuleType("expecttest")
     stub.TestCase = unittest.TestCase  # pyright: ignore[reportAttributeAccessIssue]
-    there = importlib.util.find_spec("expecttest") is not None
-    with mock.patch.dict(sys.modules, {} if there else {"expecttest": stub}):
-        methods = importlib.import_module("torch.testing._internal.common_methods_invocations")
-        modules = importlib.import_module("torch.testing._internal.common_modules")
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
+        sys.modules["expecttest"] = stub  # some samples import it again when they are made
+    methods = importlib.import_module("torch.testing._internal.common_methods_invocations")
+    modules = importlib.import_module("torch.testing._internal.common_modules")
     return methods.op_db, modules.module_db
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 
@@ -64,18 +65,20 @@ class Drawing:
     def line(self, kind: str) -> None:
         """Add a line that works."""
         for _ in range(TRIES):
-            before = [dict(each) for each in (self.values, self.inputs, self.parameters, self.buffers, self.tied)]
-            try:
+            tables = (self.values, self.inputs, self.parameters, self.buffers, self.tied)
+            before = [dict(table) for table in tables]
+            text, found = "", None
+            with contextlib.suppress(UnfitError, RuntimeError, ValueError, IndexError, TypeError, AttributeError):
                 text = self.random.choice(EXPRESSIONS[kind])(self)
                 found = self._run(text)
-            except (UnfitError, RuntimeError, ValueError, IndexError, TypeError, AttributeError, NotImplementedError):
-                found = None
             if found is not None:
                 name = f"v{len(self.lines)}"
                 self.values[name] = found
                 self.lines.append((name, text))
                 return
-            self.values, self.inputs, self.parameters, self.buffers, self.tied = before
+            for table, entries in zip(tables, before, strict=True):
+                table.clear()
+                table.update(entries)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def program(self) -> Program:
         """What has been drawn, with a loss that depends on every value that nothing else uses."""

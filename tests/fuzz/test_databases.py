@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def hold(name: str, samples: Iterable[databases.Sample]) -> None:
+def hold(name: str, samples: Iterable[Any]) -> None:
     for number, sample in enumerate(samples):
         for chance in (None, random.Random(name)):
             outcome = databases.judge_sample(sample, chance)

@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 def test_random_programs_train_on_ranks_as_on_one_process_or_are_refused(part: int) -> None:
     kinds = Counter()
     for seed in range(part, CASES, PARTS):
-        outcome = judge(draw_case(seed, max_lines=6))
+        outcome = judge(draw_case(seed, max_lines=5))
         assert not outcome.is_bad, f"seed {seed}: {outcome.kind}: {outcome.text}\n{outcome.details}"
         kinds[outcome.kind] += 1
     assert kinds["equal"] >= kinds.total() / 2, f"too few cases run: {kinds}"
@@ -56,7 +56,7 @@ def test_what_was_found_once_stays_mended(name: str) -> None:
 
 def first_bad(num_cases: int) -> int | None:
     """The first seed of so many whose case is bad."""
-    return next((seed for seed in range(num_cases) if judge(draw_case(seed, max_lines=6)).is_bad), None)
+    return next((seed for seed in range(num_cases) if judge(draw_case(seed, max_lines=5)).is_bad), None)
 
 
 def test_a_broken_rule_is_found() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -31,6 +32,7 @@ def simulate(world_size: int) -> Iterator[LocalTensorMode]:
             yield mode
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # which holds meshes of this group, and takes them for equal ones of the next
 
 
 def from_ranks(values: Sequence[torch.Tensor], requires_grad: bool = False) -> LocalTensor:

@@ -244,13 +244,17 @@ def fault_of(found: Training, expected: Training, relative: float = 1e-6, absolu
 
 def _apart(found: list[Tensor], expected: Tensor, relative: float, absolute: float) -> str:
     """How the values of the ranks differ from that of one process."""
-    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    scale = 1.0 if exact or not expected.numel() else max(1.0, float(expected.abs().max()))
     for rank, value in enumerate(found):
         if value.shape != expected.shape:
             return f"{list(value.shape)} on rank {rank} instead of {list(expected.shape)}"
         if value.dtype != expected.dtype:
             return f"{value.dtype} on rank {rank} instead of {expected.dtype}"
-        if not torch.allclose(value, expected, rtol=relative, atol=absolute + relative * scale / 10, equal_nan=True):
-            far = float((value.double() - expected.double()).abs().max())
+        if exact:
+            if not torch.equal(value, expected):
+                return f"{int((value != expected).sum())} entries differ on rank {rank}"
+        elif not torch.allclose(value, expected, rtol=relative, atol=absolute + relative * scale / 10, equal_nan=True):
+            far = float((value - expected).abs().max())
             return f"{far:.3g} apart on rank {rank}, largest entry {scale:.3g}"
     return ""
