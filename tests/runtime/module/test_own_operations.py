@@ -29,7 +29,7 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
         ({"strategy": "zero3", "recompute": "full"}, {"...0 ...0"}),
         ({"strategy": "data_parallel", "recompute": "selective"}, {"...0 ...0"}),
     ],
-    ids=str,
+    ids=["auto", "megatron", "zero3", "data_parallel"],
 )
 def test_own_operations_are_split_by_their_rules(ranks: Ranks, options: dict[str, Any], splits: set[str]) -> None:
     assert splits <= _assert_trains_as_alone(ranks.run(trained_on_ranks, (2, 2), options, world_size=4))
