@@ -29,7 +29,7 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 Made = tuple[nn.Module, Inputs]
 IDS_BS = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS_BS, "labels": IDS_BS}
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def hugging_face(model: str, config: str, inputs: dict[str, Any], **sizes: Any) -> Callable[[], Made]:
@@ -48,15 +48,26 @@ def text_model(family: str, kind: str = "ForMaskedLM", **sizes: Any) -> Callable
 
 
 IMAGES = {"pixel_values": torch.zeros(4, 3, 16, 16), "noise": torch.linspace(0, 1, 64).reshape(4, 16)}
-DECODER = {
+DECODER: dict[str, Any] = {
     "decoder_hidden_size": 32,
     "decoder_intermediate_size": 64,
     "decoder_num_hidden_layers": 1,
     "decoder_num_attention_heads": 4,
 }
-OPT = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
-DISTILBERT = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
-LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+OPT: dict[str, Any] = {
+    "hidden_size": 32,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 32,
+}
+DISTILBERT: dict[str, Any] = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 
 
 def _llama_512() -> Made:

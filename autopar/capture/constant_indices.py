@@ -48,7 +48,7 @@ def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     tensor, index, *rest = args
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
-        mask = _real(part) if isinstance(part, list) and part and isinstance(part[0], bool) else part
+        mask: Any = _real(part) if isinstance(part, list) and part and isinstance(part[0], bool) else part
         places = _places(mask) if _is_constant(mask) and mask.dtype is torch.bool and mask.ndim else (part,)
         parts += places
     changed = len(parts) > 1 or (parts and parts[0] is not index)
@@ -58,7 +58,7 @@ def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Constant repeats with the size that they come to."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
-    repeats = named.get("repeats")
+    repeats: Any = named.get("repeats")
     if _is_constant(repeats) and named.get("dim") is not None and kwargs.get("output_size") is None:
         with _disable_current_modes():
             # One number for all elements is as good as a plain number.

@@ -17,10 +17,15 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's: the backward of a Function runs without a graph, and what it gives has no derivative."""
+    """As torch's: the backward of a Function runs without a graph, and what it gives has no derivative.
+
+    A Function that does not materialize gradients, and gets none, gives none: of what a loss does not depend on.
+    """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in grads):

@@ -141,6 +141,7 @@ def padded(x: Tensor, dim: int, num_parts: int) -> Tensor:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.set_materialize_grads(False)
         return raw_all_reduce(x, axis)
 
     @staticmethod
@@ -152,6 +153,7 @@ class _AllReduce(torch.autograd.Function):
 class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis = axis
         return x.view_as(x)
 
@@ -164,6 +166,7 @@ class _AllReduceGradient(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, invariant: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.dim, ctx.invariant = axis, dim, invariant
         return raw_all_gather(x, axis, dim, size)
 
@@ -177,6 +180,7 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
         return raw_reduce_scatter(x, axis, dim)
 
@@ -189,6 +193,7 @@ class _ReduceScatter(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, replicated: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.dim, ctx.size, ctx.replicated = axis, dim, x.shape[dim], replicated
         return local_slice(x, axis, dim)
 
@@ -202,6 +207,7 @@ class _Split(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.dim = axis, dim
         return scatter_into_zeros(x, axis, dim, size)
 
@@ -214,6 +220,7 @@ class _Scatter(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.dims, ctx.size = axis, (source_dim, target_dim), x.shape[target_dim]
         return raw_all_to_all(x, axis, source_dim, target_dim, size)
 
@@ -227,6 +234,7 @@ class _AllToAll(torch.autograd.Function):
 class _OnFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forward: bool, backward: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.axis, ctx.masked = axis, backward
         return on_first(x, axis) if forward else x.view_as(x)
 

@@ -69,7 +69,7 @@ def test_every_composite_has_samples_and_no_rule_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "layer"), [(nn.LSTM, aten.lstm.input), (nn.RNN, aten.rnn_tanh.input)])
-def test_dropout_between_layers_takes_a_recurrent_net_apart(kind: type[nn.RNNBase], layer: Any) -> None:
+def test_dropout_between_layers_takes_a_recurrent_net_apart(kind: Any, layer: Any) -> None:
     model = kind(3, hidden_size=5, num_layers=3, bidirectional=True, batch_first=True, dropout=0.5)
     x = torch.randn(4, 2, 3)
     training = capture(model, (x,), {}, training=True)

@@ -142,8 +142,8 @@ def test_a_custom_operator_stays_whole_with_its_backward() -> None:
 
 
 def test_a_module_may_hold_a_custom_operator() -> None:
-    model = _forward(lambda self, x: self.operator(x * self.w), w=_weight(3))
-    model.operator = tripled  # pyright: ignore[reportAttributeAccessIssue]
+    model: Any = _forward(lambda self, x: self.operator(x * self.w), w=_weight(3))
+    model.operator = tripled
     assert len(calls(capture(model, (_x(2, 3),), {}), torch.ops.autopar_tests.tripled.default)) == 1
 
 

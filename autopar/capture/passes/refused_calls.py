@@ -16,7 +16,11 @@ from autopar.errors import CaptureError
 
 aten = torch.ops.aten
 
-SPARSE = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten._embedding_bag.default: 5}
+SPARSE: dict[Callable[..., Any], int] = {
+    aten.embedding.default: 4,
+    aten.embedding_bag.default: 5,
+    aten._embedding_bag.default: 5,
+}
 """Position of the argument that asks for sparse gradients."""
 
 WITHOUT_DERIVATIVE = frozenset({"linspace", "logspace", "rand_like", "randint_like", "randn_like"})

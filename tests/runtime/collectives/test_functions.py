@@ -328,6 +328,30 @@ def test_the_backward_uses_the_mesh_of_its_forward() -> None:
         assert [float(g) for g in local_values(gradient)] == [2.0, 4.0, 2.0, 4.0]
 
 
+class _Without(torch.autograd.Function):
+    """Its input, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(case=move_cases())
+def test_a_move_whose_result_gets_no_gradient_gives_none(case: MoveCase) -> None:
+    parts = parts_of(torch.zeros(case.shape, dtype=torch.float64), case.placements[0], 3)
+    with simulate(3), use_mesh(init_device_mesh("cpu", (3,), mesh_dim_names=("a",))), record_traffic() as traffic:
+        local = from_ranks(parts, requires_grad=True)
+        y = case.function(local, "a", *case.arguments)
+        sent = dict(traffic.by_collective())
+        assert torch.autograd.grad(_Without.apply(y).sum(), local, allow_unused=True) == (None,)
+        assert traffic.by_collective() == sent, "nothing goes back"
+
+
 def test_a_second_derivative_is_refused() -> None:
     with simulate(2), use_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("a",))):
         x = from_ranks([torch.ones(2), torch.ones(2)], requires_grad=True)
