@@ -24,6 +24,8 @@ def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequ
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():
         nn.init.normal_(parameter, std=0.02)
+    for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
+        nn.init.ones_(buffer)
     values = tuple(
         torch.randn(each.shape) if each.is_floating_point() else torch.randint(0, 200, each.shape) for each in inputs
     )

@@ -28,6 +28,8 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():
         nn.init.normal_(parameter, std=0.02)
+    for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
+        nn.init.ones_(buffer)
     batch = tuple(torch.randint(0, 200, value.shape) for value in inputs)
     optimizer = torch.optim.AdamW(compiled.parameters())
 
