@@ -35,7 +35,8 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
         if wanted not in names:
             raise PlanError(
                 f'{decision.name}: the plan chooses "{wanted}", which is not offered here; offered are '
-                f"{', '.join(names[:8])}. The plan was made by another version of the rules: plan again."
+                f"{', '.join(names[:8])}. The plan was made by another version of the rules, or with autopar.register_"
+                "rule: register the same rules, or plan again."
             )
         found.append(names.index(wanted))
     return tuple(found)

@@ -30,7 +30,8 @@ def _measured(schedule: str, options: dict[str, Any]) -> tuple[int, int]:
         nn.init.normal_(parameter, std=0.02)
     for buffer in compiled.buffers():  # of rotary embeddings, which no state dict has
         nn.init.ones_(buffer)
-    batch = tuple(torch.randint(0, 200, value.shape) for value in inputs)
+    same = torch.Generator().manual_seed(0)  # ranks have drawn weights of different sizes from their own
+    batch = tuple(torch.randint(0, 200, value.shape, generator=same) for value in inputs)
     optimizer = torch.optim.AdamW(compiled.parameters())
 
     def held() -> Iterator[Tensor]:
