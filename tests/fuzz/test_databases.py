@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-import torch
 
 databases = pytest.importorskip("tests.fuzz.databases", reason="PyTorch's test databases need packages of their own")
 
 EXPECTED: Mapping[str, str] = {}
 """Operator or module → why it is neither equal nor refused; each is known and out of reach."""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """DTensor warns of every gather that simulated ranks make."""
-    logging.disable(logging.WARNING)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    logging.disable(logging.NOTSET)
 
 
 def hold(name: str, samples: Iterable[Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -24,17 +22,6 @@ from tests.fuzz.trial import judge
 
 CASES, PARTS = 200, 8
 """Of `make test`; `make fuzz` runs as many as are asked for."""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """DTensor warns of every gather that simulated ranks make."""
-    logging.disable(logging.WARNING)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
