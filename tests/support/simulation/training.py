@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ import autopar
 from autopar.compiler import whole as whole_model
 from autopar.hardware.profile import Hardware, Link
 from autopar.planning import request
+from autopar.runtime.module.executable import Executable
 from autopar.space.space import Space
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
@@ -157,7 +158,7 @@ def _train(
 def planning_alone(
     mode: LocalTensorMode, forced: Callable[[Space, Pins], Pins] = lambda space, pins: pins
 ) -> Iterator[None]:
-    """Capture and plan outside of the simulation, which has no use for tensors without values."""
+    """Capture and plan outside of the simulation, which has no use for tensors without values; constants lie on ranks."""
 
     def unsimulated(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -169,32 +170,38 @@ def planning_alone(
     def pinned(annotations: Any, space: Space, *given: Any) -> Pins:
         return forced(space, pins_of(annotations, space, *given))
 
-    pins_of = request.pins_of
+    def with_constants(*given: Any) -> Executable:
+        made = executable_of(*given)
+        return replace(made, constants={name: on_ranks(constant, mode) for name, constant in made.constants.items()})
+
+    pins_of, executable_of = request.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
         for module, name in ((whole_model, "capture"), (request, "build_space"), (request, "make_plan")):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
         stack.enter_context(mock.patch.object(request, "pins_of", pinned))
+        stack.enter_context(mock.patch.object(Executable, "of", with_constants))
         yield
+
+
+def on_ranks(tensor: Tensor, mode: LocalTensorMode) -> Tensor:
+    """A copy of a tensor for each simulated rank, which alone they slice and write apart."""
+    with mode.disable():
+        copies = {rank: tensor.detach().clone() for rank in mode.ranks}
+        return LocalTensor(copies)  # pyright: ignore[reportReturnType]
 
 
 def unshare(model: nn.Module, mode: LocalTensorMode) -> None:
     """Give every simulated rank its own parameters and buffers: one plain tensor for all would be written by each."""
     made: dict[Tensor, Tensor] = {}
-
-    def on_ranks(tensor: Tensor) -> Tensor:
-        with mode.disable():
-            copies = {rank: tensor.detach().clone() for rank in mode.ranks}
-            return LocalTensor(copies)  # pyright: ignore[reportReturnType]
-
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if isinstance(tensor, DTensor):
                     if not isinstance(tensor._local_tensor, LocalTensor):
-                        tensor._local_tensor = on_ranks(tensor._local_tensor)
+                        tensor._local_tensor = on_ranks(tensor._local_tensor, mode)
                 elif tensor is not None and not isinstance(tensor, LocalTensor):
                     if tensor not in made:
-                        copies, learns = on_ranks(tensor), tensor.requires_grad
+                        copies, learns = on_ranks(tensor, mode), tensor.requires_grad
                         made[tensor] = copies if table is module._buffers else nn.Parameter(copies, learns)
                     table[name] = made[tensor]  # pyright: ignore[reportArgumentType]
 
