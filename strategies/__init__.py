@@ -10,6 +10,7 @@ from autopar.sharding.operation import Call, OpRule
 from autopar.strategies.notation import Entry
 from autopar.strategies.registered import registered
 from autopar.strategies.rules import (
+    experts,
     factory,
     fourier,
     indexing,
@@ -26,6 +27,7 @@ TABLES = (
     attention,
     conv,
     embedding,
+    experts,
     factory,
     fourier,
     indexing,

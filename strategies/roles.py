@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.program.bags import EMBEDDING_BAGS
 from autopar.program.calls import is_call, module_of, source_of
+from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call, OpRule, is_matmul
 from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
@@ -78,7 +78,7 @@ class RoledCall:
 
     def factor_of(self, role: str) -> str | None:
         """The first factor that can be split and has a role."""
-        return next((f for f in self.bound.splittable if self.roles.get(f) == role), None)
+        return next((f for f in self.ruled.splittable if self.roles.get(f) == role), None)
 
     @property
     def is_lookup(self) -> bool:
@@ -202,7 +202,7 @@ def _ruled(node: fx.Node) -> RuledCall:
 def _factor_roles(found: RuledCall, dims: tuple[Roles, ...]) -> Mapping[str, str]:
     """Roles of factors: by their name (o, k, x), else that of the first input dim they stand on."""
     roles: dict[str, str] = {}
-    for factor in found.bound.splittable:
+    for factor in found.splittable:
         if factor in ROLE_OF_FACTOR:
             roles[factor] = ROLE_OF_FACTOR[factor]
             continue

@@ -25,6 +25,12 @@ class RuledCall:
     reason: str = ""
     """Why the call runs replicated, where no rule fits it."""
 
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        """The factors that one axis may split alone."""
+        stated = (choice.factors[0] for choice in self.op.choices if len(choice.factors) == 1)
+        return tuple(dict.fromkeys((*self.bound.splittable, *(f for f in stated if self.bound.sizes[f] > 1))))
+
 
 @functools.lru_cache(maxsize=8192)
 def ruled(call: Call) -> RuledCall:

@@ -127,7 +127,10 @@ def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
 
 
 def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> nn.Module:
-    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache."""
+    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache.
+
+    Transformers' experts run sorted and grouped, which computes what their loops over the experts that are hit compute.
+    """
     traced = _copied(model, lambda tensor: _fake(tensor, mode))
     if training is not None and training != traced.training:
         traced.train(training)
@@ -135,6 +138,8 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> 
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
+        if getattr(config, "_experts_implementation", "grouped_mm") != "grouped_mm":
+            config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
     return traced
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.hooks import hooks_on_all_uses
@@ -88,6 +89,8 @@ PASSES: tuple[Pass, ...] = (
     state_sizes,
     split_before_permuting,
     flat_projections_to_batched,
+    drop_dead_calls,
+    sorted_experts,
     drop_dead_calls,
     packed_projections_to_separate,
     drop_dead_calls,

@@ -10,7 +10,7 @@ import torch
 
 from autopar.cost.messages import ALONE, Sharing
 from autopar.hardware.collectives import Transfer
-from autopar.sharding.layout import I, Layout, Placement, R
+from autopar.sharding.layout import I, Layout, Placement, R, S
 from autopar.sharding.mesh import Mesh, joined_name
 
 
@@ -57,6 +57,10 @@ class MovedTensor:
     """A parameter that the backward needs: gathered again there, and not kept in between."""
     sharing: Sharing = ALONE
     """With how many it shares its messages, where it is bucketed."""
+    ragged: bool = False
+    """Rows of experts: what dim 0 holds, and how much, each device knows alone, so that no move splits or joins it."""
+    fixed: bool = False
+    """What says where such rows are: true only where it was made, so that no move exists."""
 
     def local_bytes(self, layout: Layout, sizes: Sequence[int]) -> int:
         """Bytes that each rank holds."""
@@ -67,9 +71,14 @@ class MovedTensor:
         for dim, size in enumerate(self.shape):
             axes = layout.axes_of(dim)
             parts = math.prod(sizes[axis] for axis in axes)
-            if size % parts and not (dim in self.padded and len(axes) == 1 and size >= parts):
+            uneven = self.ragged or self.fixed or (dim in self.padded and len(axes) == 1 and size >= parts)
+            if size % parts and not uneven:
                 return False
         return True
+
+    def can_move(self, source: Placement, target: Placement) -> bool:
+        """Whether one axis's placement may change so."""
+        return not (self.fixed or (self.ragged and S(0) in (source, target)))
 
 
 def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:

@@ -111,6 +111,8 @@ def reshard_table(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardwar
     priced: dict[object, tuple[float, float]] = {}
     joined = tuple(mesh.joined.values()) if tensor.bucketed else ()
     for i, j, alike, move in _moves_among(layouts, joined):
+        if not tensor.can_move(move.source, move.target):
+            continue
         # Moves of the same axes between equal placements move the same bytes where the parts are as large.
         kind = (alike, local[i], local[j])
         if kind not in priced:

@@ -16,7 +16,6 @@ The choices, and the moves between layouts, are those of the plan; at other size
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -248,8 +247,7 @@ class _Ledger:
         if chosen is not None and chosen.flops is not None:
             flops = Size.of(chosen.flops(call, local)).polynomial
         else:
-            parts = math.prod(axes.size(axis) for each in strategy.axes_by_factor(axes).values() for axis in each)
-            flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(parts)
+            flops = Size.of(operations.flops(call, op, bound)).polynomial / Size.of(strategy.num_parts(axes))
         hardware = self.space.hardware
         peak = operations.peak_flops(call, op, hardware, chosen)
         read, written = num_bytes

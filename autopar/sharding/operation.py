@@ -15,12 +15,14 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.program.program import TensorInfo, tensor_inputs
-from autopar.sharding.rule import BoundRule
+from autopar.sharding.rule import BoundRule, Choice
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective that an implementation runs itself, once over each mesh axis that splits `factor`.
+
+    Where that is "+x", it runs once over all axes, joined, that split x together with another factor.
 
     `num_bytes` follows NCCL's convention: the tensor of an all_reduce, the output of an all_gather, the input of a
     reduce_scatter or all_to_all. `backward` says in which pass it runs.
@@ -97,6 +99,8 @@ class OpRule:
     """Floating point operations of the whole forward call; None: derived from the rule (2 × product of factors)."""
     moved_bytes: MovedBytes = read_and_written
     efficiency: Efficiency = "matmul"
+    choices: tuple[Choice, ...] = ()
+    """What a mesh axis may do that the notation cannot say; one of a factor's name takes the place of its own."""
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.implementations]

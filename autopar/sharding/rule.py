@@ -32,7 +32,7 @@ from autopar.sharding.layout import I, P, Placement, R, S
 ELLIPSIS = "..."
 WHOLE = "_"
 ROLE_OF_FACTOR = {"o": "column", "k": "row", "x": "expert"}
-NONE, PASS_REPLICATED, PASS_PARTIAL = "-", "R", "P"
+NONE, PASS_REPLICATED, PASS_PARTIAL, TOGETHER = "-", "R", "P", "+"
 
 _TOKEN = re.compile(r"\(|\)|\.\.\.|…|(_|1|[a-z][a-z0-9]*)(?!\w)")
 
@@ -65,8 +65,8 @@ class Term:
 class Choice:
     """What one mesh axis may do to one operation: the placement it asks of each input and gives each output.
 
-    `name` is a factor, or "-" (not split), "R" (passes replicated values), "P0" (passes input 0 as a partial value),
-    "P+" (passes all added terms as partial values).
+    `name` is a factor, several that are split together ("t+x"), or "-" (not split), "R" (passes replicated values),
+    "P0" (passes input 0 as a partial value), "P+" (passes all added terms as partial values).
     """
 
     name: str
@@ -74,9 +74,19 @@ class Choice:
     outputs: tuple[Placement, ...]
 
     @property
-    def factor(self) -> str | None:
-        """The factor that is split, if one is."""
-        return None if self.name == NONE or self.name[0] in (PASS_REPLICATED, PASS_PARTIAL) else self.name
+    def factors(self) -> tuple[str, ...]:
+        """The factors that are split."""
+        return factors_of(self.name)
+
+
+def factors_of(choice: str) -> tuple[str, ...]:
+    """The factors that a choice of this name splits.
+
+    >>> factors_of("t+x"), factors_of("P0")
+    (('t', 'x'), ())
+    """
+    splits = choice != NONE and choice[0] not in (PASS_REPLICATED, PASS_PARTIAL)
+    return tuple(choice.split(TOGETHER)) if splits else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +137,21 @@ class BoundRule:
         inner = {name for term in terms for dim in term.dims for name in dim[1:]}
         return tuple(f for f in self.rule.factors if f not in inner and self.sizes[f] > 1)
 
-    def choices(self, joined: frozenset[str] = frozenset(), weight_only: bool = False) -> tuple[Choice, ...]:
+    def choices(
+        self, joined: frozenset[str] = frozenset(), weight_only: bool = False, stated: tuple[Choice, ...] = ()
+    ) -> tuple[Choice, ...]:
         """Everything one mesh axis may do, sizes aside; `joined` factors are summed by the implementation itself.
+
+        `stated` are choices that the notation cannot say; one takes the place of the notation's own of its name.
 
         Any operation may pass replicated values: each rank sends its part of the gradient back, to be summed later. It
         is offered where that pays: to what computes on weights alone, so that the gradients of parameters are summed,
         and to linear operations of one input.
         """
         none = Choice(NONE, (I,) * len(self.rule.inputs), (I,) * len(self.rule.outputs))
-        return (*(self._split(f, joined) for f in self.splittable), none, *self._passes(weight_only))
+        names = {choice.name for choice in stated}
+        split = [self._split(f, joined) for f in self.splittable if f not in names]
+        return (*split, *stated, none, *self._passes(weight_only))
 
     def _split(self, factor: str, joined: frozenset[str]) -> Choice:
         partial = factor not in joined and any(term.dim_of(factor) is None for term in self.rule.outputs)

@@ -21,6 +21,7 @@ from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.infinite import may_be_infinite
+from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
@@ -74,6 +75,8 @@ class _Builder:
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
         self.padded: dict[Value, frozenset[int]] = {}
+        self.rows: set[Value] = set()
+        """Rows of experts."""
         self.uses: dict[Value, list[_Use]] = defaultdict(list)
 
     def build(self) -> Space:
@@ -120,6 +123,10 @@ class _Builder:
         for position, term in enumerate(found.bound.rule.outputs):
             dims = (dim for dim, names in enumerate(term.dims) if names[0] in menu.paddable)
             self.padded[node.name, position] = frozenset(dims)
+        if node.target is DISPATCH:
+            self.rows.add((node.name, 0))
+        elif node.target is not COMBINE and not self.rows.isdisjoint(found.inputs):
+            self.rows.update((node.name, position) for position in range(len(found.call.outputs)))
         decision = self.space.add(Decision(node.name, "call", menu, node, found.roles))
         for position, key in enumerate(found.inputs):
             self.uses[key].append(_Use(decision, position, (node.target, position)))
@@ -151,7 +158,18 @@ class _Builder:
         regather = weight and self._is_regathered(self.space.decisions[number].node)
         assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
         shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
-        tensor = MovedTensor(info.shape, info.dtype, info.requires_grad, self.padded[key], weight, regather, shared)
+        fixed = self.space.decisions[number].node.target is DISPATCH and key not in self.rows
+        tensor = MovedTensor(
+            info.shape,
+            info.dtype,
+            info.requires_grad,
+            self.padded[key],
+            weight,
+            regather,
+            shared,
+            ragged=key in self.rows,
+            fixed=fixed,
+        )
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
         free = (

@@ -21,9 +21,9 @@ from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, R, S
-from autopar.sharding.mesh import Mesh
+from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import Call, Implementation, OpRule
-from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, BoundRule, Choice
+from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
 
 
@@ -51,20 +51,35 @@ class Strategy:
         return self.implementation is not None
 
     def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """The size of every factor on one device."""
+        """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
         axes = self.axes_by_factor(mesh)
-        return {
+        local = {
             factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
             for factor, size in sizes.items()
         }
+        for size, choice in zip(mesh.sizes, self.choices, strict=True):
+            for factor in factors_of(choice)[1:]:
+                local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
+        return local
 
     def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         """Split factors → the names of the mesh axes that split them, outer first."""
         found: dict[str, tuple[str, ...]] = {}
         for name, choice in zip(mesh.names, self.choices, strict=True):
-            if choice not in ("-", "R") and not choice.startswith("P"):
-                found[choice] = (*found.get(choice, ()), name)
+            for factor in factors_of(choice):
+                found[factor] = (*found.get(factor, ()), name)
         return found
+
+    def axes_together(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
+        """The one name of all axes of more than one device that split `factor` with another; none where none does."""
+        sizes = zip(mesh.sizes, self.choices, strict=True)
+        axes = tuple(axis for axis, (size, made) in enumerate(sizes) if factor in factors_of(made)[1:] and size > 1)
+        return (joined_name(mesh.names, axes),) if axes else ()
+
+    def num_parts(self, mesh: Mesh) -> int:
+        """Into how many equal parts the call's work is divided."""
+        split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
+        return math.prod(split)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +157,7 @@ def menu_of(
         each: _Offer(
             tuple(
                 choice
-                for choice in bound.choices(each.joined if each else frozenset(), weight_only)
+                for choice in bound.choices(each.joined if each else frozenset(), weight_only, op.choices)
                 if not _multiplies_zeros(choice, infinite)
             ),
             padded_factors(bound, padded, each.padded if each else frozenset()),
@@ -153,7 +168,7 @@ def menu_of(
     total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + num_backward(call)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     for numbers in itertools.product(range(num_choices), repeat=mesh.ndim):
-        split = {choice.factor for choice in map(offered[None].choices.__getitem__, numbers) if choice.factor}
+        split = {factor for choice in map(offered[None].choices.__getitem__, numbers) for factor in choice.factors}
         for implementation in op.ways(split):
             offer = offered[implementation]
             choices = [offer.choices[number] for number in numbers]
@@ -193,8 +208,7 @@ def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, m
     implementation = strategy.implementation
     if implementation is not None and implementation.flops is not None:
         return implementation.flops(call, strategy.local_sizes(bound.sizes, mesh))
-    axes = strategy.axes_by_factor(mesh).values()
-    return total * (1 / math.prod(mesh.size(axis) for each in axes for axis in each))
+    return total * (1 / strategy.num_parts(mesh))
 
 
 def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
@@ -225,8 +239,8 @@ def padded_factors(
 def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:
     parts: dict[str, list[int]] = {}
     for axis, choice in enumerate(choices):
-        if choice.factor:
-            parts.setdefault(choice.factor, []).append(mesh.sizes[axis])
+        for factor in choice.factors:
+            parts.setdefault(factor, []).append(mesh.sizes[axis])
     for factor, sizes in parts.items():
         size, whole = bound.sizes[factor], math.prod(sizes)
         if size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
@@ -266,6 +280,9 @@ def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh
     return tuple(
         Transfer(collective.name, axis, collective.num_bytes, collective.backward)
         for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
-        for axis in axes.get(collective.factor, ())
-        if mesh.size(axis) > 1
+        for axis in (
+            strategy.axes_together(collective.factor.removeprefix(TOGETHER), mesh)
+            if collective.factor.startswith(TOGETHER)
+            else (name for name in axes.get(collective.factor, ()) if mesh.size(name) > 1)
+        )
     )

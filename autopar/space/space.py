@@ -20,6 +20,7 @@ from autopar.hardware.profile import Hardware
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.sharding.rule import PASS_PARTIAL, factors_of
 from autopar.space.menu import Menu
 from autopar.strategies.roles import Roles
 
@@ -42,11 +43,10 @@ class Decision:
             placement = repr(self.menu.strategies[strategy].outputs[0][axis])
             return self.roles.get(placement, placement)
         choice = self.menu.strategies[strategy].choices[axis]
-        if choice in ("-", "R"):
-            return "replicated"
-        if choice.startswith("P"):
-            return "partial"
-        return self.roles.get(choice, choice)
+        *_, factor = factors_of(choice) or ("",)
+        if not factor:
+            return "partial" if choice.startswith(PASS_PARTIAL) else "replicated"
+        return self.roles.get(factor, choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ def check_rule(operation: Operation, *args: Any, num_ranks: int = 2, **kwargs: A
         if op is None:
             raise RuleError(f"{whole} has no rule; give it one with autopar.register_rule.")
         # What an implementation runs is no matter of the operation alone.
-        choices = [each for each in whole.bind(op).choices() if None in op.ways([each.factor] if each.factor else [])]
-        undivided = [choice.name for choice in choices if choice.factor and not possible(whole, choice, num_ranks)]
+        choices = [each for each in whole.bind(op).choices() if None in op.ways(each.factors)]
+        undivided = [choice.name for choice in choices if choice.factors and not possible(whole, choice, num_ranks)]
         if undivided:
             raise RuleError(
                 f"{whole}: {', '.join(undivided)} cannot be split into {num_ranks} equal parts in these shapes; give "

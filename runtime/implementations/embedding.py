@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.program.bags import MODES
+from autopar.program.operators.bags import MODES
 from autopar.runtime.collectives.axes import Axes, axes_of, part_of
 
 ROWS = "k"

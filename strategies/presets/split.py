@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.mesh import Mesh
+from autopar.sharding.rule import NONE, factors_of
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
 
 WHOLE = "replicated"
@@ -79,9 +80,13 @@ class Split:
 
     def _divides(self, call: RoledCall, axis: str, factor: str) -> bool:
         """Whether a factor has equal parts over all axes that split it, or comes from a parameter and is padded."""
-        if factor not in call.bound.splittable:
+        return all(self._divides_one(call, axis, each) for each in factors_of(factor))
+
+    def _divides_one(self, call: RoledCall, axis: str, factor: str) -> bool:
+        if factor not in call.ruled.splittable:
             return False
-        axes = [other for other, each in self.factors[call.name].items() if each == factor and other != axis]
+        said = self.factors[call.name].items()
+        axes = [other for other, each in said if each and factor in factors_of(each) and other != axis]
         size, parts = call.bound.sizes[factor], self._parts([*axes, axis])
         return size % parts == 0 or (not axes and size >= parts and self._pads(call, factor))
 
@@ -110,7 +115,9 @@ class Split:
         wanted: set[int | None] = set()
         for call, position in self.graph.users.get(value, ()):
             factor = self.factors[call.name].get(axis)
-            wanted.add(call.in_terms[position].dim_of(factor) if factor else None)
+            term = call.in_terms[position]
+            dims = [term.dim_of(each) for each in factors_of(factor or NONE)]
+            wanted.add(next((dim for dim in dims if dim is not None), None))
         return wanted.pop() if len(wanted) == 1 else None
 
     def _stores(self, name: str, axis: str, dim: int) -> bool:

@@ -254,10 +254,10 @@ def test_a_call_may_always_stay_whole() -> None:
     assert choice(" -> a", "-", (3,)) == " -> I"
 
 
-def test_only_choices_that_split_have_a_factor() -> None:
+def test_only_choices_that_split_have_factors() -> None:
     placements = ((I,), (I,))
-    assert [Choice(name, *placements).factor for name in ("-", "R", "P0", "P+")] == [None] * 4
-    assert [Choice(name, *placements).factor for name in ("k", "...0")] == ["k", "...0"]
+    assert [Choice(name, *placements).factors for name in ("-", "R", "P0", "P+")] == [()] * 4
+    assert [Choice(name, *placements).factors for name in ("k", "...0", "t+x")] == [("k",), ("...0",), ("t", "x")]
 
 
 @settings(deadline=None)
@@ -288,12 +288,12 @@ def test_every_choice_fits_the_terms(rule: Rule, data: st.DataObject) -> None:
         ]
         for placement, term in placed:
             if placement.is_split:
-                assert term.dims[placement.dim][0] == each.factor
+                assert term.dims[placement.dim][0] == each.factors[0]
             else:
                 assert placement in (I, R, P)
-                assert each.factor is None or term.dim_of(each.factor) is None
-        assert each.factor is None or I not in each.inputs
+                assert not each.factors or term.dim_of(each.factors[0]) is None
+        assert not each.factors or I not in each.inputs
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(autopar.sharding.rule) == (0, 1)
+    assert doctest.testmod(autopar.sharding.rule) == (0, 2)

@@ -24,7 +24,7 @@ def faults(target: Any, *args: Any) -> list[str]:
     op = rule_of(whole.call)
     assert op is not None
     choices = whole.bind(op).choices(weight_only=True)
-    assert any(choice.factor for choice in choices)
+    assert any(choice.factors for choice in choices)
     return [fault for each in choices if (fault := fault_of(whole, each.inputs, each.outputs, 2))]
 
 

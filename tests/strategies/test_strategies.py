@@ -304,9 +304,9 @@ def predicted_bytes(whole: Whole, choice: Choice, num_ranks: int) -> int:
     one = only_implementation(op)
     assert one is not None and one.traffic is not None
     sizes = dict(whole.bind(op).sizes)
-    assert choice.factor
-    sizes[choice.factor] //= num_ranks
-    return sum(each.num_bytes for each in one.traffic(whole.call, sizes) if each.factor == choice.factor)
+    assert choice.factors
+    sizes[choice.factors[0]] //= num_ranks
+    return sum(each.num_bytes for each in one.traffic(whole.call, sizes) if each.factor == choice.factors[0])
 
 
 def statistics(num_channels: int) -> tuple[Tensor, Tensor]:
@@ -335,7 +335,7 @@ def test_an_implementation_moves_the_bytes_that_its_rule_predicts(target: Any, a
     op = rule_of(whole.call)
     assert op is not None
     bound = whole.bind(op)
-    choices = [choice for choice in implemented_choices(op, bound) if choice.factor]
+    choices = [choice for choice in implemented_choices(op, bound) if choice.factors]
     assert choices
     for choice in choices:
         inputs = [split(each, placement, 2) for each, placement in zip(whole.inputs, choice.inputs, strict=True)]

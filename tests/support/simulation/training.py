@@ -158,7 +158,7 @@ def _train(
 def planning_alone(
     mode: LocalTensorMode, forced: Callable[[Space, Pins], Pins] = lambda space, pins: pins
 ) -> Iterator[None]:
-    """Capture and plan outside of the simulation, which has no use for tensors without values; constants lie on ranks."""
+    """Capture and plan outside of the simulation, which tensors without values are not for; constants lie on ranks."""
 
     def unsimulated(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:

@@ -78,7 +78,7 @@ def implemented(op: OpRule, choice: Choice) -> bool:
     implementation = only_implementation(op)
     if implementation is None:
         return False
-    return implementation.factors is None or choice.factor in implementation.factors
+    return implementation.factors is None or not implementation.factors.isdisjoint(choice.factors)
 
 
 def covers(choice: Choice, found: Choice, whole: Whole) -> bool:

@@ -99,7 +99,7 @@ def run_implementation(
     num_ranks = len(inputs[0]) if inputs else 2
     module, name = implementation.function.split(":")
     function = getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), name)
-    extra: dict[str, Any] = {"axes": {choice.factor: (AXIS,)} if choice.factor else {}, "sizes": dict(bound.sizes)}
+    extra: dict[str, Any] = {"axes": dict.fromkeys(choice.factors, (AXIS,)), "sizes": dict(bound.sizes)}
     if implementation.random:
         extra["key"] = 0
     if implementation.wraps:
@@ -136,8 +136,9 @@ def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
     return [
         choice
         for choice in implemented_choices(op, bound)
-        if choice.factor in paddable
-        and bound.sizes[choice.factor] % num_ranks
+        if choice.factors
+        and choice.factors[0] in paddable
+        and bound.sizes[choice.factors[0]] % num_ranks
         and not any(placement.is_split for placement in choice.outputs)
     ]
 

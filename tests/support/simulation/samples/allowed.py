@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.program.bags import EMBEDDING_BAGS
+from autopar.program.operators.bags import EMBEDDING_BAGS
 
 aten = torch.ops.aten
 

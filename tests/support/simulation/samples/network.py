@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
+from autopar.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten

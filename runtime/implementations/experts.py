@@ -1,0 +1,257 @@
+"""The operators of experts on ranks: which rows a rank has, and how they travel. Legend in `program.operators.experts`.
+
+Experts lie in blocks, one for each combination of ranks on the axes that split them, outer axis first. Of axes that
+split experts alone every rank sees the same tokens, and keeps the rows of its own experts. Over axes that split tokens
+as well, rows go to the rank of their expert's block and come home by one uneven all-to-all over all of them, joined.
+
+Rows arrive by rank and, of one rank, by expert; a second stable sort puts those of one expert together. How many rows
+go where is read on the host, once for each dispatch, where rows travel or a rank keeps some of them.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.program.operators.experts import Home, Take, count_rows, inverted, sorted_slots
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
+from autopar.runtime.collectives.derivatives import once_differentiable
+from autopar.sharding.mesh import joined_name
+
+EXPERTS = "x"
+FEATURES = "d"
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """How a mesh splits experts: by which axes, and over which of these rows travel."""
+
+    axes: tuple[Axis, ...]
+    travelled: tuple[Axis, ...]
+    num_experts: int
+
+    @classmethod
+    def of(cls, axes: Axes, num_experts: int) -> _Experts:
+        of_experts = axes_of(axes.get(EXPERTS, ()))
+        of_tokens = {name for factor, names in axes.items() if factor not in (EXPERTS, FEATURES) for name in names}
+        return cls(of_experts, tuple(axis for axis in of_experts if axis.name in of_tokens), num_experts)
+
+    @property
+    def kept(self) -> tuple[Axis, ...]:
+        """The axes that split experts alone: of their ranks, each keeps the rows of its own."""
+        return tuple(axis for axis in self.axes if axis not in self.travelled)
+
+    @property
+    def per_block(self) -> int:
+        return self.num_experts // num_parts_of(self.axes)
+
+    @property
+    def link(self) -> Axis:
+        """The axes over which rows travel, as one."""
+        if len(self.travelled) == 1:
+            return self.travelled[0]
+        names = [axis.name for axis in self.travelled]
+        return axis_of(joined_name(names, range(len(names))))
+
+    def is_reached(self, expert: Tensor) -> Tensor:
+        """Whether a row of this expert goes to a rank with the same place on the axes that split experts alone."""
+        block, found = expert // self.per_block, torch.ones_like(expert, dtype=torch.bool)
+        for axis in reversed(self.axes):
+            if axis in self.kept:
+                found = found & (block % axis.size == axis.rank)
+            block = block // axis.size
+        return found
+
+    def reached(self, counts_E: Tensor) -> Tensor:
+        """Of counts of all experts, those that this rank's rows may go to: one row for each destination."""
+        blocks = counts_E.view(*(axis.size for axis in self.axes), self.per_block)
+        for dim, axis in enumerate(self.axes):
+            if axis in self.kept:
+                mine = torch.zeros(1, dtype=torch.int64, device=counts_E.device) + axis.rank
+                blocks = blocks.index_select(dim, mine)
+        return blocks.reshape(-1, self.per_block)
+
+
+def dispatch(
+    x: Tensor, index: Tensor, num_experts: int, *, axes: Axes, sizes: Mapping[str, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `autopar.dispatch` for this rank's tokens: rows of its experts.
+
+    Counts are of this rank's experts, one row for each rank that has sent some; ids are numbers of these experts. Route
+    has the row of every slot before rows travel, -1 where the row is another rank's. Splits, on the CPU, are how many
+    rows have gone to and come from each rank.
+
+    Moves, where rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the
+    latter backward, by all-to-all.
+    """
+    experts, top_k = _Experts.of(axes, num_experts), index.shape[-1]
+    if experts.kept:
+        kept = experts.is_reached(index)
+        num_rows = kept.sum().item()
+        ids, slots = sorted_slots(torch.where(kept, index, num_experts))
+        ids, slots = ids[:num_rows], slots[:num_rows]
+        places = torch.arange(slots.shape[0], device=slots.device)
+        route = torch.full_like(index, -1).view(-1).scatter_(0, slots, places).view(index.shape)
+        rows = _Gather.apply(x.reshape(-1, x.shape[-1]), slots // top_k)
+    else:
+        ids, slots = sorted_slots(index)
+        route = inverted(slots).view(index.shape)
+        rows = Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2))
+    sent = experts.reached(count_rows(index, num_experts)) if experts.axes else count_rows(index, num_experts)[None]
+    if not experts.travelled:
+        return rows, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
+    link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // num_parts_of(experts.kept)
+    got = _exchanged_counts(sent, link)
+    splits = torch.stack([sent.sum(1), got.sum(1)]).cpu()
+    rows = _Exchange.apply(rows, *_host(splits), link, num_bytes)
+    ids, order = torch.sort(_senders_ids(got, rows.shape[0]), stable=True)
+    return _Reorder.apply(rows, order), got, ids, route, splits
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
+    """As `autopar.grouped_mm` for this rank's rows, experts and features. Moves nothing."""
+    return torch.ops.autopar.grouped_mm(rows, weight, counts.view(-1, weight.shape[0]).sum(0))
+
+
+def of_expert(values: Tensor, ids: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
+    """As `autopar.of_expert` for this rank's rows and experts. Moves nothing."""
+    return values[ids]
+
+
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    route: Tensor,
+    counts: Tensor,
+    splits: Tensor,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """As `autopar.combine`: this rank's tokens; partial sums where an axis splits experts alone.
+
+    Moves, where rows travel, T · K · D bytes forward and backward by all-to-all.
+    """
+    experts, features = _Experts.of(axes, sizes[EXPERTS]), rows.shape[-1]
+    if experts.travelled:
+        order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
+        num_bytes = route.numel() * features * rows.itemsize // num_parts_of(experts.kept)
+        sent, got = _host(splits)
+        rows = _Exchange.apply(_Reorder.apply(rows, inverted(order)), got, sent, experts.link, num_bytes)
+    home = _PartHome if experts.kept else Home
+    y = home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
+    return y.view(*route.shape[:-1], features)
+
+
+def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
+    """The expert of every row in the order of ranks that have sent them: counts are (ranks, experts)."""
+    num_ranks, per_block = counts.shape
+    ids = torch.arange(per_block, device=counts.device).repeat(num_ranks)
+    return torch.repeat_interleave(ids, counts.flatten(), output_size=num_rows)
+
+
+def _host(splits: Tensor) -> list[list[Any]]:
+    """Rows to and from each rank as numbers."""
+    return [list(each) for each in splits.tolist()]
+
+
+def _exchanged_counts(sent: Tensor, axis: Axis) -> Tensor:
+    count("all_to_all", axis, sent.numel() * sent.itemsize)
+    ones = [1] * axis.size
+    return _c10d.wait_tensor(_c10d.all_to_all_single(sent.contiguous(), ones, ones, axis.group))
+
+
+def _exchanged(x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:
+    """Rows from all ranks of the axis; counted as `num_bytes`."""
+    count("all_to_all", axis, num_bytes)
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), list(got), list(sent), axis.group))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.way = sent, got, axis, num_bytes
+        return _exchanged(x, sent, got, axis, num_bytes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        sent, got, axis, num_bytes = ctx.way
+        return _exchanged(grad, got, sent, axis, num_bytes), None, None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order: `order` has the place of each before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(0, order, grad), None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of some tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token_R)
+        ctx.num_tokens = x_TD.shape[0]
+        return x_TD[token_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        (token_R,) = ctx.saved_tensors
+        return grad_RD.new_zeros(ctx.num_tokens, grad_RD.shape[-1]).index_add_(0, token_R, grad_RD), None
+
+
+class _PartHome(torch.autograd.Function):
+    """As `Home` where some slots have no row here, -1 in `route`: those count as zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, route_TK: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        slot_R = _slots_of(route_TK, rows_RD.shape[0])
+        ctx.dtype, ctx.top_k = rows_RD.dtype, route_TK.shape[-1]
+        ctx.save_for_backward(None if weights_TK is None else rows_RD, weights_TK, slot_R)
+        weighted_RD = rows_RD if weights_TK is None else rows_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
+        zeros_TD = weighted_RD.new_zeros(route_TK.shape[0], rows_RD.shape[-1])
+        return zeros_TD.index_add_(0, slot_R // route_TK.shape[-1], weighted_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        rows_RD, weights_TK, slot_R = ctx.saved_tensors
+        grad_RD = grad_TD[slot_R // ctx.top_k]
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = grad_RD if weights_TK is None else grad_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
+            grad_rows = grad_rows.to(ctx.dtype)
+        if weights_TK is not None and ctx.needs_input_grad[1]:
+            of_rows = (rows_RD * grad_RD).sum(-1).to(weights_TK.dtype)
+            grad_weights = weights_TK.new_zeros(weights_TK.numel()).index_copy_(0, slot_R, of_rows)
+            grad_weights = grad_weights.view(weights_TK.shape)
+        return grad_rows, grad_weights, None
+
+
+def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
+    """The slot of each row, where slots without one have -1."""
+    slots = torch.argsort(route_TK.flatten())
+    return slots[slots.shape[0] - num_rows :]
