@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.experts.rewrite import sorted_experts
+from autopar.capture.experts.samples import tokens_in_samples
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.hooks import hooks_on_all_uses
@@ -91,6 +92,8 @@ PASSES: tuple[Pass, ...] = (
     flat_projections_to_batched,
     drop_dead_calls,
     sorted_experts,
+    drop_dead_calls,
+    tokens_in_samples,
     drop_dead_calls,
     packed_projections_to_separate,
     drop_dead_calls,

@@ -1,0 +1,194 @@
+"""Samples and positions of tokens kept apart, from where a model flattens them for its router to where it undoes that.
+
+A split of positions cannot pass a view of [B, S, D] as [B · S, D]; calls that treat every token alone need no such
+view. It is put off, call by call, until something needs it: calls then work on [B, S, ...]. Legend: L leading dims,
+T their product.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.capture.experts.forms import CASTS
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.capture.passes.views import VIEWS
+from autopar.program.operators.experts import COMBINE, DISPATCH
+
+ALONG_DIM = (
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.topk.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.max.dim,
+    aten.amax.default,
+    aten.argmax.default,
+    aten.cumsum.default,
+    aten.gather.default,
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter_add.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
+"""Calls along one dim, or several, that they name."""
+LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
+
+
+def tokens_in_samples(draft: TracedGraph) -> None:
+    """Let the calls around experts work on samples and positions."""
+    if draft.calls(DISPATCH):
+        _Lifting(draft).run()
+
+
+class _Lifting:
+    """What has been computed with its leading dims apart, in one pass over the calls."""
+
+    def __init__(self, draft: TracedGraph) -> None:
+        self.draft = draft
+        self.apart: dict[fx.Node, fx.Node] = {}
+        """Node of (T, ...) → the same as (*L, ...)."""
+        self.leading: dict[fx.Node, tuple[int, ...]] = {}
+        """Node → L."""
+        self.begins: set[fx.Node] = set()
+        """The views that make T of L, on the way to experts."""
+
+    def run(self) -> None:
+        to_experts = _before(self.draft.calls(DISPATCH))
+        for node in self.draft.calls():
+            leading = {self.leading[each] for each in node.all_input_nodes if each in self.apart}
+            if node in to_experts and _flattens(node):
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                self._note(node, source, shape_of(source)[:-1])
+                self.begins.add(node)
+            elif len(leading) == 1:
+                with self.draft.graph.inserting_before(node):
+                    self._lift(node, *leading)
+        for node, new in self.apart.items():
+            if node not in self.begins and _has_one_tensor(node) and node.users:
+                with self.draft.graph.inserting_before(node):
+                    flat = self._call(node, aten.reshape.default, new, list(shape_of(node)))
+                node.replace_all_uses_with(flat)
+
+    def _note(self, node: fx.Node, new: fx.Node, leading: tuple[int, ...]) -> None:
+        self.apart[node], self.leading[node] = new, leading
+
+    def _lift(self, node: fx.Node, leading: tuple[int, ...]) -> None:
+        """Put a call beside one on what is apart, if it treats every token alone."""
+        target, source = node.target, node.args[0]
+        if target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == (*leading, *shape_of(source)[1:]):
+            node.replace_all_uses_with(self.apart[source])
+        elif target is DISPATCH:
+            self._dispatch(node, leading)
+        elif target is COMBINE:
+            self._combine(node, leading)
+        else:
+            changed = self._changed(node, leading)
+            if changed is not None:
+                args, kwargs = map_arg((changed, dict(node.kwargs)), lambda each: self.apart.get(each, each))
+                target = aten.reshape.default if target in VIEWS else target
+                self._note(node, self._call(node, target, *args, **kwargs), leading)
+
+    def _changed(self, node: fx.Node, leading: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """The arguments of a call on what is apart; None where it treats tokens otherwise than each alone."""
+        target, source = node.target, node.args[0]
+        if target is operator.getitem:
+            return node.args
+        if not isinstance(target, torch._ops.OpOverload) or not isinstance(source, fx.Node):
+            return None
+        if source not in self.apart or not _has_one_tensor(source):
+            return None
+        shape, rest = shape_of(source), node.args[1:]
+        if target in (*VIEWS, aten.expand.default):
+            (sizes,) = rest
+            keeps = len(sizes) > 1 and sizes[0] == shape[0] and (target in VIEWS or len(sizes) == len(shape))  # type: ignore[index, arg-type]
+            return (source, [*leading, *sizes[1:]]) if keeps else None  # type: ignore[index]
+        if target is aten.linear.default:
+            return node.args if len(shape) > 1 else None
+        if target in LIKE:
+            return node.args
+        if target in ALONG_DIM:
+            return self._along(node, len(shape), len(leading) - 1)
+        pointwise = target in CASTS or torch.Tag.pointwise in target.tags
+        return node.args if pointwise and self._is_elementwise(node) else None
+
+    def _is_elementwise(self, node: fx.Node) -> bool:
+        """Whether inputs that are apart have as many dims as the result, and others none of tokens."""
+        ndim = len(shape_of(node))
+        dims = [(each in self.apart, len(shape_of(each))) for each in node.all_input_nodes]
+        return all(found == ndim if apart else found < ndim for apart, found in dims)
+
+    def _along(self, node: fx.Node, ndim: int, more: int) -> tuple[Any, ...] | None:
+        """The arguments of a call along dims that are not of tokens, these counted with `more` before them."""
+        said, ndim = arguments(node)["dim"], ndim + (node.target is aten.unsqueeze.default)
+        dims = [said] if isinstance(said, int) else list(said or ())
+        others = [each for each in node.all_input_nodes if each not in self.apart]
+        if not dims or others or any(dim % ndim == 0 for dim in dims):
+            return None
+        (place,) = (i for i, each in enumerate(node.target._schema.arguments) if each.name == "dim")  # type: ignore[union-attr]
+        moved = [dim if dim < 0 else dim + more for dim in dims]
+        args = list(node.args)
+        if place < len(args):
+            args[place] = moved[0] if isinstance(said, int) else moved
+        return tuple(args) if "dim" not in node.kwargs else None
+
+    def _dispatch(self, node: fx.Node, leading: tuple[int, ...]) -> None:
+        """Tokens and their experts are apart, or neither is."""
+        x, index, num_experts = node.args
+        assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+        if x not in self.apart:
+            return
+        index = self.apart.get(index) or self._call(node, aten.reshape.default, index, [*leading, shape_of(index)[-1]])
+        node.args = (self.apart[x], index, num_experts)
+        for user in node.users:
+            if user.args[1] == 3:  # the route of slots, which has their dims
+                user.meta["val"] = value_of(user).view(*leading, -1)
+                self._note(user, user, leading)
+                self.begins.add(user)
+
+    def _combine(self, node: fx.Node, leading: tuple[int, ...]) -> None:
+        rows, weights, route, *rest = node.args
+        assert isinstance(route, fx.Node)
+        if route not in self.apart:
+            return
+        if isinstance(weights, fx.Node):
+            weights = self.apart.get(weights) or self._call(
+                node, aten.reshape.default, weights, [*leading, shape_of(weights)[-1]]
+            )
+        new = self._call(node, COMBINE, rows, weights, route, *rest)
+        self._note(node, new, leading)
+
+    def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.draft.call(target, *args, module=node.meta["module"], **kwargs)
+
+
+def _flattens(node: fx.Node) -> bool:
+    """Whether a call makes all dims but the last one."""
+    source = node.args[0] if node.args else None
+    if node.target not in VIEWS or not isinstance(source, fx.Node):
+        return False
+    before, after = shape_of(source), shape_of(node)
+    return len(after) == 2 and len(before) > 2 and before[-1] == after[-1]
+
+
+def _before(nodes: list[fx.Node]) -> set[fx.Node]:
+    """All that the nodes are computed from."""
+    found: set[fx.Node] = set()
+    open_nodes = list(nodes)
+    while open_nodes:
+        for each in open_nodes.pop().all_input_nodes:
+            if each not in found:
+                found.add(each)
+                open_nodes.append(each)
+    return found
+
+
+def _has_one_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
