@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.solver.contraction import contract
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
@@ -83,15 +84,16 @@ def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bo
     pruned = prune(problem)
     if pruned.problem.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(problem))
+    contracted = contract(pruned.problem)
     try:
-        solution = _solve_pruned(pruned.problem, deadline, gap, only_narrow)
+        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow)
     except MemoryLimitError:
         raise MemoryLimitError(problem) from None  # with the pins that were pruned away
     except InfeasibleError:
         raise InfeasibleError(describe_conflict(problem)) from None
     if solution is None:
         return None
-    choices = pruned.extend(solution.choices)
+    choices = pruned.extend(contracted.extend(solution.choices))
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
     bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
     return replace(solution, choices=choices, seconds=seconds, bound=bound)

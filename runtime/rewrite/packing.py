@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.runtime.implementations.experts import grouped_mm
 from autopar.runtime.recompute.marks import MARK, role_of
 
 aten = torch.ops.aten
 
-OUTPUT_DIM: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1}
+OUTPUT_DIM: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1, grouped_mm: 2}
 """Product → the weight's dim that becomes the last dim of its output."""
 
 
@@ -45,7 +46,9 @@ def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
     for node in graph.nodes:
         piece = _piece(node) if node.target in OUTPUT_DIM else None
         if piece is not None:
-            key = node.target, piece.x, piece.weight, piece.bias, role_of(node), widths.get(node.args[1])
+            others = tuple(node.args[2:]) if node.target is grouped_mm else ()
+            width = widths.get(_slice_of(node.args[1]))
+            key = node.target, piece.x, piece.weight, piece.bias, others, role_of(node), width
             groups[key].append(piece)
     for (*_, width), pieces in groups.items():
         in_order = sorted(pieces, key=lambda piece: piece.start)
@@ -57,10 +60,12 @@ def pack_products(graph: fx.Graph, widths: Mapping[Any, int]) -> None:
 def _piece(node: fx.Node) -> Piece | None:
     """What a product computes, if its weight is part of another; None where its own bias is no such part."""
     x, weight = node.args[:2]
-    taken = _part(weight, OUTPUT_DIM[node.target])
+    taken = _part(_slice_of(weight), OUTPUT_DIM[node.target] - (_slice_of(weight) is not weight))
     if taken is None or not isinstance(x, fx.Node):
         return None
     whole, start, end = taken
+    if node.target is grouped_mm:
+        return Piece(x, whole, None, start, end, node, node)
     output, bias = node, _part(node.args[2], 0) if len(node.args) > 2 else None
     if node.target is aten.matmul.default and len(node.users) == 1:
         (user,) = node.users
@@ -70,6 +75,12 @@ def _piece(node: fx.Node) -> Piece | None:
         return Piece(x, whole, bias[0], start, end, node, output)
     has_own = node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None
     return None if has_own else Piece(x, whole, None, start, end, node, node)
+
+
+def _slice_of(weight: Any) -> Any:
+    """The part of matrices that a grouped product takes transposed; every other weight itself."""
+    transposed = isinstance(weight, fx.Node) and weight.target is aten.transpose.int and weight.args[1:] == (1, 2)
+    return weight.args[0] if transposed else weight
 
 
 def _part(value: Any, dim: int) -> tuple[fx.Node, int, int] | None:
@@ -94,8 +105,14 @@ def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
     target: Any = first.product.target
     is_sum = first.output is not first.product
     with graph.inserting_before(first.product):
-        bias = () if is_sum or first.bias is None else (first.bias,)
-        packed = emit(first.product, target, first.x, first.weight, *bias)
+        others = () if is_sum or first.bias is None else (first.bias,)
+        weight = first.weight
+        if target is grouped_mm:
+            others, like = first.product.args[2:], first.product.args[1]
+            assert isinstance(like, fx.Node)
+            weight = weight if _slice_of(like) is like else emit(like, aten.transpose.int, weight, 1, 2)
+        packed = emit(first.product, target, first.x, weight, *others)
+        packed.kwargs = first.product.kwargs
     with graph.inserting_before(first.output):
         if is_sum:
             packed = emit(first.output, aten.add.Tensor, packed, first.bias)
@@ -109,8 +126,11 @@ def _pack(graph: fx.Graph, first: Piece, pieces: list[Piece]) -> None:
     for piece, part in zip(pieces, taken, strict=True):
         piece.output.replace_all_uses_with(part)
         for node in dict.fromkeys((piece.output, piece.product)):
-            slices = [each for each in node.all_input_nodes if each.target is aten.slice.Tensor]
+            taken_from = [
+                each for each in node.all_input_nodes if each.target in (aten.slice.Tensor, aten.transpose.int)
+            ]
             graph.erase_node(node)
-            for each in slices:
-                if not each.users:
-                    graph.erase_node(each)
+            for each in taken_from:
+                for dead in (each, *(each.all_input_nodes if each.target is aten.transpose.int else ())):
+                    if not dead.users and dead.op == "call_function":
+                        graph.erase_node(dead)

@@ -44,10 +44,16 @@ def cut(call: Call) -> str:
 
 
 def slice_(call: Call) -> str:
-    """A range of a dim; the dim is free where the range is all of it."""
+    """A range of a dim; the dim is free where the range is all of it, or takes one place of each group of some."""
     if call.outputs[0].shape == call.inputs[0].shape and (call["end"] is None or call["end"] >= 2**31):
         dims = names(len(call.inputs[0].shape))
         return rule([term(dims, mark(call))], [term(dims)])
+    size, step, dim = call.inputs[0].shape[dim_of(call)], call["step"], dim_of(call)
+    to_the_end = call["end"] is None or call["end"] >= size
+    if step > 1 and 0 <= (call["start"] or 0) < step and to_the_end and size % step == 0:
+        dims = names(len(call.inputs[0].shape))
+        groups = [*dims[:dim], f"({dims[dim]} step)", *dims[dim + 1 :]]
+        return rule([term(groups, mark(call))], [term(dims)])
     return cut(call)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from autopar.capture.passes.packed_outputs import Piece, pieces_of
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
+from autopar.program.operators.experts import GROUPED_MM
 
 
 def flat_projections_to_batched(draft: TracedGraph) -> None:
@@ -38,8 +39,8 @@ def flat_projections_to_batched(draft: TracedGraph) -> None:
 
 def packed_projections_to_separate(draft: TracedGraph) -> None:
     """A product whose output is only taken apart along its last dim becomes one product per piece of its weight."""
-    for node in draft.calls(aten.linear.default, aten.matmul.default):
-        packed = _packed(node)
+    for node in draft.calls(aten.linear.default, aten.matmul.default, GROUPED_MM):
+        packed = _packed_experts(node) if node.target is GROUPED_MM else _packed(node)
         if packed is None:
             continue
         pieces = pieces_of(packed.output)
@@ -81,12 +82,29 @@ def _packed(node: fx.Node) -> Packed | None:
     return Packed(node, node, x, weight, None, 1)
 
 
+def _packed_experts(node: fx.Node) -> Packed | None:
+    """A grouped product with the matrices of a parameter, which may be transposed for it."""
+    x, weight = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if _is_transposed(weight) and isinstance(weight.args[0], fx.Node) and _is_parameter(weight.args[0]):
+        return Packed(node, node, x, weight.args[0], None, 1)
+    return Packed(node, node, x, weight, None, 2) if _is_parameter(weight) else None
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether a call exchanges the two dims of matrices."""
+    return node.target is aten.transpose.int and {dim % 3 for dim in node.args[1:]} == {1, 2}  # type: ignore[operator]
+
+
 def _piece_product(draft: TracedGraph, packed: Packed, piece: Piece) -> fx.Node:
     module, dim = packed.product.meta["module"], packed.weight_dim
     weight = draft.call(aten.slice.Tensor, packed.weight, dim, piece.start, piece.end, module=module)
     bias = packed.bias
     if bias is not None:
         bias = draft.call(aten.slice.Tensor, bias, 0, piece.start, piece.end, module=module)
+    if packed.product.target is GROUPED_MM:
+        weight = weight if dim == 2 else draft.call(aten.transpose.int, weight, 1, 2, module=module)
+        return draft.call(GROUPED_MM, packed.x, weight, *packed.product.args[2:], module=module)
     if packed.product.target is aten.linear.default:
         return draft.call(aten.linear.default, packed.x, weight, bias, module=module)
     product = draft.call(aten.matmul.default, packed.x, weight, module=module)

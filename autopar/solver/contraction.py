@@ -1,0 +1,168 @@
+"""Two nodes that hardly leave each other a choice become one, whose strategies are their allowed pairs.
+
+Where edges forbid nearly every pair of two nodes (both ends of an expert dispatch make the same choice), elimination
+would still build tables over all pairs, and over those of whoever stands beside them. One node in their place has few
+strategies more than the larger of the two, and the graph is the narrower for it. Edges to others are indexed anew; what
+both have to the same other is two parallel edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Edge, Integers, Node, Problem
+
+RARE = 0.05  # of all pairs may be allowed
+GROWTH = 4  # times as many strategies as the larger of the two had
+SMALL = 4096  # pairs: tables of no more cost nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contracted:
+    """The problem with fewer nodes, and for each of these the nodes that it stands for, with their strategies."""
+
+    problem: Problem
+    members: tuple[dict[int, Integers], ...]
+
+    def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the original problem from those of the smaller one."""
+        found = {
+            node: int(strategies[choice])
+            for choice, members in zip(choices, self.members, strict=True)
+            for node, strategies in members.items()
+        }
+        return tuple(found[node] for node in range(len(found)))
+
+
+def contract(problem: Problem) -> Contracted:
+    """Join pairs of nodes, largest first, until none is left that hardly leaves a choice."""
+    state = _State(problem)
+    while state.join_some():
+        pass
+    return state.result()
+
+
+class _State:
+    """What a problem has become; equal layers share arrays, and what was made of equal arrays is made once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.budget = problem.budget
+        self.nodes: dict[int, Node] = dict(enumerate(problem.nodes))
+        self.members = {node: {node: np.arange(each.num_strategies)} for node, each in self.nodes.items()}
+        self.edges: dict[int, Edge] = dict(enumerate(problem.edges))
+        self.made: dict[object, object] = {}
+
+    def join_some(self) -> bool:
+        """Join pairs that have no node in common; False where there is none."""
+        joined: set[int] = set()
+        for (one, other), edges in sorted(self._between().items(), key=self._size):
+            if not joined & {one, other}:
+                pairs = self._pairs(one, other, edges)
+                if pairs is not None:
+                    self._join(one, other, pairs)
+                    joined |= {one, other}
+        return bool(joined)
+
+    def _size(self, entry: tuple[tuple[int, int], list[int]]) -> tuple[int, tuple[int, int]]:
+        ends = entry[0]
+        return -math.prod(self.nodes[end].num_strategies for end in ends), ends
+
+    def _between(self) -> dict[tuple[int, int], list[int]]:
+        """The edges of two ends, by these, of pairs with many strategies."""
+        found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, edge in self.edges.items():
+            if len(edge.ends) == 2 and not edge.is_loop and edge.seconds.size > SMALL:
+                found[tuple(sorted(edge.ends))].append(number)  # type: ignore[index]
+        return found
+
+    def _pairs(self, one: int, other: int, edges: list[int]) -> tuple[Integers, Integers] | None:
+        """The pairs that are allowed, if they are few."""
+        tables = [(self.edges[number].seconds, self.edges[number].ends[0] == one) for number in edges]
+        key = (
+            "pairs",
+            id(self.nodes[one].seconds),
+            id(self.nodes[other].seconds),
+            *((id(t), first) for t, first in tables),
+        )
+        if key not in self.made:
+            allowed = np.isfinite(self.nodes[one].seconds)[:, None] & np.isfinite(self.nodes[other].seconds)[None, :]
+            for table, first in tables:
+                allowed = allowed & np.isfinite(table if first else table.T)
+            most = min(RARE * allowed.size, GROWTH * max(allowed.shape))
+            # The tables are kept with what was made of them: an id means something only while the object lives.
+            self.made[key] = (np.nonzero(allowed) if 0 < allowed.sum() <= most else None, tables)
+        return self.made[key][0]  # type: ignore[index, return-value]
+
+    def _join(self, one: int, other: int, pairs: tuple[Integers, Integers]) -> None:
+        rows = dict(zip((one, other), pairs, strict=True))
+        between = [n for n, edge in self.edges.items() if set(edge.ends) <= rows.keys()]
+        nodes = self.nodes[one], self.nodes[other]
+        edges = [self.edges.pop(number) for number in between]
+        self.nodes[one] = self._joined(nodes, edges, rows, pairs)
+        del self.nodes[other]
+        of_other = self.members.pop(other)
+        self.members[one] = {
+            **{node: strategies[pairs[0]] for node, strategies in self.members[one].items()},
+            **{node: strategies[pairs[1]] for node, strategies in of_other.items()},
+        }
+        for number, edge in self.edges.items():
+            if not rows.keys().isdisjoint(edge.ends):
+                self.edges[number] = self._indexed(edge, rows, one)
+
+    def _joined(
+        self, nodes: tuple[Node, Node], edges: list[Edge], rows: dict[int, Integers], pairs: tuple[Integers, Integers]
+    ) -> Node:
+        """The costs of all allowed pairs."""
+        parts = tuple((id(each.seconds), id(each.num_bytes)) for each in (*nodes, *edges))
+        places = tuple(tuple(list(rows).index(end) for end in edge.ends) for edge in edges)
+        key = "node", id(pairs), parts, places
+        if key not in self.made:
+            seconds = sum(node.seconds[each] for node, each in zip(nodes, pairs, strict=True))
+            held = sum(node.num_bytes[each] for node, each in zip(nodes, pairs, strict=True))
+            for edge in edges:
+                index = tuple(rows[end] for end in edge.ends)
+                seconds = seconds + edge.seconds[index]
+                held = held if edge.num_bytes is None else held + edge.num_bytes[index]
+            self.made[key] = seconds, held, (nodes, edges, pairs)
+        seconds, held, _ = self.made[key]  # type: ignore[misc]
+        return Node(f"{nodes[0].name} & {nodes[1].name}", seconds, held)
+
+    def _indexed(self, edge: Edge, rows: dict[int, Integers], joined: int) -> Edge:
+        """An edge to one of two nodes, or to both, as one to what they have become."""
+        at = tuple(end if end in rows else None for end in edge.ends)
+        ids = tuple(None if end is None else id(rows[end]) for end in at)
+        key = "edge", id(edge.seconds), id(edge.num_bytes), ids
+        if key not in self.made:
+            tables = (edge.seconds, edge.num_bytes)
+            self.made[key] = (*(None if each is None else _taken(each, at, rows) for each in tables), (edge, rows))
+        seconds, held, _ = self.made[key]  # type: ignore[misc]
+        ends = tuple(dict.fromkeys(joined if end in rows else end for end in edge.ends))
+        if len(edge.ends) == 2:
+            return Edge((joined, joined) if len(ends) == 1 else ends, seconds, held)
+        return Edge(ends, seconds, held)
+
+    def result(self) -> Contracted:
+        index = {node: place for place, node in enumerate(self.nodes)}
+        edges = (
+            Edge(tuple(index[end] for end in edge.ends), edge.seconds, edge.num_bytes) for edge in self.edges.values()
+        )
+        problem = Problem(tuple(self.nodes.values()), tuple(edges), self.budget)
+        return Contracted(problem, tuple(self.members[node] for node in self.nodes))
+
+
+def _taken(table: np.ndarray, at: Sequence[int | None], rows: dict[int, Integers]) -> np.ndarray:
+    """The rows of pairs along the dims of the two nodes; one dim in their place where a table of three has both."""
+    dims = [dim for dim, end in enumerate(at) if end is not None]
+    if len(dims) == 1 or table.ndim == 2:
+        for dim in dims:
+            table = np.take(table, rows[at[dim]], axis=dim)  # type: ignore[index]
+        return table
+    first, second = dims
+    moved = np.moveaxis(table, (first, second), (0, 1))
+    taken = moved[rows[at[first]], rows[at[second]]]  # type: ignore[index]
+    return np.moveaxis(taken, 0, first)
