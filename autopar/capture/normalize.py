@@ -58,6 +58,29 @@ def drop_dead_calls(draft: TracedGraph) -> None:
             draft.graph.erase_node(node)
 
 
+def detach_dead_ends(draft: TracedGraph) -> None:
+    """Detach what goes to calls from which no gradient comes back, as to scores of which only the order is read."""
+    live = {node for node in draft.graph.output_node().all_input_nodes if _records(node)}
+    for node in reversed(draft.calls()):
+        if _records(node) and not live.isdisjoint(node.users):
+            live.add(node)
+    dead = [node for node in draft.calls() if _records(node) and node not in live]
+    for node in dead:
+        for source in node.all_input_nodes:
+            if source in live or (source.op == "placeholder" and _records(source)):
+                with draft.graph.inserting_before(node):
+                    detached = draft.call(aten.detach.default, source, module=node.meta["module"])
+                node.replace_input_with(source, detached)
+
+
+def _records(node: fx.Node) -> bool:
+    """Whether autograd follows a value."""
+    found = node.meta["val"]
+    return any(
+        isinstance(x, Tensor) and x.requires_grad for x in (found if isinstance(found, list | tuple) else [found])
+    )
+
+
 def drop_unused_placeholders(draft: TracedGraph) -> None:
     """Drop placeholders that nothing reads."""
     for node in draft.placeholders():
@@ -98,6 +121,7 @@ PASSES: tuple[Pass, ...] = (
     packed_projections_to_separate,
     drop_dead_calls,
     drop_unused_placeholders,
+    detach_dead_ends,
     propagate,  # the passes above change strides, which the passes below read
     drop_identities,
     state_sizes,

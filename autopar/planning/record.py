@@ -9,6 +9,7 @@ from autopar.cost.operations import num_backward
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
+from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.memory_limit import Answer
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
@@ -94,7 +95,10 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         solver=answer.solver,
         memory_limit=context.settings.memory,
         unruled=space.unruled(),
-        notes=tuple(f"assumed, not checked: {each}" for each in space.program.assumed),
+        notes=(
+            *(f"assumed, not checked: {each}" for each in space.program.assumed),
+            *notes_on_experts(space, choices),
+        ),
         memory=answer.memory,
         recompute=answer.modes,
         multiplier=answer.multiplier,

@@ -16,6 +16,7 @@ from autopar.errors import InputError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
+from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.planner import make_plan
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
@@ -103,4 +104,5 @@ class PlanRequest:
             Microbatches(self.microbatches or 1),
         )
         warn_of_replicated_work(self.strategy, [(space, choices)])
+        warn_of_unknown_experts(space)
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))

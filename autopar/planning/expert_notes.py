@@ -1,0 +1,58 @@
+"""What a plan says of its experts: that what rows cost is expected, and which experts no axis can divide."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from autopar.cost.operations import flops
+from autopar.program.calls import module_of
+from autopar.program.operators.experts import DISPATCH
+from autopar.sharding.rule import factors_of
+from autopar.space.space import Decision, Space
+
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+"""Products by expert that stand in a graph where the block around them was not found."""
+EXPERTS = "x"
+BALANCED = (
+    "expected: each device has an equal share of the rows of its experts. What routing makes of that changes seconds "
+    "and memory of experts on expert axes, but no result."
+)
+
+
+def notes_on_experts(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
+    """A line where rows are divided by expert: their number follows from the data."""
+    split = any(
+        decision.node.target is DISPATCH and _splits_experts(decision, choice)
+        for decision, choice in zip(space.decisions, choices, strict=True)
+        if decision.kind == "call"
+    )
+    return (BALANCED,) if split else ()
+
+
+def _splits_experts(decision: Decision, choice: int) -> bool:
+    return any(EXPERTS in factors_of(made) for made in decision.menu.strategies[choice].choices)
+
+
+def warn_of_unknown_experts(space: Space) -> None:
+    """Warn of grouped products whose rows every device has: the block that they belong to was not found."""
+    if space.mesh.num_devices == 1:
+        return
+    total, unknown, places = 0, 0, dict[str, None]()
+    for decision in space.decisions:
+        menu = decision.menu
+        if menu.call is None or menu.op is None or menu.bound is None:
+            continue
+        work = flops(menu.call, menu.op, menu.bound)
+        total += work
+        if str(decision.node.target) in GROUPED:
+            unknown += work
+            places[module_of(decision.node) or "the forward"] = None
+    if unknown:
+        named = ", ".join(list(places)[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        warnings.warn(
+            f"the experts in {named} ({unknown / total:.0%} of the FLOPs) are written in a form that autopar does not "
+            "know: all of their rows stay on every device, and only the features of their matrices can be split. "
+            "docs/experts.md lists the forms that are known.",
+            stacklevel=2,
+        )
