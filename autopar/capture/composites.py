@@ -85,11 +85,6 @@ def correlation(x: Tensor) -> Tensor:
     return (found / deviations.unsqueeze(-1) / deviations.unsqueeze(0)).clamp(-1, 1)
 
 
-def sign(x: Tensor) -> Tensor:
-    """The sign of real numbers by `sign`: the gradient of `sgn` is a tensor without memory, on which DTensors crash."""
-    return NotImplemented if x.is_complex() else x.sign()
-
-
 OTHER_NAMES = """
     absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip clip.Tensor concatenate conj det
     divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode fix float_power.Scalar
@@ -128,7 +123,6 @@ COMPOSITES: Mapping[Callable[..., Any], Callable[..., Any]] = {
     aten.affine_grid_generator.default: affine_grid,
     aten.cov.default: covariance,
     aten.corrcoef.default: correlation,
-    aten.sgn.default: sign,
 }
 """Operation → the function that computes it by others, with the same arguments (NotImplemented: it is kept whole)."""
 

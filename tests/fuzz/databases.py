@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.program.effects import draws
 from autopar.space.space import Space
 from tests.support.simulation.outcome import Outcome, judged
 from tests.support.simulation.training import Pins, Steps, train_alone, train_on_ranks
@@ -223,8 +224,11 @@ class _Drawing(TorchDispatchMode):
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        schema, kwargs = func._schema.arguments, kwargs or {}
+        given = {argument.name: argument.default_value for argument in schema}
+        given |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+        self.found |= draws(func, given)
+        return func(*args, **kwargs)
 
 
 def _draws(sample: Sample) -> bool:
