@@ -45,7 +45,12 @@ def has_derivative(target: Callable[..., Any]) -> bool:
 
 
 def check_result(target: Callable[..., Any], value: Any, module: str) -> None:
-    """Raise CaptureError where what a call gives is not dense, or has a shape that depends on values of tensors."""
+    """Raise CaptureError where what a call gives is not dense, or in lists, or of a shape that depends on values."""
+    if isinstance(value, list | tuple) and any(isinstance(each, list | tuple) for each in value):
+        raise CaptureError(
+            f"{target} in {where(module)} gives lists of tensors among other outputs, which a graph does not hold; "
+            "let the operation give one list, or single tensors."
+        )
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, Tensor):
             continue

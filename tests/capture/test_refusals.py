@@ -1,4 +1,4 @@
-"""Tensors that are not dense, and models that cannot be copied, are refused by the name of what is in the way."""
+"""What a graph cannot hold, and models that cannot be copied, are refused by the name of what is in the way."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ def test_a_forward_that_makes_a_sparse_tensor_is_refused(made: str) -> None:
 
     with pytest.raises(CaptureError, match=rf"what aten\.{made}\.default gives in the forward is a sparse_\w+ tensor"):
         planned(Making(4, 4), torch.eye(4))
+
+
+@torch.library.custom_op("autopar_tests::sum_and_parts", mutates_args=())
+def sum_and_parts(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return x.sum(), [x.clone(), x.clone()]
+
+
+@sum_and_parts.register_fake
+def _(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return x.new_empty(()), [torch.empty_like(x), torch.empty_like(x)]
+
+
+def test_an_operation_that_gives_a_list_among_others_is_refused() -> None:
+    class Parts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            total, (one, _) = sum_and_parts(x)
+            return (self.weight * one).sum() + total
+
+    with pytest.raises(CaptureError, match=r"sum_and_parts.* lists of tensors among other outputs.* give one list"):
+        planned(Parts(4, 4), torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("kept", [threading.Lock(), (i for i in range(3))])
