@@ -47,7 +47,7 @@ OPERATORS, MODULES = _databases()
 MESH = {"dp": 5}
 DTYPE = torch.float64
 SAMPLES, LOOKED_AT, MAX_ELEMENTS = 2, 12, 2000
-"""How many samples of each operator and module are run, out of how many, and how large their inputs may be."""
+"""How many samples of each operator and module are run, out of how many, and how large their inputs are to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class UnusableError(Exception):
 
 def _usable(samples: Iterable[Callable[[str], Sample]]) -> Iterator[Sample]:
     """The first samples that one process trains, with as much learning as it can; UnusableError where there is none."""
-    count, fault = 0, "no sample is small enough"
+    count, fault = 0, "all samples are empty"
     for made in samples:
         for sample in map(made, ("everything", "input", "nothing")):
             fault = _fault_alone(sample)
@@ -240,13 +240,17 @@ def _draws(sample: Sample) -> bool:
 
 
 def _by_size(samples: Iterable[Any], inputs: Callable[[Any], Any]) -> list[Any]:
-    """The first samples that are small, the largest first."""
+    """The first samples that are not empty: those that are small, the largest first, then the others."""
 
-    def size(sample: Any) -> int:
-        return _num_elements(inputs(sample))
+    def badness(sample: Any) -> tuple[bool, int]:
+        size = _num_elements(inputs(sample))
+        return size > MAX_ELEMENTS, abs(MAX_ELEMENTS - size)
 
-    found = [sample for sample in itertools.islice(samples, LOOKED_AT) if 0 < size(sample) <= MAX_ELEMENTS]
-    return sorted(found, key=size, reverse=True)
+    def is_empty(sample: Any) -> bool:
+        tensors = [x for x in pytree.tree_leaves(inputs(sample)) if isinstance(x, Tensor)]
+        return bool(tensors) and not _num_elements(tensors)
+
+    return sorted(itertools.islice(itertools.filterfalse(is_empty, samples), LOOKED_AT), key=badness)
 
 
 def _num_elements(tree: Any) -> int:
