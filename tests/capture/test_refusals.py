@@ -69,6 +69,15 @@ def test_a_forward_that_makes_a_sparse_tensor_is_refused(made: str) -> None:
         planned(Making(4, 4), torch.eye(4))
 
 
+def test_an_operation_whose_shapes_depend_on_values_is_refused_with_a_way_out() -> None:
+    class Solving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.lstsq(self.weight, x).solution.sum()
+
+    with pytest.raises(CaptureError, match=r"what aten\.linalg_lstsq\.default gives.*depends on .*custom_op"):
+        planned(Solving(4, 4), torch.ones(4, 4))
+
+
 @torch.library.custom_op("autopar_tests::sum_and_parts", mutates_args=())
 def sum_and_parts(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return x.sum(), [x.clone(), x.clone()]
