@@ -123,8 +123,8 @@ def _explained(name: str, error: Exception) -> str:
     lacking = _cause(error, DynamicOutputShapeException) or _cause(error, UnsupportedOperatorException)
     if lacking is not None:
         return (
-            f"{name} cannot be traced{where}: what {lacking.func} gives, or its shape, depends on the values of tensors, "  # type: ignore[attr-defined]
-            "of which a captured graph knows none. Compute it outside of the model and pass the result as an input, or "
+            f"{name} cannot be traced{where}: what {lacking.func} gives, or its shape, depends on the values of "  # type: ignore[attr-defined]
+            "tensors, of which a captured graph knows none. Compute it outside of the model and pass the result as an input, or "
             "wrap it in a torch.library.custom_op whose register_fake tells the shape."
         )
     return (
