@@ -124,9 +124,9 @@ def _explained(name: str, error: Exception) -> str:
     operation = getattr(lacking, "func", None)
     if operation is not None:
         return (
-            f"{name} cannot be traced{where}: what {operation} gives, or its shape, depends on the values of tensors, of "
-            "which a captured graph knows none. Compute it outside of the model and pass the result as an input, or wrap "
-            "it in a torch.library.custom_op whose register_fake tells the shape."
+            f"{name} cannot be traced{where}: what {operation} gives, or its shape, depends on the values of tensors, "
+            "of which a captured graph knows none. Compute it outside of the model and pass the result as an input, or "
+            "wrap it in a torch.library.custom_op whose register_fake tells the shape."
         )
     return (
         f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "
