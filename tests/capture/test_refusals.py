@@ -62,8 +62,8 @@ def test_a_tensor_that_is_not_dense_is_refused(form: str, how: str) -> None:
 @pytest.mark.parametrize("made", ["to_sparse", "to_sparse_csr"])
 def test_a_forward_that_makes_a_sparse_tensor_is_refused(made: str) -> None:
     class Making(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.mm(getattr(x, made)(), self.weight).sum()
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.mm(getattr(input, made)(), self.weight).sum()
 
     with pytest.raises(CaptureError, match=rf"what aten\.{made}\.default gives in the forward is a sparse_\w+ tensor"):
         planned(Making(4, 4), torch.eye(4))
@@ -71,8 +71,8 @@ def test_a_forward_that_makes_a_sparse_tensor_is_refused(made: str) -> None:
 
 def test_an_operation_whose_shapes_depend_on_values_is_refused_with_a_way_out() -> None:
     class Solving(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.lstsq(self.weight, x).solution.sum()
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.linalg.lstsq(self.weight, input).solution.sum()
 
     with pytest.raises(CaptureError, match=r"what aten\.linalg_lstsq\.default gives.*depends on .*custom_op"):
         planned(Solving(4, 4), torch.ones(4, 4))
@@ -90,8 +90,8 @@ def _(x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 def test_an_operation_that_gives_a_list_among_others_is_refused() -> None:
     class Parts(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            total, (one, _) = sum_and_parts(x)
+        def forward(self, input: Tensor) -> Tensor:
+            total, (one, _) = sum_and_parts(input)
             return (self.weight * one).sum() + total
 
     with pytest.raises(CaptureError, match=r"sum_and_parts.* lists of tensors among other outputs.* give one list"):

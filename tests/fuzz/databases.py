@@ -18,7 +18,7 @@ import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -257,5 +257,5 @@ def _num_elements(tree: Any) -> int:
     return sum(x.numel() for x in pytree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.is_floating_point()
