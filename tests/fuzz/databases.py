@@ -46,6 +46,8 @@ def _databases() -> tuple[list[Any], list[Any]]:
 OPERATORS, MODULES = _databases()
 MESH = {"dp": 5}
 DTYPE = torch.float64
+OTHER_DTYPES = (torch.int64, torch.complex128, torch.float32, torch.float8_e4m3fn)
+"""For operators that do not know ours, the first that they know."""
 SAMPLES, LOOKED_AT, MAX_ELEMENTS = 2, 12, 2000
 """How many samples of each operator and module are run, out of how many, and how large their inputs are to be."""
 
@@ -111,9 +113,12 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def operators() -> dict[str, Any]:
-    """Every operator of the database that knows our dtype, by name and variant."""
-    known = [op for op in OPERATORS if DTYPE in op.supported_dtypes("cpu")]
-    return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in known}
+    """Every operator of the database that runs on the CPU, by name and variant."""
+    return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in OPERATORS if _dtype_of(op)}
+
+
+def _dtype_of(op: Any) -> torch.dtype | None:
+    return next((dtype for dtype in (DTYPE, *OTHER_DTYPES) if dtype in op.supported_dtypes("cpu")), None)
 
 
 def modules() -> dict[str, Any]:
@@ -124,14 +129,15 @@ def modules() -> dict[str, Any]:
 def samples_of_operator(op: Any) -> Iterator[Sample]:
     """The largest samples of an operator that one process trains."""
     torch.manual_seed(0)
-    found = op.sample_inputs("cpu", DTYPE, requires_grad=op.supports_autograd)
+    dtype = _dtype_of(op)
+    found = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype is DTYPE)
     return _usable(_sample_of_operator(op, sample) for sample in _by_size(found, lambda s: s.input))
 
 
 def _sample_of_operator(op: Any, sample: Any) -> Callable[[str], Sample]:
     given = ((sample.input, *sample.args), dict(sample.kwargs))
     leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), given))
-    given_whole = {0: leaves[0]} if isinstance(leaves[0], Tensor) else {}
+    given_whole = {n: leaf for n, leaf in enumerate(leaves[:1]) if isinstance(leaf, Tensor)}
     given_whole |= {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not _is_float(leaf)}
     batch = {f"x{number}": leaf for number, leaf in given_whole.items()}
     return lambda learns: Sample(functools.partial(Alone, op.op, leaves, spec, learns), batch)
