@@ -197,7 +197,7 @@ def _fault_alone(sample: Sample) -> str:
                 return "draws random numbers"
             return "" if train_alone(sample.build(), Steps([sample.batch])).is_finite else "inf, nan or huge numbers"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def judge_sample(sample: Sample, chance: random.Random | None = None, seconds: float = 120.0) -> Outcome:
