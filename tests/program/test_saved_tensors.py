@@ -154,7 +154,7 @@ def test_a_call_that_wants_other_strides_than_planned_is_refused() -> None:
 
         def forward(self, x_BD: Tensor) -> Tensor:
             given = (each.detach().to(torch.float8_e4m3fn) for each in (x_BD, self.weight))
-            return torch._scaled_mm(*given, scale_a=torch.ones(()), scale_b=torch.ones(()), out_dtype=torch.float32)
+            return torch.ops.aten._scaled_mm(*given, torch.ones(()), torch.ones(()), out_dtype=torch.float32)
 
     assert ByColumns()(torch.ones(32, 32)).eq(32).all()
     program = capture(ByColumns(), (torch.ones(32, 32),), {})
