@@ -29,8 +29,8 @@ from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
-from autopar.program.program import Program, TensorInfo
-from autopar.program.python_state import PythonState
+from autopar.program.program import Program, TensorInfo, fault_of_form
+from autopar.program.python_state import INTERNALS, PythonState
 
 ORDER = ("parameter", "buffer", "constant", "input")
 
@@ -152,6 +152,9 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
                 f"{name} has no shape yet (of a lazy module, as nn.LazyLinear); run the model once on an example, "
                 "which gives it one, before autopar sees it."
             )
+        fault = fault_of_form(tensor)
+        if fault:
+            raise CaptureError(f"{name} {fault}.")
         if id(tensor) in memo:
             continue
         with torch.no_grad():
@@ -166,7 +169,25 @@ def _copied(model: nn.Module, empty: Any) -> nn.Module:
                 memo.setdefault(id(value), empty(value) if value.is_meta else value)
             elif isinstance(value, CustomOpDef):  # nothing can copy what torch.library.custom_op returns
                 memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    known = dict(memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{_uncopied(model, known)} cannot be copied ({type(error).__name__}: {error}), and autopar captures a "
+            "copy of the model; keep it outside of the model, or give its class a __deepcopy__."
+        ) from error
+
+
+def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute because of which a model cannot be copied."""
+    for path, module in model.named_modules():
+        for name in vars(module).keys() - INTERNALS:
+            try:
+                copy.deepcopy(vars(module)[name], dict(memo))
+            except Exception:
+                return f"the attribute {path}.{name}" if path else f"the attribute {name}"
+    return type(model).__name__
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -282,6 +303,9 @@ def _ordered(graph: fx.Graph) -> fx.Graph:
 def _real(source: Source, name: str) -> Tensor:
     value = source.value
     assert value is not None
+    fault = fault_of_form(value)
+    if fault:
+        raise CaptureError(f"the forward reads a tensor ({source.name or name}) that {fault}.")
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         raise CaptureError(
             f"the forward reads a tensor ({source.name or name}) whose value is not there: an attribute on the meta "

@@ -50,6 +50,13 @@ def state_dtypes(draft: TracedGraph) -> None:
             set_call(node, aten.to.dtype, source, value_of(node).dtype)
 
 
+def real_signs(draft: TracedGraph) -> None:
+    """The sgn of real numbers becomes sign: the gradient of sgn has no memory, and as a DTensor ends the process."""
+    for node in draft.calls(aten.sgn.default):
+        if not value_of(node).is_complex():
+            set_call(node, aten.sign.default, node.args[0])
+
+
 def drop_dead_calls(draft: TracedGraph) -> None:
     """Drop calls that nothing reads; a batch_norm in training stays, for its running statistics."""
     for node in reversed(draft.calls()):
@@ -110,6 +117,7 @@ PASSES: tuple[Pass, ...] = (
     pooled_bags,
     drop_identities,
     state_dtypes,
+    real_signs,
     state_sizes,
     split_before_permuting,
     flat_projections_to_batched,

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
@@ -118,6 +119,14 @@ def _explained(name: str, error: Exception) -> str:
             f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
             "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
             "layerdrop to 0 where the model has one."
+        )
+    lacking = _cause(error, DynamicOutputShapeException) or _cause(error, UnsupportedOperatorException)
+    operation = getattr(lacking, "func", None)
+    if operation is not None:
+        return (
+            f"{name} cannot be traced{where}: what {operation} gives, or its shape, depends on the values of tensors, "
+            "of which a captured graph knows none. Compute it outside of the model and pass the result as an input, or "
+            "wrap it in a torch.library.custom_op whose register_fake tells the shape."
         )
     return (
         f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "

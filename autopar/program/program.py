@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
@@ -150,3 +150,27 @@ def info_of(node: fx.Node) -> TensorInfo:
     found = node.meta["tensor"]
     assert isinstance(found, TensorInfo), f"{node} has no single tensor output: {found}"
     return found
+
+
+INSTEAD = {
+    "nested": "torch.nested.to_padded_tensor(x, 0.0) and a mask",
+    "quantized": "x.dequantize()",
+}
+
+
+def fault_of_form(tensor: Tensor) -> str:
+    """What a tensor is instead of dense, and what to give in its place; "" where it is dense.
+
+    >>> fault_of_form(torch.eye(2).to_sparse_csr())
+    'is a sparse_csr tensor, and autopar splits dense ones only; give x.to_dense() in its place'
+    """
+    if tensor.is_nested:
+        form = "nested"
+    elif tensor.is_quantized:
+        form = "quantized"
+    elif tensor.layout is not torch.strided:
+        form = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+    else:
+        return ""
+    given = INSTEAD.get(form, "x.to_dense()")
+    return f"is a {form} tensor, and autopar splits dense ones only; give {given} in its place"

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autopar.errors import CaptureError
 from autopar.program.calls import source_of
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 
@@ -71,7 +72,16 @@ def _saved_in(program: Program) -> dict[fx.Node, Saved]:
             continue
         inputs = tensor_inputs(node)
         infos = tuple(each.meta["tensor"] for each in inputs)
-        found[node] = _saved(_question(node, infos, tuple(_unless_contiguous(strides.get(n), n) for n in inputs)))
+        question = _question(node, infos, tuple(_unless_contiguous(strides.get(n), n) for n in inputs))
+        try:
+            found[node] = _saved(question)
+        except RuntimeError as error:
+            text = str(error).strip().splitlines()[0]
+            raise CaptureError(
+                f"{node.target} in {node.meta['module'] or 'the forward'} does not take its tensors as they lie in "
+                f"memory ({text}): autopar plans with contiguous parameters, buffers and inputs. Give it such ones, "
+                "and transpose within forward (w.t())."
+            ) from error
         if len(found[node].strides) == 1:
             strides[node] = found[node].strides[0]
     return found

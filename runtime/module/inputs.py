@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.program.program import Program
+from autopar.program.program import Program, fault_of_form
 from autopar.runtime.ranks.calls import Values
 from autopar.runtime.ranks.checksums import checksums
 from autopar.sharding.layout import I, Layout, S, replicated
@@ -34,16 +34,28 @@ def call_signature(model: nn.Module) -> inspect.Signature:
 
 
 def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """The same call with every argument by name, in the order of the signature; as it is where that cannot be."""
+    """The same call with every argument by name, in the order of the signature; as it is where that cannot be.
+
+    InputError where the signature does not take it, or a tensor is not dense.
+    """
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
-        return args, dict(kwargs)
+        return _dense((args, dict(kwargs)))
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise InputError(f"the inputs do not fit the model's forward{signature}: {error}.") from error
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     extra = bound.pop(rest, {}) if rest else {}
-    return (), {**bound, **extra}
+    return _dense(((), {**bound, **extra}))
+
+
+def _dense(arguments: Arguments) -> Arguments:
+    """The same inputs; InputError where a tensor is not dense."""
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        fault = fault_of_form(leaf) if isinstance(leaf, Tensor) else ""
+        if fault:
+            raise InputError(f"{name_of(path)} {fault}.")
+    return arguments
 
 
 def kind_of(arguments: Arguments, device: str) -> object:

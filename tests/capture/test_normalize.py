@@ -366,3 +366,10 @@ def test_made_tensors_name_a_device_that_the_runtime_replaces() -> None:
 )
 def test_a_view_that_only_splits_is_told_apart(before: Any, after: Any, groups: Any) -> None:
     assert _split_groups(before, after) == groups
+
+
+def test_the_sgn_of_real_numbers_is_sign_and_of_complex_ones_stays() -> None:
+    program = assert_as_eager(Function(lambda self, x: (x * self.weight).sgn() * self.bias), (_x(4, 6),))
+    assert calls(program, aten.sign.default) and not calls(program, aten.sgn.default)
+    program = capture(Function(lambda self, x: torch.complex(x, self.weight).sgn().abs()), (_x(4, 6),), {})
+    assert calls(program, aten.sgn.default)

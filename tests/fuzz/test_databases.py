@@ -10,12 +10,19 @@ import pytest
 
 databases = pytest.importorskip("tests.fuzz.databases", reason="PyTorch's test databases need packages of their own")
 
-EXPECTED: Mapping[str, str] = {}
+UNSET = "it gives memory as it was found, which is another in each process"
+EXPECTED: Mapping[str, str] = dict.fromkeys(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), UNSET
+)
 """Operator or module → why it is neither equal nor refused; each is known and out of reach."""
 
 
 def hold(name: str, samples: Iterable[Any]) -> None:
-    for number, sample in enumerate(samples):
+    try:
+        found = list(samples)
+    except databases.UnusableError as error:
+        pytest.skip(f"one process trains no sample: {error}")
+    for number, sample in enumerate(found):
         for chance in (None, random.Random(name)):
             outcome = databases.judge_sample(sample, chance)
             if outcome.is_bad and name in EXPECTED:

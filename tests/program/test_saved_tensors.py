@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.export import capture
+from autopar.errors import CaptureError
 from autopar.program import saved_tensors
 from autopar.program.program import Program
 from autopar.program.saved_tensors import Saved, saved_in
@@ -143,3 +144,19 @@ def test_the_meta_device_answers_as_the_cpu_does(family: str, monkeypatch: pytes
     monkeypatch.setattr(saved_tensors, "DEVICE_DECIDES", _Everything())
     assert saved_in(program) == found
     saved_tensors._saved.cache_clear()
+
+
+def test_a_call_that_wants_other_strides_than_planned_is_refused() -> None:
+    class ByColumns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32, 32).t())
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            given = (each.detach().to(torch.float8_e4m3fn) for each in (x_BD, self.weight))
+            return torch.ops.aten._scaled_mm(*given, torch.ones(()), torch.ones(()), out_dtype=torch.float32)
+
+    assert ByColumns()(torch.ones(32, 32)).eq(32).all()
+    program = capture(ByColumns(), (torch.ones(32, 32),), {})
+    with pytest.raises(CaptureError, match=r"_scaled_mm.*mat2 must be col_major.* within forward \(w\.t\(\)\)"):
+        saved_in(program)

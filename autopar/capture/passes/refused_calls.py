@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
+from autopar.program.program import fault_of_form
 
 aten = torch.ops.aten
 
@@ -43,10 +44,21 @@ def has_derivative(target: Callable[..., Any]) -> bool:
     return name not in WITHOUT_DERIVATIVE
 
 
-def check_shape(target: Callable[..., Any], value: Any, module: str) -> None:
-    """Raise CaptureError where the shape of what a call gives depends on the values of tensors."""
-    if any(isinstance(leaf, Tensor) and leaf._has_symbolic_sizes_strides for leaf in pytree.tree_leaves(value)):
-        raise CaptureError(f"{target} in {where(module)} {DEPENDS}")
+def check_result(target: Callable[..., Any], value: Any, module: str) -> None:
+    """Raise CaptureError where what a call gives is not dense, or in lists, or of a shape that depends on values."""
+    if isinstance(value, list | tuple) and any(isinstance(each, list | tuple) for each in value):
+        raise CaptureError(
+            f"{target} in {where(module)} gives lists of tensors among other outputs, which a graph does not hold; "
+            "let the operation give one list, or single tensors."
+        )
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            continue
+        fault = fault_of_form(leaf)
+        if fault:
+            raise CaptureError(f"what {target} gives in {where(module)} {fault}.")
+        if leaf._has_symbolic_sizes_strides:
+            raise CaptureError(f"{target} in {where(module)} {DEPENDS}")
 
 
 def where(module: str) -> str:

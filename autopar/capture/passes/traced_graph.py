@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
-from autopar.capture.passes.refused_calls import check_shape, not_evaluated
+from autopar.capture.passes.refused_calls import check_result, not_evaluated
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class TracedGraph:
     def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str = "") -> Any:
         """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own.
 
-        Raises CaptureError where that, or its shape, depends on the values of tensors.
+        Raises CaptureError where that, or its shape, depends on the values of tensors, and where it is not dense.
         """
         writes = is_write(target)
         key = None if writes or self.writes_left else call_key(target, args, kwargs)
@@ -70,7 +70,7 @@ class TracedGraph:
                 value = target(*args, **kwargs)
             except (NotImplementedError, RuntimeError) as error:
                 raise not_evaluated(target, module, error) from error
-        check_shape(target, value, module)
+        check_result(target, value, module)
         if key is not None and _description(value) is not None:
             self.seen[key] = value
         return value
