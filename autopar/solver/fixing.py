@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.solver.min_marginals import Excesses
 from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
-from autopar.solver.reduction import cut_table
+from autopar.solver.reductions.reduction import cut_table
 
 
 @dataclass(frozen=True, slots=True)

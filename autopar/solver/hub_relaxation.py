@@ -26,7 +26,7 @@ from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate
 from autopar.solver.lagrangian import Point, point
 from autopar.solver.min_marginals import Excesses, excesses
 from autopar.solver.problem import Edge, Floats, Node, Problem
-from autopar.solver.reduction import Pruned, prune, with_fixed
+from autopar.solver.reductions.reduction import Pruned, prune, with_fixed
 
 DEAR_WORK = 2_000_000_000  # entries: an elimination of more takes longer than one of the loosened graph
 MANY = 8  # neighbours: a node with more is a hub

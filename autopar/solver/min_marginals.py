@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.solver.elimination import Elimination, EliminationStep, bag_sum
 from autopar.solver.problem import Floats, Integers, Problem
-from autopar.solver.reduction import cut_table
+from autopar.solver.reductions.reduction import cut_table
 
 HAIR = 0.01  # of the grid
 

@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.elimination import Tables, compile_elimination
 from autopar.solver.lagrangian import Point
 from autopar.solver.problem import Problem
-from autopar.solver.reduction import prune, with_fixed
+from autopar.solver.reductions.reduction import prune, with_fixed
 
 NARROW = 50_000_000  # entries of a bag while one node is let go
 Solve = Callable[[Problem, float], Point | None]

@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.solver.contraction import contract
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
@@ -34,7 +33,8 @@ from autopar.solver.lagrangian import Least, LeastByElimination, Point, Relaxati
 from autopar.solver.min_marginals import excesses
 from autopar.solver.neighbourhoods import good_solution
 from autopar.solver.problem import Floats, Problem, Solution
-from autopar.solver.reduction import prune, reduce_problem
+from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.reduction import prune, reduce_problem
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends

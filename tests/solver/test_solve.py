@@ -21,7 +21,7 @@ from autopar.solver.fixing import remaining
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.reduction import prune, reduce_problem
+from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds

@@ -167,11 +167,10 @@ FILLING = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.defaul
 
 def _is_full_of(node: Any, number: int) -> bool:
     node = without(node, *CASTS, aten.expand.default)
-    if not isinstance(node, fx.Node):
-        return False
-    if node.target in FILLING:
-        return node.args[FILLING[node.target]] == number
-    return FILLED.get(node.target) == number
+    target: Any = node.target if isinstance(node, fx.Node) else None
+    if target in FILLING:
+        return bool(node.args[FILLING[target]] == number)
+    return FILLED.get(target) == number
 
 
 def is_zero(node: Any) -> bool:

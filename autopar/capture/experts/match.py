@@ -177,12 +177,13 @@ def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int
     """Whether a call computes every row of its results from the same row of its inputs, whatever their number."""
     outputs = node.meta.get("val")
     outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-    tensors = node.op == "call_function" and all(isinstance(x, torch.Tensor) for x in outputs)
-    if not tensors or any(x.shape[:1] != (num_rows,) for x in outputs):
+    tensors = [x for x in outputs if isinstance(x, torch.Tensor)]
+    whole = node.op == "call_function" and len(tensors) == len(outputs)
+    if not whole or any(x.shape[:1] != (num_rows,) for x in tensors):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # a piece of what was taken apart
-    last = outputs[0].ndim - 1
+    last = tensors[0].ndim - 1
     if node.target in ALONG_LAST:
         return last > 0 and arguments(node)["dim"] % (last + 1) == last
     if node.target in (aten.softmax.int, aten.log_softmax.int, aten.glu.default, aten.unsqueeze.default):

@@ -93,7 +93,7 @@ class _Lifting:
             changed = self._changed(node, leading)
             if changed is not None:
                 args, kwargs = map_arg((changed, dict(node.kwargs)), lambda each: self.apart.get(each, each))
-                target = aten.reshape.default if target in VIEWS else target
+                target: Any = aten.reshape.default if target in VIEWS else target
                 self._note(node, self._call(node, target, *args, **kwargs), leading)
 
     def _changed(self, node: fx.Node, leading: tuple[int, ...]) -> tuple[Any, ...] | None:

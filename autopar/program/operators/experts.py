@@ -108,7 +108,7 @@ def _combine(rows: Tensor, weights: Tensor | None, route: Tensor, counts: Tensor
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows (R, K) times their expert's matrix (E, K, N), the first counts[0] rows by the first matrix and so on."""
     if _is_fast(rows, weight):
-        return torch._grouped_mm(rows, weight, counts.cumsum(0, dtype=torch.int32))
+        return torch.ops.aten._grouped_mm(rows, weight, counts.cumsum(0, dtype=torch.int32))
     found = rows.new_empty(rows.shape[0], weight.shape[-1])
     torch.cat([part @ each for part, each in zip(rows.split(counts.tolist()), weight, strict=True)], out=found)
     return found
@@ -124,7 +124,7 @@ def _grouped_mm_backward(
     if not of_weight:
         return grad_rows, none
     if _is_fast(rows, weight) and _is_fast(grad, weight):
-        return grad_rows, torch._grouped_mm(rows.t(), grad, counts.cumsum(0, dtype=torch.int32))
+        return grad_rows, torch.ops.aten._grouped_mm(rows.t(), grad, counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
     parts = zip(rows.split(sizes), grad.split(sizes), strict=True)
     return grad_rows, torch.stack([part.t() @ each for part, each in parts])

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import contraction
-from autopar.solver.contraction import contract
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions import contraction
+from autopar.solver.reductions.contraction import contract
 
 
 def _random(rng: np.random.Generator) -> Problem:
