@@ -105,19 +105,16 @@ class _Pins:
             self._add(number, annotation, self._roles(number)[:, index] == role)
 
     def _factor(self, annotation: Annotation, found: Found, axis: str, factor: str) -> None:
-        """A factor of one operation's rule."""
+        """A factor of the rule that every operation found has."""
         index = self.space.mesh.index(axis)
+        if found.kind != "operation":
+            raise AnnotationError(f"{annotation}: {refusals.why_no_operation_named(found, annotation.pattern, axis)}")
         for number in found.calls:
             mask = self._mask_of(number, ("factor", index, factor), lambda s: s.choices[index] == factor)
             if not mask.any():
                 decision = self._decision(number)
                 raise AnnotationError(f"{annotation}: {refusals.why_no_factor(self.space, decision, axis, factor)}")
             self._add(number, annotation, mask)
-        if not found.calls:
-            raise AnnotationError(
-                f"{annotation}: {annotation.pattern} is a parameter, and only operations have factors; "
-                f"say along which dim it is stored, as in {axis}=0."
-            )
 
     def _dim(self, annotation: Annotation, found: Found, axis: str, said: Said) -> None:
         assert not isinstance(said, str)

@@ -46,7 +46,8 @@ def expert_data(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
 
 def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
-    """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M).
+    """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
+    Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
     Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and are summed at home:
 
