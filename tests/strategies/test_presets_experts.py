@@ -30,6 +30,7 @@ CASES = [
     ("expert_folded", (2,)),
     ("expert_folded", (4, 2)),
 ]
+MOE = "layers.0.moe"
 GRID, CUBE = {"ep": 2, "tp": 2}, {"dp": 2, "ep": 2, "tp": 2}
 
 
@@ -92,11 +93,10 @@ def test_experts_train_on_ranks_as_on_one_process(strategy: str, form: str, mesh
 
 
 def choices(strategy: str, mesh: Mapping[str, int], form: str = "sorted") -> dict[str, str]:
-    """Operation of the experts → the choices of its calls."""
+    """Call of the experts → its choices."""
     ids = token_batches(1, batch=8)[0]
-    plan = autopar.plan(decoder(form), Mesh(dict(mesh), "cpu"), ids, strategy=strategy)
-    rows = [row for row in plan.rows if row.kind == "call" and row.module == "layers.0.moe"]
-    return {name: plan.choices[name] for row in rows for name in (row.name,)}
+    plan = autopar.plan(decoder(form), Mesh(dict(mesh), "cpu"), ids, strategy=strategy, hardware=BYTES_ALONE)
+    return {row.name: plan.choices[row.name] for row in plan.rows if row.kind == "call" and row.module == MOE}
 
 
 def test_experts_are_folded_over_the_axes_of_attention() -> None:
