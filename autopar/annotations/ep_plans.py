@@ -18,7 +18,7 @@ from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.sharding.annotation import FACTOR, Said
 
 DISPATCHED = "ep_dispatch_experts"
-FACTORS: Mapping[str, str | None] = {"auto": None, "all_to_all": "a0+x", "all_reduce": "x"}
+FACTORS: Mapping[str, str | None] = {"auto": None, "all_to_all": "+x", "all_reduce": "x"}
 """Implementation → the factors of both ends that it splits, by the rules of strategies/rules/experts.py."""
 
 

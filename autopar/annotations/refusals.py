@@ -14,7 +14,7 @@ from autopar.program.calls import module_of
 from autopar.program.program import TensorInfo
 from autopar.sharding.annotation import FACTOR, NODE, Said, Slices
 from autopar.sharding.layout import P
-from autopar.sharding.rule import factors_of
+from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.space.space import Decision, Space
 
 _SHOWN = 6
@@ -67,7 +67,7 @@ def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> s
     assert bound is not None
     offered = dict.fromkeys(strategy.choices[index] for strategy in decision.menu.strategies)
     words = _quoted(f"{FACTOR}{each}" for each in offered if factors_of(each))
-    for each in factors_of(factor):
+    for each in factors_of(factor.removeprefix(TOGETHER)):
         size = bound.sizes.get(each, num_parts)
         if size % num_parts:
             return (

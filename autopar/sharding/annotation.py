@@ -11,7 +11,7 @@ stage=1             the calls of a module run on this stage of the pipeline (aut
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. Of
 such a node, and of operations, a factor of the rule may be named, too, or several that are split together: tp="factor:h",
-ep="factor:a0+x".
+ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def _expert_split(
     graph = RoledProgram.of(program)
     batch = axes.others(mesh, tensor)
     axes.need_batch(strategy, graph.samples, mesh, batch)
-    exchanged = exchanged_factors(graph)
     _need_experts(strategy, graph, mesh, experts)
-    _need_tokens(strategy, graph, mesh, tuple(dict.fromkeys((*batch, *experts))))
+    parted = {axis: _tokens_over(graph, mesh, axis, axis == tensor) for axis in experts}
+    _need_tokens(strategy, graph, mesh, {**dict.fromkeys(batch, "data"), **parted})
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
         wish = data
@@ -121,12 +121,28 @@ def _expert_split(
             if axis not in experts:
                 wish = _left_free(wish, _ways_home(graph, regions))
                 _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
-        split.along(axis, _at_experts(wish, exchanged) if axis in experts else wish)
+        if axis in experts:
+            wish = _at_experts(wish, exchanged_factors(graph, parted[axis]))
+        split.along(axis, wish)
     return split.annotations()
 
 
-def exchanged_factors(graph: RoledProgram) -> Mapping[str, str]:
-    """Call → the factor by which an axis divides it that brings rows of tokens to their experts and home."""
+def _tokens_over(graph: RoledProgram, mesh: Mesh, axis: str, is_tensor: bool) -> str:
+    """The role of the dim along which tokens part on an axis: samples, or positions where nothing else splits these."""
+    positions = [call.factor_of("sequence") for call in _ends(graph)]
+    divide = [f and call.bound.sizes[f] % mesh.size(axis) == 0 for call, f in zip(_ends(graph), positions, strict=True)]
+    return "sequence" if is_tensor and divide and all(divide) else "data"
+
+
+def _ends(graph: RoledProgram) -> list[RoledCall]:
+    return [call for call in graph.learned if call.call.target in (DISPATCH, COMBINE)]
+
+
+def exchanged_factors(graph: RoledProgram, parted: str) -> Mapping[str, str]:
+    """Call → the factor by which an axis divides it that brings rows of tokens to their experts and home.
+
+    `parted` is the role of the dim of tokens that the axis splits at both ends.
+    """
     found: dict[str, str] = {}
     rows: set[Value] = set()
     for call in graph.learned:
@@ -135,6 +151,7 @@ def exchanged_factors(graph: RoledProgram) -> Mapping[str, str]:
         tokens, expert = call.factor_of("data"), call.factor_of(EXPERT)
         held = [term.dims[0][0] for value, term in zip(call.inputs, call.in_terms, strict=True) if value in rows]
         if call.call.target in (DISPATCH, COMBINE):
+            tokens = call.factor_of(parted)
             found[call.name] = f"{tokens}{TOGETHER}{expert}" if tokens else f"{expert}"
         elif expert:
             kept = all(term.dim_of(expert) is not None for term in call.out_terms)
@@ -198,16 +215,18 @@ def _need_experts(strategy: str, graph: RoledProgram, mesh: Mesh, experts: tuple
             )
 
 
-def _need_tokens(strategy: str, graph: RoledProgram, mesh: Mesh, split: tuple[str, ...]) -> None:
-    """Raise StrategyError where the tokens that go to experts do not divide over the axes that are to split them."""
-    parts = _num_parts(mesh, split)
-    for call in graph.learned:
-        tokens = call.factor_of("data") if call.call.target is DISPATCH else None
-        if tokens and call.bound.sizes[tokens] % parts:
-            raise StrategyError(
-                f"{strategy} splits the tokens of experts into {parts} parts over {', '.join(split)}; {call.name} has "
-                f"{call.bound.sizes[tokens]} along its first dim. Use a batch, or a length, that {parts} divides."
-            )
+def _need_tokens(strategy: str, graph: RoledProgram, mesh: Mesh, parted: Mapping[str, str]) -> None:
+    """Raise StrategyError where the tokens of experts do not divide over the axes that split them; role by axis."""
+    for role in dict.fromkeys(parted.values()):
+        split = tuple(axis for axis, each in parted.items() if each == role)
+        parts = _num_parts(mesh, split)
+        for call in _ends(graph):
+            factor = call.factor_of(role)
+            if factor and call.bound.sizes[factor] % parts:
+                raise StrategyError(
+                    f"{strategy} splits the tokens of experts into {parts} parts over {', '.join(split)}; {call.name} "
+                    f"has {call.bound.sizes[factor]} along dim {factor}. Use a batch, or a length, that {parts} divides."
+                )
 
 
 def _warn_of_whole_experts(strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str) -> None:
