@@ -225,7 +225,7 @@ def _need_tokens(strategy: str, graph: RoledProgram, mesh: Mesh, parted: Mapping
             if factor and call.bound.sizes[factor] % parts:
                 raise StrategyError(
                     f"{strategy} splits the tokens of experts into {parts} parts over {', '.join(split)}; {call.name} "
-                    f"has {call.bound.sizes[factor]} along dim {factor}. Use a batch, or a length, that {parts} divides."
+                    f"has {call.bound.sizes[factor]} along {factor}. Use a batch, or a length, that {parts} divides."
                 )
 
 

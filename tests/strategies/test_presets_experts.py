@@ -11,6 +11,7 @@ from torch import nn
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import StrategyError
+from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS, annotations_for, experts
 from tests.strategies.test_presets_volume import BYTES_ALONE, axes_of, formulas, moved, num_bytes
@@ -92,27 +93,46 @@ def test_experts_train_on_ranks_as_on_one_process(strategy: str, form: str, mesh
     assert fault_of(found, train_alone(decoder(form), steps)) == ""
 
 
-def choices(strategy: str, mesh: Mapping[str, int], form: str = "sorted") -> dict[str, str]:
-    """Call of the experts → its choices."""
+def choices(strategy: str, mesh: Mapping[str, int], form: str = "sorted") -> list[tuple[str, str]]:
+    """The operations of the experts with their choices, in order."""
     ids = token_batches(1, batch=8)[0]
     plan = autopar.plan(decoder(form), Mesh(dict(mesh), "cpu"), ids, strategy=strategy, hardware=BYTES_ALONE)
-    return {row.name: plan.choices[row.name] for row in plan.rows if row.kind == "call" and row.module == MOE}
+    rows = [row for row in plan.rows if row.kind == "call" and row.module == MOE]
+    return [(row.operation, plan.choices[row.name]) for row in rows]
 
 
 def test_experts_are_folded_over_the_axes_of_attention() -> None:
-    found = choices("expert_folded", {"dp": 2, "tp": 2})
-    assert found["dispatch_default"] == found["combine_default"] == "a0+x a0+x"
-    called = choices("expert_folded", CUBE)
-    assert called["dispatch_default"] == "a0 a0+x a0+x"
-    assert called["grouped_mm_default"] == "r x x"
+    program = capture(decoder(), (), token_batches(1)[0], training=True)
+    operations = {node.name: node.target for node in program.graph.nodes}
+
+    def said(mesh: Mapping[str, int]) -> dict[str, tuple[object, ...]]:
+        found = annotations_for("expert_folded", program, Mesh(dict(mesh), "cpu"))
+        return {
+            operations[each.pattern.removeprefix("%")].name(): tuple(what for _, what in each.axes)
+            for each in found
+            if operations.get(each.pattern.removeprefix("%")) in (DISPATCH, GROUPED_MM, COMBINE)
+        }
+
+    everywhere = ("factor:a0+x", "factor:b0+x")
+    products = ("factor:x", "factor:x")
+    assert said({"dp": 2, "tp": 2}) == {
+        "autopar::dispatch": everywhere,
+        "autopar::grouped_mm": products,
+        "autopar::combine": everywhere,
+    }
+    assert said(CUBE) == {
+        "autopar::dispatch": ("factor:a0", *everywhere),
+        "autopar::grouped_mm": ("factor:r", *products),
+        "autopar::combine": ("factor:a0", *everywhere),
+    }
 
 
 def test_the_features_of_experts_are_columns_and_rows_and_partial_on_the_way_home() -> None:
     found = choices("expert_model", {"tp": 2, "ep": 2})
-    assert [found[f"grouped_mm_default{each}"] for each in ("", "_1", "_2")] == ["o x", "o x", "k x"]
-    assert (found["dispatch_default"], found["combine_default"]) == ("- a0+x", "P0 a0+x")
+    assert [choice for operation, choice in found if operation == "grouped_mm"] == ["o x", "o x", "k x"]
+    assert {("dispatch", "- a0+x"), ("combine", "P0 a0+x")} < set(found)
     dense = choices("expert_model", GRID, "einsum")
-    assert list(dense.values())[-4:] == ["e0 f0", "a d", "e0 f0", "g0 P1"]
+    assert dense[-4:] == [("einsum", "e0 f0"), ("relu", "a d"), ("einsum", "e0 f0"), ("einsum", "g0 P1")]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +156,7 @@ def test_what_has_no_place_for_experts_is_refused(strategy: str, mesh: Mapping[s
 
 def test_tokens_that_do_not_divide_over_the_axes_of_experts_are_refused() -> None:
     program = capture(decoder(), (), token_batches(1, batch=2, positions=3)[0], training=True)
-    with pytest.raises(StrategyError, match=r"tokens of experts into 4 parts over dp, tp; dispatch_default has 6 along"):
+    with pytest.raises(StrategyError, match=r"tokens of experts into 4 parts over dp, tp; dispatch_\w+ has 2 along a0"):
         annotations_for("expert_folded", program, Mesh({"dp": 2, "tp": 2}, "cpu"))
 
 
