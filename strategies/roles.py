@@ -184,7 +184,9 @@ class _Reader:
         self.calls[node.name] = call
         for position, value in enumerate(inputs):
             self.users[value].append((call, position))
-        for position, (roles, info) in enumerate(zip(_output_roles(found, dims, weights), found.call.outputs, strict=True)):
+        for position, (roles, info) in enumerate(
+            zip(_output_roles(found, dims, weights), found.call.outputs, strict=True)
+        ):
             self.infos[node.name, position] = info
             self.dims[node.name, position] = roles
 

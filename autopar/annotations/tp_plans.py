@@ -118,8 +118,9 @@ def _said(pattern: str, style: object) -> Said:
         return "row"
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim
+    known = ", ".join(sorted({*_SAID, *_NOTHING, DISPATCHED}))
     raise AnnotationError(
-        f'annotate_plan: "{pattern}" has the style {style!r}; known are {", ".join(sorted({*_SAID, *_NOTHING, DISPATCHED}))}, '
+        f'annotate_plan: "{pattern}" has the style {style!r}; known are {known}, '
         "and ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModule… of torch.distributed.tensor.parallel."
     )
 

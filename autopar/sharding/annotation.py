@@ -10,8 +10,8 @@ regather=True       parameters stored in parts are gathered again for the backwa
 stage=1             the calls of a module run on this stage of the pipeline (autopar/pipeline/stages/pins.py), from 0 on
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. Of
-such a node, and of operations, a factor of the rule may be named, too, or several that are split together: tp="factor:h",
-ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another.
+such a node, and of operations, a factor of the rule may be named, too, or several that are split together:
+tp="factor:h", ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another.
 """
 
 from __future__ import annotations

@@ -89,17 +89,22 @@ def expert_folded(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d = (P - N - X - Q)/t + N + Q + 16
     """
     named = [axis for axis in mesh.names if axis in axes.EXPERT]
-    _, tensor = _expert_and_tensor(mesh) if len(mesh.names) > 1 else ("", mesh.names[0])
+    tensor = _tensor(mesh)
     experts = tuple(axis for axis in mesh.names if axis in named or axis == tensor) if named else mesh.names
     return _expert_split("expert_folded", program, mesh, experts, tensor)
 
 
 def _expert_and_tensor(mesh: Mesh) -> tuple[str, str]:
-    """The axis of experts and that of columns and rows: by their names, else the last."""
-    unnamed = [axis for axis in mesh.names if axis not in axes.EXPERT] or list(mesh.names)
-    tensor = next((axis for axis in unnamed if axis in axes.TENSOR), unnamed[-1])
+    """The axis of experts and that of columns and rows, of a mesh of several axes: by their names, else the last."""
+    tensor = _tensor(mesh)
     others = axes.others(mesh, tensor)
     return next((axis for axis in others if axis in axes.EXPERT), others[-1]), tensor
+
+
+def _tensor(mesh: Mesh) -> str:
+    """The axis of columns and rows: by its name, else the last that is not called one of experts."""
+    unnamed = [axis for axis in mesh.names if axis not in axes.EXPERT] or mesh.names
+    return next((axis for axis in unnamed if axis in axes.TENSOR), unnamed[-1])
 
 
 def _expert_split(
@@ -199,7 +204,7 @@ def _products(graph: RoledProgram) -> list[tuple[RoledCall, str]]:
 
 
 def _need_experts(strategy: str, graph: RoledProgram, mesh: Mesh, experts: tuple[str, ...]) -> None:
-    """Raise StrategyError where the model has no experts, or they do not divide over the axes that are to split them."""
+    """Raise StrategyError where the model has no experts, or they do not divide over their axes."""
     products = _products(graph)
     if not products:
         raise StrategyError(

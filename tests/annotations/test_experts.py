@@ -99,7 +99,7 @@ def test_experts_that_do_not_divide_are_refused_with_their_number() -> None:
     with pytest.raises(AnnotationError, match='"expert" on axis ep splits 8 experts into 3 parts; 8 is divisible by'):
         pinned("moe", "expert", 3)
     for factor in ("x", "+x"):
-        with pytest.raises(AnnotationError, match=r'on axis ep splits 8 into 3 parts; 8 is divisible by 2, 4, 8\. Use'):
+        with pytest.raises(AnnotationError, match=r"on axis ep splits 8 into 3 parts; 8 is divisible by 2, 4, 8\. Use"):
             pinned("moe.dispatch", f"factor:{factor}", 3)
 
 
