@@ -184,9 +184,8 @@ class _Reader:
         self.calls[node.name] = call
         for position, value in enumerate(inputs):
             self.users[value].append((call, position))
-        for position, (roles, info) in enumerate(
-            zip(_output_roles(found, dims, weights), found.call.outputs, strict=True)
-        ):
+        output_roles = _output_roles(found, dims, weights)
+        for position, (roles, info) in enumerate(zip(output_roles, found.call.outputs, strict=True)):
             self.infos[node.name, position] = info
             self.dims[node.name, position] = roles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture
@@ -66,7 +66,7 @@ def test_a_batch_of_two_activations_and_a_matrix_for_all_are_no_experts() -> Non
             super().__init__()
             self.weight = nn.Linear(16, 16, bias=False)
 
-        def forward(self, ids, labels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             x = self.weight.weight[ids]
             return (x @ x.transpose(1, 2) @ x @ self.weight.weight).square().mean()
 

@@ -1,4 +1,4 @@
-"""The presets for experts: they train as one process does, move what their docstrings say, and refuse what they cannot."""
+"""The presets for experts train as one process does, move what their docstrings say, and refuse what they cannot do."""
 
 from __future__ import annotations
 

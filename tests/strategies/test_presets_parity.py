@@ -1,7 +1,7 @@
 """Every preset trains GPT-2, Llama and a ViT on real ranks as one process does, and moves the bytes it is predicted to.
 
-The whole matrix is marked slow; the fast selection has one preset of each way to split. None of these models has experts,
-whose presets are trained by tests/strategies/test_presets_experts.py.
+The whole matrix is marked slow; the fast selection has one preset of each way to split. None of these models has
+experts, whose presets are trained by tests/strategies/test_presets_experts.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a step of a preset moves is what its docstring says: the formulas are read from there, and held to the plan.
 
-That a plan's bytes are those that ranks move is held by tests/strategies/test_presets_parity.py. The presets for experts
-have their own tests, tests/strategies/test_presets_experts.py.
+That a plan's bytes are those that ranks move is held by tests/strategies/test_presets_parity.py. The presets for
+experts have their own tests, tests/strategies/test_presets_experts.py.
 """
 
 from __future__ import annotations
