@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
@@ -60,15 +61,17 @@ def test_a_product_by_a_matrix_per_expert_has_the_roles_of_its_factors(form: str
     assert home.roles["e0"] == "expert"
 
 
-def test_a_batch_of_two_activations_and_a_matrix_for_all_are_no_experts() -> None:
+def test_two_activations_and_a_matrix_that_every_token_meets_are_no_experts() -> None:
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Linear(16, 16, bias=False)
+            self.heads = nn.Parameter(torch.randn(4, 16, 8))
 
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             x = self.weight.weight[ids]
-            return (x @ x.transpose(1, 2) @ x @ self.weight.weight).square().mean()
+            x = x @ x.transpose(1, 2) @ x @ self.weight.weight
+            return torch.einsum("bsd,hdk->bshk", x, self.heads).square().mean()
 
     program = capture(Scores(), (), token_batches(1)[0], training=True)
     assert not any("expert" in call.roles.values() for call in RoledProgram.of(program).calls.values())
