@@ -2,8 +2,9 @@
 
 A dim's role flows from the inputs along the factors of the rules: "data" for samples, "sequence" for positions,
 "column" for the outputs of a matrix product and what is made of them (features, heads, classes). A dim that an
-operation needs whole (positions in causal attention) keeps its role behind it. Nothing here depends on the names of
-modules. The presets find their places by these roles, and the space of plans is laid out with them.
+operation needs whole (positions in causal attention) keeps its role behind it. A product of activations with a batch of
+matrices, as `ecd,edf->ecf` by einsum, matmul or bmm, is one by experts. Nothing here depends on the names of modules.
+The presets find their places by these roles, and the space of plans is laid out with them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Value = tuple[str, int]
 Roles = tuple[str | None, ...]
 """The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
 
+EXPERT = "expert"
 ATTENTION = (aten.scaled_dot_product_attention.default,)
 LOOKUPS = (aten.embedding.default, EMBEDDING_BAGS)
 CLASS_LOSSES = (aten.cross_entropy_loss.default,)
@@ -177,11 +179,13 @@ class _Reader:
             if any(name in known for name, _ in inputs):
                 known.add(node.name)
         weight_only, learned = node.name not in self.from_inputs, node.name in self.learned
-        call = RoledCall(node, found, inputs, _factor_roles(found, dims), dims, weight_only, learned)
+        weights = tuple([name in self.learned and name not in self.from_inputs for name, _ in inputs])
+        call = RoledCall(node, found, inputs, _factor_roles(found, dims, weights), dims, weight_only, learned)
         self.calls[node.name] = call
         for position, value in enumerate(inputs):
             self.users[value].append((call, position))
-        for position, (roles, info) in enumerate(zip(_output_roles(found, dims), found.call.outputs, strict=True)):
+        output_roles = _output_roles(found, dims, weights)
+        for position, (roles, info) in enumerate(zip(output_roles, found.call.outputs, strict=True)):
             self.infos[node.name, position] = info
             self.dims[node.name, position] = roles
 
@@ -199,24 +203,47 @@ def _ruled(node: fx.Node) -> RuledCall:
 
 
 @functools.lru_cache(maxsize=8192)
-def _factor_roles(found: RuledCall, dims: tuple[Roles, ...]) -> Mapping[str, str]:
-    """Roles of factors: by their name (o, k, x), else that of the first input dim they stand on."""
+def _factor_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> Mapping[str, str]:
+    """Roles of factors: by their name (o, k, x), those of a product by experts, else of the input dims they stand on.
+
+    Of these the first counts, and before it an expert: gates, whose experts are columns of the router, meet rows.
+    """
+    by_experts = _product_by_experts(found, weights)
     roles: dict[str, str] = {}
     for factor in found.splittable:
-        if factor in ROLE_OF_FACTOR:
-            roles[factor] = ROLE_OF_FACTOR[factor]
-            continue
-        on = ((term.dim_of(factor), each) for term, each in zip(found.bound.rule.inputs, dims, strict=True))
-        role = next((each[dim] for dim, each in on if dim is not None and each[dim]), None)
+        named = ROLE_OF_FACTOR.get(factor) if not by_experts else by_experts.get(factor)
+        on = zip(found.bound.rule.inputs, dims, strict=True)
+        held = [each[dim] for term, each in on if (dim := term.dim_of(factor)) is not None and each[dim]]
+        role = named or (EXPERT if EXPERT in held else next(iter(held), None))
         if role:
             roles[factor] = role
     return roles
 
 
+def _product_by_experts(found: RuledCall, weights: tuple[bool, ...]) -> Mapping[str, str]:
+    """Roles in a product of activations with a matrix per expert (E, in, out); empty for all other calls.
+
+    The experts, dim 0 of the weight, are a batch that both have; of the other dims one is summed, one is put out.
+    """
+    inputs, outputs = found.bound.rule.inputs, found.bound.rule.outputs
+    if len(outputs) != 1 or all(weights):
+        return {}
+    given = {f for term, is_weight in zip(inputs, weights, strict=True) if not is_weight for f in term.factors}
+    kept = set(outputs[0].factors)
+    for term, is_weight in zip(inputs, weights, strict=True):
+        if is_weight and len(term.dims) == len(term.factors) == 3:
+            expert, *features = term.factors
+            summed = [factor for factor in features if factor in given - kept]
+            made = [factor for factor in features if factor in kept - given]
+            if expert in given & kept and len(summed) == len(made) == 1:
+                return {expert: EXPERT, summed[0]: "row", made[0]: "column"}
+    return {}
+
+
 @functools.lru_cache(maxsize=8192)
-def _output_roles(found: RuledCall, dims: tuple[Roles, ...]) -> tuple[Roles, ...]:
+def _output_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool, ...]) -> tuple[Roles, ...]:
     """Roles of the dims of every output."""
-    roles = _factor_roles(found, dims)
+    roles = _factor_roles(found, dims, weights)
     return tuple(
         tuple(
             _kept_role(found, dims, dim, size) if names[0] == WHOLE else roles.get(names[0])

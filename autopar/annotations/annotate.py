@@ -57,10 +57,11 @@ def annotate(
 
 
 def annotate_plan(model: M, plan: ForeignPlan, axis: str = "tp") -> M:
-    """Annotate by a tensor-parallel plan made for another system (pattern → style, over one axis). Returns the model.
+    """Annotate by a plan made for another system (pattern → style, over one axis). Returns the model.
 
-    A style is a name of Hugging Face's `tp_plan` ("colwise", "rowwise" …) or a `ParallelStyle` of
-    torch.distributed.tensor.parallel; "auto" takes the plan that a Hugging Face model brings along.
+    A style is a name of Hugging Face's `tp_plan` and `ep_plan` ("colwise", "rowwise", "grouped_gemm" …) or a
+    `ParallelStyle` of torch.distributed.tensor.parallel; "auto" takes the `tp_plan` that a Hugging Face model brings
+    along, "ep" its `ep_plan`: `annotate_plan(model, "ep", axis="ep")`.
     Raises AnnotationError for a style that is not known and for a model without a plan.
     """
     if not isinstance(axis, str) or not axis:

@@ -22,6 +22,7 @@ from autopar.program.calls import module_of
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R, S
+from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
 
@@ -105,19 +106,16 @@ class _Pins:
             self._add(number, annotation, self._roles(number)[:, index] == role)
 
     def _factor(self, annotation: Annotation, found: Found, axis: str, factor: str) -> None:
-        """A factor of one operation's rule."""
+        """A factor of the rule that every operation found has."""
         index = self.space.mesh.index(axis)
+        if found.kind != "operation":
+            raise AnnotationError(f"{annotation}: {refusals.why_no_operation_named(found, annotation.pattern, axis)}")
         for number in found.calls:
-            mask = self._mask_of(number, ("factor", index, factor), lambda s: s.choices[index] == factor)
+            mask = self._mask_of(number, ("factor", index, factor), lambda s: _splits(s.choices[index], factor))
             if not mask.any():
                 decision = self._decision(number)
                 raise AnnotationError(f"{annotation}: {refusals.why_no_factor(self.space, decision, axis, factor)}")
             self._add(number, annotation, mask)
-        if not found.calls:
-            raise AnnotationError(
-                f"{annotation}: {annotation.pattern} is a parameter, and only operations have factors; "
-                f"say along which dim it is stored, as in {axis}=0."
-            )
 
     def _dim(self, annotation: Annotation, found: Found, axis: str, said: Said) -> None:
         assert not isinstance(said, str)
@@ -272,6 +270,11 @@ def _matches_nothing(annotation: Annotation, catalog: Catalog) -> str:
 
 def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
     return np.array([allowed(strategy) for strategy in decision.menu.strategies])
+
+
+def _splits(choice: str, factor: str) -> bool:
+    """Whether a choice is the one named, or, where "+x" is named, one that splits x together with another factor."""
+    return factor == choice or (factor[:1] == TOGETHER and factor.removeprefix(TOGETHER) in factors_of(choice)[1:])
 
 
 def _has_dim(decision: Decision, dim: int) -> bool:

@@ -12,8 +12,9 @@ from autopar.annotations.matching import Found, operation_of
 from autopar.annotations.offered import offered_roles, offered_slices, output_shapes
 from autopar.program.calls import module_of
 from autopar.program.program import TensorInfo
-from autopar.sharding.annotation import Said, Slices
+from autopar.sharding.annotation import FACTOR, NODE, Said, Slices
 from autopar.sharding.layout import P
+from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.space.space import Decision, Space
 
 _SHOWN = 6
@@ -47,12 +48,32 @@ def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str
     )
 
 
+def why_no_operation_named(found: Found, pattern: str, axis: str) -> str:
+    """Why what a pattern matches has no factors."""
+    if found.kind == "parameter":
+        return (
+            f"{pattern} is a parameter, and only operations have factors; "
+            f"say along which dim it is stored, as in {axis}=0."
+        )
+    return (
+        f'a factor belongs to the rule of an operation, and "{pattern}" is a module; '
+        f'name operations in it, as in "{pattern}.linear", or one node, as in "{NODE}linear_default", or give a role.'
+    )
+
+
 def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> str:
     """Why one operation cannot be split by a factor of its rule on an axis."""
-    index, bound = space.mesh.index(axis), decision.menu.bound
+    index, bound, num_parts = space.mesh.index(axis), decision.menu.bound, space.mesh.size(axis)
     assert bound is not None
     offered = dict.fromkeys(strategy.choices[index] for strategy in decision.menu.strategies)
-    words = _quoted(f"factor:{each}" for each in offered if each in bound.rule.factors)
+    words = _quoted(f"{FACTOR}{each}" for each in offered if factors_of(each))
+    for each in factors_of(factor.removeprefix(TOGETHER)):
+        size = bound.sizes.get(each, num_parts)
+        if size % num_parts:
+            return (
+                f'{_place(decision)}: "{FACTOR}{factor}" on axis {axis} splits {size} into {num_parts} parts; '
+                f"{_divisors(size)}. Use an axis of such a size, or one of {words}."
+            )
     return f'the rule of {decision.name} is "{bound.rule}", which offers {words} on axis {axis}. Name one of these.'
 
 

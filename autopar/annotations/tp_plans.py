@@ -1,7 +1,10 @@
-"""Tensor-parallel plans made for other systems, in autopar's words: Hugging Face's `tp_plan`, torch's ParallelStyle.
+"""Plans made for other systems, in autopar's words: Hugging Face's `tp_plan` and `ep_plan`, torch's ParallelStyle.
 
 A style says where a module's weight is split; the reductions and gathers around it follow from the layouts, so styles
 that only place a collective (of an output, of a gradient) say nothing here.
+
+Hugging Face's styles of matrices are those of nn.Linear [out, in]: "rowwise" splits the last dim. Of experts whose
+matrices are [in, out] that is a column; a plan shows it by packing gate and up, which are outputs, "packed_rowwise".
 """
 
 from __future__ import annotations
@@ -21,10 +24,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from autopar.annotations.ep_plans import DISPATCHED, exchange_of
 from autopar.errors import AnnotationError
 from autopar.sharding.annotation import Said
 
-ForeignPlan = Mapping[str, str | ParallelStyle] | Literal["auto"]
+ForeignPlan = Mapping[str, str | ParallelStyle] | Literal["auto", "ep"]
+BROUGHT = {"auto": "tp_plan", "ep": "ep_plan"}
+"""What a Hugging Face model brings along, by the word that asks for it."""
+EXAMPLES = {
+    "tp_plan": '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}',
+    "ep_plan": '{"layers.*.mlp.experts": "ep_dispatch_experts"}, or annotate the experts, as in ep="expert"',
+}
 
 # Names that transformers registered from 4.48 to 5.23.
 _SAID: dict[str, Said] = {
@@ -40,42 +50,58 @@ _SAID: dict[str, Said] = {
 _NOTHING = frozenset(
     (
         *("replicated_with_grad_allreduce", "all_reduce", "gather", "local", "local_params", "isolated"),
-        *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "ep_router", "ep_dispatch_experts"),
+        *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "ep_router"),
     )
 )
+_TRANSPOSED = ("packed_rowwise", "local_packed_rowwise")
+_OTHER_WAY: dict[Said, Said] = {"column": "row", "row": "column"}
 
 
 def translate(model: nn.Module, plan: ForeignPlan) -> Iterator[tuple[str, Said]]:
-    """The patterns of a plan with what each says about the axis of tensor parallelism.
+    """The patterns of a plan with what each says about the axis of the plan.
 
-    Raises AnnotationError for a style that is not known, and for "auto" where the model brings no plan along.
+    Raises AnnotationError for a style that is not known, and for "auto" and "ep" where the model brings no plan along.
     """
     if isinstance(plan, Mapping):
         entries = dict(plan)
-    elif isinstance(plan, str) and plan == "auto":
+    elif isinstance(plan, str) and plan in BROUGHT:
         # A model class lists modules that only some of its configurations have.
-        entries = {pattern: style for pattern, style in plan_of(model).items() if _names_something(model, pattern)}
+        entries = {name: style for name, style in plan_of(model, plan).items() if _names_something(model, name)}
     else:
-        raise AnnotationError(f'annotate_plan: found {plan!r}, needed a mapping from patterns to styles, or "auto".')
+        raise AnnotationError(
+            f'annotate_plan: found {plan!r}, needed a mapping from patterns to styles, "auto" or "ep".'
+        )
+    transposed = _transposed(model, entries)
     for pattern, style in entries.items():
-        if not _says_nothing(style):
-            yield pattern, _said(pattern, style)
+        if isinstance(style, str) and style == DISPATCHED:
+            yield from exchange_of(model, pattern)
+        elif not _says_nothing(style):
+            said = _said(pattern, style)
+            yield pattern, _OTHER_WAY.get(said, said) if pattern in transposed else said
 
 
-def plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The `tp_plan` of a Hugging Face model; AnnotationError where it has none."""
-    config = getattr(model, "config", None)
+def plan_of(model: nn.Module, asked: str) -> Mapping[str, str]:
+    """The plan of a Hugging Face model that "auto" or "ep" asks for; AnnotationError where it has none."""
+    name, config = BROUGHT[asked], getattr(model, "config", None)
     for found in (
-        getattr(model, "tp_plan", None),
-        getattr(model, "_tp_plan", None),
-        getattr(config, "base_model_tp_plan", None),
+        getattr(model, name, None),
+        getattr(model, f"_{name}", None),
+        getattr(config, f"base_model_{name}", None),
     ):
         if isinstance(found, Mapping) and found:
             return found
     raise AnnotationError(
-        f'annotate_plan(model, "auto"): {type(model).__name__} brings no tp_plan along; give a mapping, '
-        'for example {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}.'
+        f'annotate_plan(model, "{asked}"): {type(model).__name__} brings no {name} along; give a mapping, '
+        f"for example {EXAMPLES[name]}."
     )
+
+
+def _transposed(model: nn.Module, entries: Mapping[str, object]) -> frozenset[str]:
+    """The patterns of matrices [experts, in, out]: those of modules with packed ones among them."""
+    batches = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    found = {pattern for pattern in entries if _matches(pattern, batches)}
+    modules = {pattern.rpartition(".")[0] for pattern in found if entries[pattern] in _TRANSPOSED}
+    return frozenset(pattern for pattern in found if pattern.rpartition(".")[0] in modules)
 
 
 def _says_nothing(style: object) -> bool:
@@ -92,12 +118,19 @@ def _said(pattern: str, style: object) -> Said:
         return "row"
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim
+    known = ", ".join(sorted({*_SAID, *_NOTHING, DISPATCHED}))
     raise AnnotationError(
-        f'annotate_plan: "{pattern}" has the style {style!r}; known are {", ".join(sorted({*_SAID, *_NOTHING}))}, '
+        f'annotate_plan: "{pattern}" has the style {style!r}; known are {known}, '
         "and ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModule… of torch.distributed.tensor.parallel."
     )
 
 
 def _names_something(model: nn.Module, pattern: str) -> bool:
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    return _matches(
+        pattern, [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    )
+
+
+def _matches(pattern: str, names: list[str]) -> bool:
+    """Whether one of the names is meant, whole or by its end."""
     return any(fnmatchcase(name, each) for each in (pattern, f"*.{pattern}") for name in names)

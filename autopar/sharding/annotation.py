@@ -9,8 +9,9 @@ storage="dp"        parameters are stored split over the axis, along whichever d
 regather=True       parameters stored in parts are gathered again for the backward (ZeRO-3); False keeps them (ZeRO-2)
 stage=1             the calls of a module run on this stage of the pipeline (autopar/pipeline/stages/pins.py), from 0 on
 
-A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it;
-of such a node a factor of its rule may be named, too: tp="factor:h".
+A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. Of
+such a node, and of operations, a factor of the rule may be named, too, or several that are split together:
+tp="factor:h", ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FACTOR = "factor:"
 """Begins what is said where it is the name of a factor."""
 
 Said = str | int | None
-"""A role, a dim, None (replicated), or "factor:" with the name of a factor."""
+"""A role, a dim, None (replicated), or "factor:" with the name of a factor, or several joined by "+"."""
 Slices = tuple[tuple[int, ...], ...]
 
 
@@ -102,14 +103,7 @@ class Annotation:
                 f"{self}: found {said!r} for axis {axis}, needed a role ({', '.join(ROLES)}), a dim, None, "
                 "Shard(dim) or Replicate()."
             )
-        if said.startswith(FACTOR):
-            if not self.pattern.startswith(NODE):
-                raise AnnotationError(
-                    f'{self}: a factor belongs to the rule of one operation, and "{self.pattern}" may match many; '
-                    f'name one node, as in annotate("{NODE}linear_default", {axis}="{said}"), or give a role.'
-                )
-            return
-        if said not in ROLES:
+        if not said.startswith(FACTOR) and said not in ROLES:
             near = difflib.get_close_matches(said, ROLES, n=1)
             hint = f' Did you mean "{near[0]}"?' if near else ""
             raise AnnotationError(f'{self}: "{said}" is no role; roles are {", ".join(ROLES)}.{hint}')

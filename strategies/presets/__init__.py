@@ -36,7 +36,7 @@ from autopar.errors import StrategyError
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import data, grid, sequence, tensor
+from autopar.strategies.presets import data, experts, grid, sequence, tensor
 
 __all__ = ["PRESETS", "Preset", "annotations_for"]
 
@@ -59,6 +59,10 @@ PRESETS: Mapping[str, Preset] = {
         grid.tensor_2_5d,
         grid.tensor_3d,
         tensor.fsdp_megatron,
+        experts.expert_data,
+        experts.expert_model,
+        experts.expert_data_model,
+        experts.expert_folded,
     )
 }
 

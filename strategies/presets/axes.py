@@ -2,6 +2,7 @@
 
 tensor      "tp", "tensor", "mp" or "model", else the last axis
 sequence    "sp", "cp", "seq", "sequence" or "context", else the last axis
+expert      "ep", "expert" or "experts", else the last axis that is not the tensor axis
 shard       "fsdp", "shard" or "zero", else the last axis
 data        all the others
 """
@@ -14,6 +15,7 @@ from autopar.strategies.roles import RoledProgram
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
+EXPERT = ("ep", "expert", "experts")
 SHARD = ("fsdp", "shard", "zero")
 
 

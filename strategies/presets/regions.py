@@ -30,6 +30,18 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A product by a weight."""
+
+    weight: int
+    """The position of the weight among the inputs."""
+    column: str
+    """The factor of the weight that is put out."""
+    row: str
+    """The one that is summed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Regions:
     """The region of every call that makes activations, and why products by weights are no columns."""
 
@@ -72,7 +84,7 @@ def regions_of(graph: RoledProgram, parts: int) -> Regions:
 
     All products are taken for columns at first; those that come to nothing are taken out until none is left to be.
     """
-    columns = {call.name for call in graph.learned if weight_of(graph, call) is not None}
+    columns = {call.name for call in graph.learned if product_of(graph, call) is not None}
     reasons: dict[str, str] = {}
     while True:
         walk = _walk(graph, parts, columns)
@@ -85,16 +97,17 @@ def regions_of(graph: RoledProgram, parts: int) -> Regions:
         columns -= lost.keys()
 
 
-def weight_of(graph: RoledProgram, call: RoledCall) -> int | None:
-    """The position of the weight in a product of an activation (or an input) and a weight; None for other calls."""
-    if call.weight_only or call.is_lookup or not {"o", "k"} <= set(call.bound.splittable):
+def product_of(graph: RoledProgram, call: RoledCall) -> Product | None:
+    """The product of an activation (or an input) and a weight that a call is; None for other calls."""
+    if call.weight_only or call.is_lookup:
         return None
-    weights = [
-        position
-        for position, term in enumerate(call.in_terms)
-        if {"o", "k"} <= set(term.factors) and graph.is_weight(call.inputs[position])
-    ]
-    return weights[0] if len(weights) == 1 else None
+    found = []
+    for position, term in enumerate(call.in_terms):
+        if graph.is_weight(call.inputs[position]):
+            roles = {call.roles.get(factor): factor for factor in term.factors if factor in call.bound.splittable}
+            if "column" in roles and "row" in roles:
+                found.append(Product(position, roles["column"], roles["row"]))
+    return found[0] if len(found) == 1 else None
 
 
 def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
@@ -102,14 +115,14 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
     for call in graph.learned:
         if call.weight_only:
             continue
-        weight = weight_of(graph, call)
+        product = product_of(graph, call)
         held = {position: walk.splits[value] for position, value in enumerate(call.inputs) if value in walk.splits}
-        summed = {p: split for p, split in held.items() if call.in_terms[p].dims[split.dim][0] == "k"}
-        if weight is not None and summed:
-            _arrive(walk, call, summed, ROW, "k")
-        elif weight is not None and not held and call.name in columns and _divides(call, "o", parts, True):
-            _enter(walk, call, COLUMN, "o", frozenset({call.name}))
-            _go_on(walk, call, "o", call.bound.sizes["o"] % parts != 0)
+        summed = {p: s for p, s in held.items() if product and call.in_terms[p].dims[s.dim][0] == product.row}
+        if product and summed:
+            _arrive(walk, call, summed, ROW, product.row)
+        elif product and not held and call.name in columns and _divides(call, product.column, parts, True):
+            _enter(walk, call, COLUMN, product.column, frozenset({call.name}))
+            _go_on(walk, call, product.column, call.bound.sizes[product.column] % parts != 0)
         elif held:
             _through(walk, graph, call, held, parts)
         else:

@@ -17,9 +17,10 @@ from autopar.sharding.rule import NONE, factors_of
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
 
 WHOLE = "replicated"
+FREE = "?"
 
 Wish = Callable[[RoledCall], str | None]
-"""The factor of a call that an axis is to split; None: none."""
+"""The factor of a call that an axis is to split; None: none; FREE: as the planner will."""
 
 
 class Split:
@@ -41,7 +42,8 @@ class Split:
         for call in self.graph.learned:
             if not call.weight_only:
                 factor = wish(call)
-                self.factors[call.name][axis] = factor if factor and self._divides(call, axis, factor) else None
+                if factor != FREE:
+                    self.factors[call.name][axis] = factor if factor and self._divides(call, axis, factor) else None
         for call in reversed([call for call in self.graph.learned if call.weight_only]):
             self.factors[call.name][axis] = self._wanted_factor(call, axis)
         for name in self.graph.parameters:

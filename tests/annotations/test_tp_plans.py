@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -63,6 +64,8 @@ def test_a_plan_that_is_no_mapping_is_refused() -> None:
 def test_a_model_without_a_plan_is_told_what_to_give() -> None:
     with pytest.raises(AnnotationError, match="Linear brings no tp_plan along; give a mapping"):
         annotate_plan(nn.Linear(2, 2), "auto")
+    with pytest.raises(AnnotationError, match=r'Linear brings no ep_plan along; .*ep_dispatch_experts.* ep="expert"'):
+        annotate_plan(nn.Linear(2, 2), "ep")
 
 
 def test_modules_that_this_configuration_lacks_are_left_out_of_its_own_plan() -> None:
@@ -74,6 +77,23 @@ def test_modules_that_this_configuration_lacks_are_left_out_of_its_own_plan() ->
             self.up = nn.Linear(2, 2)
 
     assert said("auto", Planned()) == {"up": "column"}
+
+
+class Experts(nn.Module):
+    """Matrices [experts, in, out], as Llama 4 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(4, 8, 12))
+        self.down = nn.Parameter(torch.empty(4, 6, 8))
+
+
+def test_where_gate_and_up_are_packed_by_rows_the_matrices_are_transposed() -> None:
+    model = nn.ModuleDict({"experts": Experts(), "proj": nn.Linear(2, 2)})
+    plan = {"experts.gate_up": "packed_rowwise", "experts.down": "colwise", "proj": "colwise"}
+    assert said(plan, model) == {"experts.gate_up": "column", "experts.down": "row", "proj": "column"}
+    straight = {"experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+    assert said(straight, model) == {"experts.gate_up": "column", "experts.down": "row"}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "lora"])

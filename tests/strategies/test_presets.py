@@ -256,9 +256,17 @@ def test_a_factor_of_a_nodes_rule_can_be_named() -> None:
         assert roles(autopar.plan(model, ONE, ids(), strategy="fully_replicated"))["up"] == (role,)
 
 
+def test_a_factor_of_the_operations_of_a_name_can_be_named() -> None:
+    model = autopar.annotate(named(), "linear", tp="factor:k")
+    found = roles(autopar.plan(model, ONE, ids(), strategy="fully_replicated"))
+    assert {found[name] for name in ("up", "down", "head")} == {("row",)}
+
+
 BAD_NODES: list[tuple[str, Any, str]] = [
-    ("up", "factor:o", r'"up" may match many; name one node, as in annotate\("%linear_default", tp="factor:o"\)'),
+    ("up", "factor:o", r'"up" is a module; name operations in it, as in "up.linear", or one node'),
+    ("%linear_default", "factor:k+o", r'which offers "factor:\.\.\.0", .*"factor:o" on axis tp'),
     ("%linear_default", "factor:z", r'the rule of linear_default is ".*", which offers "?factor:.* on axis tp'),
+    ("up.weight", "factor:o", r"up.weight is a parameter, and only operations have factors; .* as in tp=0"),
     ("%p_up_weight", "factor:o", r"%p_up_weight is a parameter, and only operations have factors; .* as in tp=0"),
     ("%linear_defualt", "column", r'no call and no parameter "%linear_defualt". Near it are %linear_default'),
 ]
@@ -273,7 +281,7 @@ def test_what_is_no_node_or_no_factor_is_refused(pattern: str, what: Any, messag
 def test_a_name_that_is_not_known_is_answered_with_the_nearest() -> None:
     with pytest.raises(StrategyError, match=r"'megatorn' is not known; .* fully_replicated, .*Did you mean .megatron"):
         annotations_for("megatorn", captured("tiny-mlp"), ONE)
-    with pytest.raises(StrategyError, match=r"fsdp_megatron\.$"):
+    with pytest.raises(StrategyError, match=r"expert_folded\.$"):
         annotations_for("qqq", captured("tiny-mlp"), ONE)
 
 

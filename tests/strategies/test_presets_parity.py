@@ -1,6 +1,7 @@
 """Every preset trains GPT-2, Llama and a ViT on real ranks as one process does, and moves the bytes it is predicted to.
 
-The whole matrix is marked slow; the fast selection has one preset of each way to split.
+The whole matrix is marked slow; the fast selection has one preset of each way to split. None of these models has
+experts, whose presets are trained by tests/strategies/test_presets_experts.py.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def test_a_preset_trains_on_ranks_as_one_process_does(ranks: Ranks, strategy: st
 
 
 def test_the_matrix_holds_every_preset() -> None:
-    assert {strategy for strategy, _, _ in matrix()} == set(PRESETS)
+    assert {strategy for strategy, _, _ in matrix()} == {name for name in PRESETS if not name.startswith("expert_")}
     assert set(FAST) <= set(matrix())
 
 

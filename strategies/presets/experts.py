@@ -1,0 +1,250 @@
+"""Presets for mixtures of experts: which axes divide the experts, and what else these axes divide.
+
+Sorted experts (dropless) and dense ones (a capacity for each, by einsum or bmm) alike: an axis of experts splits the
+tokens everywhere else, rows of tokens go to the ranks of their experts by all-to-all, and come home by another.
+
+    attention, norms, router, head     tokens, or columns and rows of Megatron
+    dispatch, experts, combine         experts; over other axes tokens, or columns and rows
+
+Beside the symbols of all presets, of a model whose every layer has experts (three matrices each, as Llama's MLP):
+
+    X  weights of all experts          M  tokens once for each of their experts [tokens, experts of a token, features]
+    Q  weights of routers              G  gates [tokens, experts of a token]
+    E  number of experts
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+from autopar.errors import StrategyError
+from autopar.program.operators.experts import COMBINE, DISPATCH
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.rule import TOGETHER
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.regions import OUTER, ROW, Regions, product_of
+from autopar.strategies.presets.split import FREE, Split, Wish, data
+from autopar.strategies.presets.tensor import found_regions, in_blocks
+from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram, Value
+
+
+def expert_data(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """The batch split over all axes, experts over one of them (E+D; Lepikhin et al., "GShard", 2020).
+
+    Over an axis e of experts and an axis d of the batch alone:
+
+        all_to_all/e = 4·L·M/(d·e) + 8·L·E
+        all_reduce/d_e = P - X
+        all_reduce/d = X/e + 16
+        all_reduce/e = 16
+    """
+    return _expert_split("expert_data", program, mesh, (axes.axis_of(mesh, axes.EXPERT),), "")
+
+
+def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
+    Rajbhandari et al., "DeepSpeed-MoE", 2022).
+
+    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and are summed at home:
+
+        all_to_all/e = 4·L·M/e + 8·L·E
+        all_reduce/t = (3·L + 2)·A/e + L·(M + G)/e + 3·R/e
+        all_reduce/e = (P - N - X - Q)/t + N + Q + 16
+    """
+    axes.need_exactly("expert_model", mesh, 2, "one for experts and one for columns and rows")
+    expert, tensor = _expert_and_tensor(mesh)
+    return _expert_split("expert_model", program, mesh, (expert,), tensor)
+
+
+def expert_data_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """`expert_model` on each part of the batch (E+D+M; Fedus et al., "Switch Transformers", 2022).
+
+    Over an axis d of the batch alone, an axis e of experts and an axis t of columns and rows:
+
+        all_to_all/e = 4·L·M/(d·e) + 8·L·E
+        all_reduce/t = (3·L + 2)·A/(d·e) + L·(M + G)/(d·e) + 3·R/(d·e)
+        all_reduce/d_e = (P - N - X - Q)/t + N + Q
+        all_reduce/d = X/(e·t) + 16
+        all_reduce/e = 16
+    """
+    axes.need_axes("expert_data_model", mesh, 3, "one for the batch, one for experts and one for columns and rows")
+    expert, tensor = _expert_and_tensor(mesh)
+    return _expert_split("expert_data_model", program, mesh, (expert,), tensor)
+
+
+def expert_folded(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Megatron, and experts over the same devices in their own way (Liu et al., "MoE Parallel Folding", 2025).
+
+    Experts are whole, and divided over all axes; where one is called after them, over that one and the tensor axis.
+    Over an axis t of columns and rows and an axis d of the batch, both of experts; tokens part over t on their way to
+    the experts, and are gathered behind them:
+
+        all_to_all/d_t = 4·L·M/(d·t) + 8·L·E
+        all_gather/t = L·(2·A + G)/d
+        all_reduce/t = (2·L + 2)·A/d + 3·R/d
+        all_reduce/d = (P - N - X - Q)/t + N + Q + 16
+    """
+    named = [axis for axis in mesh.names if axis in axes.EXPERT]
+    tensor = _tensor(mesh)
+    experts = tuple(axis for axis in mesh.names if axis in named or axis == tensor) if named else mesh.names
+    return _expert_split("expert_folded", program, mesh, experts, tensor)
+
+
+def _expert_and_tensor(mesh: Mesh) -> tuple[str, str]:
+    """The axis of experts and that of columns and rows, of a mesh of several axes: by their names, else the last."""
+    tensor = _tensor(mesh)
+    others = axes.others(mesh, tensor)
+    return next((axis for axis in others if axis in axes.EXPERT), others[-1]), tensor
+
+
+def _tensor(mesh: Mesh) -> str:
+    """The axis of columns and rows: by its name, else the last that is not called one of experts."""
+    unnamed = [axis for axis in mesh.names if axis not in axes.EXPERT] or mesh.names
+    return next((axis for axis in unnamed if axis in axes.TENSOR), unnamed[-1])
+
+
+def _expert_split(
+    strategy: str, program: Program, mesh: Mesh, experts: tuple[str, ...], tensor: str
+) -> tuple[Annotation, ...]:
+    """Experts over `experts`, columns and rows over `tensor` ("" for none), the batch over all but that."""
+    graph = RoledProgram.of(program)
+    batch = axes.others(mesh, tensor)
+    axes.need_batch(strategy, graph.samples, mesh, batch)
+    _need_experts(strategy, graph, mesh, experts)
+    parted = {axis: _tokens_over(graph, mesh, axis, axis == tensor) for axis in experts}
+    _need_tokens(strategy, graph, mesh, {**dict.fromkeys(batch, "data"), **parted})
+    split = Split(graph, mesh, strategy)
+    for axis in mesh.names:
+        wish = data
+        if axis == tensor:
+            regions = found_regions(strategy, graph, mesh, axis)
+            wish = in_blocks(graph, regions, "")
+            if axis not in experts:
+                wish = _left_free(wish, _ways_home(graph, regions))
+                _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
+        if axis in experts:
+            wish = _at_experts(wish, exchanged_factors(graph, parted[axis]))
+        split.along(axis, wish)
+    return split.annotations()
+
+
+def _tokens_over(graph: RoledProgram, mesh: Mesh, axis: str, is_tensor: bool) -> str:
+    """The role of the dim along which tokens part on an axis: samples, or positions where nothing else splits these."""
+    positions = [call.factor_of("sequence") for call in _ends(graph)]
+    divide = [f and call.bound.sizes[f] % mesh.size(axis) == 0 for call, f in zip(_ends(graph), positions, strict=True)]
+    return "sequence" if is_tensor and divide and all(divide) else "data"
+
+
+def _ends(graph: RoledProgram) -> list[RoledCall]:
+    return [call for call in graph.learned if call.call.target in (DISPATCH, COMBINE)]
+
+
+def exchanged_factors(graph: RoledProgram, parted: str) -> Mapping[str, str]:
+    """Call → the factor by which an axis divides it that brings rows of tokens to their experts and home.
+
+    `parted` is the role of the dim of tokens that the axis splits at both ends.
+    """
+    found: dict[str, str] = {}
+    rows: set[Value] = set()
+    for call in graph.learned:
+        if call.weight_only:
+            continue
+        tokens, expert = call.factor_of("data"), call.factor_of(EXPERT)
+        held = [term.dims[0][0] for value, term in zip(call.inputs, call.in_terms, strict=True) if value in rows]
+        if call.call.target in (DISPATCH, COMBINE):
+            tokens = call.factor_of(parted)
+            found[call.name] = f"{tokens}{TOGETHER}{expert}" if tokens else f"{expert}"
+        elif expert:
+            kept = all(term.dim_of(expert) is not None for term in call.out_terms)
+            found[call.name] = expert if kept or held or not tokens else tokens
+        elif held:
+            found[call.name] = held[0]
+        if call.call.target is DISPATCH:
+            rows.update(((call.name, 0), (call.name, 2)))
+        elif held and call.call.target is not COMBINE:
+            rows.update((call.name, position) for position in range(len(call.out_terms)))
+    return found
+
+
+def _at_experts(elsewhere: Wish, exchanged: Mapping[str, str]) -> Wish:
+    return lambda call: exchanged.get(call.name) or elsewhere(call)
+
+
+def _left_free(elsewhere: Wish, names: frozenset[str]) -> Wish:
+    return lambda call: FREE if call.name in names else elsewhere(call)
+
+
+def _ways_home(graph: RoledProgram, regions: Regions) -> frozenset[str]:
+    """The calls from a row of experts to where tokens are joined, whose outputs may stay partial until then."""
+    found: set[str] = set()
+    partial: set[str] = set()
+    for call in graph.learned:
+        if EXPERT not in call.roles.values():
+            continue
+        if regions.by_call.get(call.name) == ROW:
+            partial.add(call.name)
+        elif any(name in partial for name, _ in call.inputs) and regions.by_call.get(call.name) == OUTER:
+            found.add(call.name)
+            partial.add(call.name)
+    return frozenset(found)
+
+
+def _products(graph: RoledProgram) -> list[tuple[RoledCall, str]]:
+    """The products with a matrix per expert, each with the factor of its experts."""
+    found = []
+    for call in graph.learned:
+        product = product_of(graph, call)
+        weight = call.in_terms[product.weight].factors if product else ()
+        found += [(call, factor) for factor in weight if call.roles.get(factor) == EXPERT]
+    return found
+
+
+def _need_experts(strategy: str, graph: RoledProgram, mesh: Mesh, experts: tuple[str, ...]) -> None:
+    """Raise StrategyError where the model has no experts, or they do not divide over their axes."""
+    products = _products(graph)
+    if not products:
+        raise StrategyError(
+            f"{strategy} divides experts, products of tokens with a matrix for each expert [experts, in, out]; the "
+            "model has none, or they were not recognised. Use data_parallel, megatron or fsdp_megatron."
+        )
+    parts = _num_parts(mesh, experts)
+    for call, factor in products:
+        if call.bound.sizes[factor] % parts:
+            raise StrategyError(
+                f"{strategy} splits experts into {parts} parts over {', '.join(experts)}; {call.name} has "
+                f"{call.bound.sizes[factor]} of them. Use axes whose sizes divide them."
+            )
+
+
+def _need_tokens(strategy: str, graph: RoledProgram, mesh: Mesh, parted: Mapping[str, str]) -> None:
+    """Raise StrategyError where the tokens of experts do not divide over the axes that split them; role by axis."""
+    for role in dict.fromkeys(parted.values()):
+        split = tuple(axis for axis, each in parted.items() if each == role)
+        parts = _num_parts(mesh, split)
+        for call in _ends(graph):
+            factor = call.factor_of(role)
+            if factor and call.bound.sizes[factor] % parts:
+                raise StrategyError(
+                    f"{strategy} splits the tokens of experts into {parts} parts over {', '.join(split)}; {call.name} "
+                    f"has {call.bound.sizes[factor]} along {factor}. Use a batch, or a length, that {parts} divides."
+                )
+
+
+def _warn_of_whole_experts(strategy: str, graph: RoledProgram, regions: Regions, mesh: Mesh, axis: str) -> None:
+    whole = [call.name for call, _ in _products(graph) if regions.by_call[call.name] == OUTER]
+    if whole:
+        reason = next((regions.reasons[name] for name in whole if name in regions.reasons), "no pair of products")
+        warnings.warn(
+            f"{strategy}: experts stay whole on {axis} in {len(whole)} calls ({whole[0]} …): {reason}. "
+            f"Their work is repeated on {mesh.size(axis)} devices.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _num_parts(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.size(axis) for axis in names)
