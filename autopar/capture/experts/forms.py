@@ -147,11 +147,8 @@ def _counts_up(node: Any) -> bool:
     node = without(node, *CASTS)
     if not isinstance(node, fx.Node):
         return False
-    return node.target is aten.arange.default or (
-        node.target in (aten.arange.start, aten.arange.start_step)
-        and node.args[0] == 0
-        and node.args[2:3] in ((), (1,))
-    )
+    from_zero = node.target in (aten.arange.start, aten.arange.start_step) and node.args[0] == 0
+    return node.target is aten.arange.default or bool(from_zero and node.args[2:3] in ((), (1,)))
 
 
 FILLED = {
