@@ -19,8 +19,8 @@ from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.sharding.layout import I
 from autopar.sharding.operation import OpRule
+from autopar.sharding.padding import padded_factors
 from autopar.sharding.rule import BoundRule, Choice
-from autopar.space.menu import padded_factors
 from autopar.strategies import rule_of
 from autopar.validation.parts import Parts, local_shape, split
 from autopar.validation.whole_call import Placements, Whole, gradients_of, joined_fault, possible, show, tensors_of
@@ -132,7 +132,7 @@ def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
 def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
     """The implemented choices of a factor that does not divide, may be padded, and is missing on the right."""
     bound = whole.bind(op)
-    paddable = padded_factors(bound, [frozenset(range(x.ndim)) for x in whole.inputs], op.padded)
+    paddable = padded_factors(whole.call, bound, [frozenset(range(x.ndim)) for x in whole.inputs], op.padded)
     return [
         choice
         for choice in implemented_choices(op, bound)
