@@ -39,7 +39,7 @@ def _followed(graph: RoledProgram) -> Padding:
     }
     factors: dict[str, frozenset[str]] = {}
     for call in graph.calls.values():
-        found = padded_factors(call.call, call.bound, [dims[value] for value in call.inputs], call.op.padded)
+        found = padded_factors(call.call, call.op, call.bound, [dims[value] for value in call.inputs], call.op.padded)
         factors[call.name] = found
         for position, term in enumerate(call.out_terms):
             dims[call.name, position] = frozenset(dim for dim, names in enumerate(term.dims) if names[0] in found)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.program.program import TensorInfo
-from autopar.sharding.operation import Call
+from autopar.sharding.operation import Call, OpRule
 from autopar.sharding.rule import BoundRule
 
 UNDEFINED = frozenset(
@@ -60,11 +60,12 @@ def bears_padding(call: Call) -> bool:
 
 
 def padded_factors(
-    call: Call, bound: BoundRule, padded: Sequence[frozenset[int]], left_out: frozenset[str] = frozenset()
+    call: Call, op: OpRule, bound: BoundRule, padded: Sequence[frozenset[int]], left_out: frozenset[str]
 ) -> frozenset[str]:
-    """Factors that may be padded: alone on their dims, padded on every input that has them, kept or left out.
+    """Factors that may be padded: alone on their dims, padded on every input that has them, and kept or left out.
 
-    `padded` are the dims of each input that may be.
+    `padded` are the dims of each input that may be, `left_out` the factors whose padding an implementation leaves out.
+    An implementation that does not say so of a factor that it serves may sum over it, though the factor is kept.
     """
     if not bears_padding(call):
         return frozenset()
@@ -74,7 +75,7 @@ def padded_factors(
     for factor in bound.splittable:
         dims = [term.dim_of(factor) for term in bound.rule.inputs]
         held = [dim in padded[i] for i, dim in enumerate(dims) if dim is not None]
-        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) or factor in left_out
-        if factor not in grouped and held and all(held) and kept:
+        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) and factor not in op.served
+        if factor not in grouped and held and all(held) and (kept or factor in left_out):
             found.add(factor)
     return frozenset(found)

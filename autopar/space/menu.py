@@ -159,7 +159,7 @@ def menu_of(
                 for choice in bound.choices(each.joined if each else frozenset(), weight_only, op.choices)
                 if not _multiplies_zeros(choice, infinite)
             ),
-            padded_factors(call, bound, padded, each.padded if each else frozenset()),
+            padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
         )
         for each in (None, *op.implementations)
     }

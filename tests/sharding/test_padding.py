@@ -58,7 +58,7 @@ def test_padding_harms_no_operation_that_bears_it() -> None:
             if op is None:
                 continue
             everywhere = [frozenset(range(x.ndim)) for x in whole.inputs]
-            for factor in sorted(padded_factors(whole.call, whole.bind(op), everywhere)):
+            for factor in sorted(padded_factors(whole.call, op, whole.bind(op), everywhere, frozenset())):
                 bearing += 1
                 for fault in filter(None, (fault_of(whole, op, factor, zeros) for zeros in (True, False))):
                     faults.append(f"{whole}, padded along {factor}: {fault}")
