@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,19 +50,25 @@ def fault_of(whole: Whole, op: OpRule, factor: str, zeros: bool) -> str:
     return "" if all(g is None or g.isfinite().all() for g in found) else "has gradients that are no numbers"
 
 
-def test_padding_harms_no_operation_that_bears_it() -> None:
-    faults, bearing = [], 0
-    for target in RULES:
+def sampled() -> Iterator[tuple[Whole, OpRule]]:
+    """The sample calls that a rule fits."""
+    targets: list[Any] = list(RULES)
+    for target in targets:
         for each in SAMPLES[target](Draw(0)):
             whole = Whole.of(target, each.args, each.kwargs)
             op = rule_of(whole.call)
-            if op is None:
-                continue
-            everywhere = [frozenset(range(x.ndim)) for x in whole.inputs]
-            for factor in sorted(padded_factors(whole.call, op, whole.bind(op), everywhere, frozenset())):
-                bearing += 1
-                for fault in filter(None, (fault_of(whole, op, factor, zeros) for zeros in (True, False))):
-                    faults.append(f"{whole}, padded along {factor}: {fault}")
+            if op is not None:
+                yield whole, op
+
+
+def test_padding_harms_no_operation_that_bears_it() -> None:
+    faults, bearing = [], 0
+    for whole, op in sampled():
+        everywhere = [frozenset(range(x.ndim)) for x in whole.inputs]
+        for factor in sorted(padded_factors(whole.call, op, whole.bind(op), everywhere, frozenset())):
+            bearing += 1
+            for fault in filter(None, (fault_of(whole, op, factor, zeros) for zeros in (True, False))):
+                faults.append(f"{whole}, padded along {factor}: {fault}")
     assert not faults, "\n" + "\n".join(faults)
     assert bearing > len(RULES), "next to nothing bears padding"
 
@@ -81,14 +88,12 @@ def test_padding_is_kept_from_powers_without_a_derivative_at_zero(exponent: floa
     assert bears(aten.pow.Tensor_Scalar, torch.ones(3, requires_grad=True), exponent) is borne
 
 
-def test_padding_is_kept_from_what_is_a_users_own() -> None:
-    class Root(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.sqrt()
+@torch.library.custom_op("autopar_tests::root", mutates_args=())
+def root(x: Tensor) -> Tensor:
+    """What a user has written, of which nothing is known."""
+    return x.sqrt()
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad
 
-    assert not bears(Root.apply, torch.ones(3, requires_grad=True))
+@pytest.mark.parametrize("target", [torch.ops.autopar_tests.root.default, lambda x: x.sqrt()])
+def test_padding_is_kept_from_what_is_a_users_own(target: Any) -> None:
+    assert not bears(target, torch.ones(3))

@@ -156,8 +156,8 @@ def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> st
         for parts, placement, x in zip(gradients, choice.inputs, whole.inputs, strict=True)
     ]
     # Already joined, what is split is compared as what is whole.
-    sides = (tuple(I if each.is_split else each for each in side) for side in (choice.inputs, choice.outputs))
-    return _fault(whole, *sides, outputs, gradients)
+    given, made = (tuple(I if each.is_split else each for each in side) for side in (choice.inputs, choice.outputs))
+    return _fault(whole, given, made, outputs, gradients)
 
 
 def _fault(
