@@ -67,7 +67,7 @@ class Implementation:
     joined: frozenset[str] = frozenset()
     """Factors missing on the right whose partial results the function sums itself: the output is I, not P."""
     padded: frozenset[str] = frozenset()
-    """Factors missing on the right whose padding the function leaves out of its results."""
+    """Those of its factors whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
     random: bool = False
     wraps: bool = False
@@ -108,16 +108,20 @@ class OpRule:
 
     @property
     def padded(self) -> frozenset[str]:
-        """Factors missing on the right whose padding some implementation leaves out of its results."""
+        """Factors whose padding some implementation leaves out of its results."""
         return frozenset().union(*(each.padded for each in self.implementations))
+
+    @property
+    def served(self) -> frozenset[str]:
+        """Factors that an implementation is needed for."""
+        return frozenset().union(*(each.factors or () for each in self.implementations))
 
     def ways(self, split: Collection[str]) -> tuple[Implementation | None, ...]:
         """How a call may run whose factors `split` are split: by these implementations, or (None) as the ATen call.
 
         A factor that some implementation serves needs one that serves it; where several such are split, one for all.
         """
-        served = frozenset().union(*(each.factors or () for each in self.implementations))
-        needed = served.intersection(split)
+        needed = self.served.intersection(split)
         found = tuple(e for e in self.implementations if e.factors is None or (needed and needed <= e.factors))
         return found or (() if needed else (None,))
 

@@ -29,6 +29,7 @@ from autopar.sharding.layout import Layout, P, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
+from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledProgram, Value
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
@@ -74,7 +75,7 @@ class _Builder:
         self.infinite = may_be_infinite(space.program)
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
-        self.padded: dict[Value, frozenset[int]] = {}
+        self.padded = Padding.of(self.roled).dims
         self.rows: set[Value] = set()
         """Rows of experts."""
         self.uses: dict[Value, list[_Use]] = defaultdict(list)
@@ -97,7 +98,6 @@ class _Builder:
         parameter = node.name in self.roled.parameters
         is_input = node.name in self.program.inputs or node.name in self.program.received
         mesh, hardware = self.space.mesh, self.space.hardware
-        self.padded[node.name, 0] = frozenset(range(len(info.shape))) if parameter else frozenset()
         if parameter:
             menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
             if self._is_regathered(node):
@@ -120,9 +120,6 @@ class _Builder:
             self.space.weight_casts[node.name] = found.inputs[0][0]
             if self._is_regathered(node):
                 menu = gathered_or_kept(menu)
-        for position, term in enumerate(found.bound.rule.outputs):
-            dims = (dim for dim, names in enumerate(term.dims) if names[0] in menu.paddable)
-            self.padded[node.name, position] = frozenset(dims)
         if node.target is DISPATCH:
             self.rows.add((node.name, 0))
         elif node.target is not COMBINE and not self.rows.isdisjoint(found.inputs):

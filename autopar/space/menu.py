@@ -23,6 +23,7 @@ from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, R, S
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import Call, Implementation, OpRule
+from autopar.sharding.padding import padded_factors
 from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
 
@@ -93,8 +94,6 @@ class Menu:
     call: Call | None = None
     op: OpRule | None = None
     bound: BoundRule | None = None
-    paddable: frozenset[str] = frozenset()
-    """Factors of the call that may be padded."""
     reason: str = ""
     """Why the call runs replicated, where no rule fits it."""
 
@@ -160,7 +159,7 @@ def menu_of(
                 for choice in bound.choices(each.joined if each else frozenset(), weight_only, op.choices)
                 if not _multiplies_zeros(choice, infinite)
             ),
-            padded_factors(bound, padded, each.padded if each else frozenset()),
+            padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
         )
         for each in (None, *op.implementations)
     }
@@ -184,8 +183,7 @@ def menu_of(
             if same not in seen:
                 seen[same] = (strategy, forward * passes + sum(strategy.waits), forward)
     strategies, times, forwards = zip(*seen.values(), strict=True)
-    paddable = frozenset().union(*(each.paddable for each in offered.values()))
-    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, paddable, found.reason)
+    return Menu(tuple(strategies), np.array(times), np.array(forwards), call, op, bound, found.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +216,6 @@ def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware)
     assert strategy.implementation is not None, "only implementations run collectives of their own"
     hidden = min(strategy.implementation.hidden_share * total, computing)
     return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
-
-
-def padded_factors(
-    bound: BoundRule, padded: Sequence[frozenset[int]], left_out: frozenset[str] = frozenset()
-) -> frozenset[str]:
-    """Factors that may be padded: alone on their dims, padded on every input that has them, kept or left out."""
-    terms = (*bound.rule.inputs, *bound.rule.outputs)
-    grouped = {name for term in terms for dim in term.dims if len(dim) > 1 for name in dim}
-    found = set()
-    for factor in bound.splittable:
-        dims = [term.dim_of(factor) for term in bound.rule.inputs]
-        held = [dim in padded[i] for i, dim in enumerate(dims) if dim is not None]
-        kept = all(term.dim_of(factor) is not None for term in bound.rule.outputs) or factor in left_out
-        if factor not in grouped and held and all(held) and kept:
-            found.add(factor)
-    return frozenset(found)
 
 
 def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:

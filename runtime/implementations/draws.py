@@ -16,7 +16,7 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives.axes import Axes, axes_of, part_of
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations.randomness import randomness
 from autopar.strategies.notation import names
@@ -32,13 +32,15 @@ def seeded(*args: Any, op: torch._ops.OpOverload, key: int, axes: Axes, sizes: M
     Under torch.compile it stands between compiled regions.
     """
     if randomness().deterministic:
-        return _of_whole(op, args, kwargs, axes) if axes else op(*args, **kwargs)
+        return _of_whole(op, args, kwargs, axes, sizes) if axes else op(*args, **kwargs)
     split = [axis for factor in sizes for axis in axes_of(axes.get(factor, ()))]
     with _seeded_generator(_device_of(args, kwargs), key, part_of(split)):
         return op(*args, **kwargs)
 
 
-def _of_whole(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> Any:
+def _of_whole(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes, sizes: Mapping[str, int]
+) -> Any:
     """This rank's part of what one device would draw; InputError where factors need not be called after dims."""
     if op.namespace != "aten":
         over = ", ".join(dict.fromkeys(axis for each in axes.values() for axis in each))
@@ -49,22 +51,25 @@ def _of_whole(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     position = next((i for i, each in enumerate(op._schema.arguments) if each.name == SIZE), None)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if position is None else args[position]
-    split = [(dim, axes_of(axes.get(factor, ()))) for dim, factor in enumerate(names(len(shape)))]
+    factors = names(len(shape))
+    split = [(dim, sizes[factor], axes_of(axes[factor])) for dim, factor in enumerate(factors) if factor in axes]
 
     def gathered(x: Tensor) -> Tensor:
-        for dim, over in split:
+        for dim, size, over in split:
             place = dim - len(shape) + x.ndim  # inputs are broadcast to the result
             if place >= 0 and x.shape[place] == shape[dim]:
-                for axis in reversed(over):
-                    x = all_gather_invariant(x, axis.name, place, x.shape[place] * axis.size)
+                for axis in reversed(over):  # one device draws nothing for padding, which only one axis splits
+                    x = all_gather_invariant(x, axis.name, place, min(x.shape[place] * axis.size, size))
         return x
 
     args, kwargs = pytree.tree_map_only(Tensor, gathered, (tuple(args), dict(kwargs)))
     if position is not None:
-        whole = [part * num_parts_of(over) for part, (_, over) in zip(shape, split, strict=True)]
+        whole = list(shape)
+        for dim, size, _ in split:
+            whole[dim] = size
         args = (*args[:position], whole, *args[position + 1 :])
     result = op(*args, **kwargs)
-    for dim, over in split:
+    for dim, _, over in split:
         for axis in over:
             result = split_replicated(result, axis.name, dim)
     return result

@@ -21,7 +21,7 @@ from autopar.runtime.implementations.randomness import randomness
 
 def dropout(x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
     """As `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order. Moves nothing."""
-    return _dropped(x, p if train else 0.0, key, [axes_of(axes.get(factor, ())) for factor in sizes])
+    return _dropped(x, p if train else 0.0, key, axes, sizes)
 
 
 def attention_with_dropout(
@@ -57,24 +57,26 @@ def attention_with_dropout(
     # Safe: a query that may look at no key gets zeros.
     probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
     leading = [factor for factor in sizes if factor not in ("h", "r", "s")]
-    factors = [*leading[: query.ndim - 3], *["h"][: query.ndim - 2], "s", ""]
-    probabilities = _dropped(probabilities, dropout_p, key, [axes_of(axes.get(factor, ())) for factor in factors])
+    whole = {factor: sizes[factor] for factor in leading[: query.ndim - 3]}
+    if query.ndim > 2:
+        whole["h"] = sizes["h"] * sizes.get("r", 1)
+    whole |= {"s": sizes["s"], "keys": keys.shape[-2]}
+    probabilities = _dropped(probabilities, dropout_p, key, axes, whole)
     return (probabilities @ value.to(wide)).to(query.dtype)
 
 
-def _dropped(x: Tensor, p: float, key: int, split: Sequence[tuple[Axis, ...]]) -> Tensor:
-    """Zero with probability `p`, else scaled; `split` are the axes that split each dim."""
+def _dropped(x: Tensor, p: float, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
+    """Zero with probability `p`, else scaled; the factors of `sizes` are the dims in order."""
     if p == 0:
         return x
-    kept = _kept_of_whole(x, p, split) if randomness().deterministic else _kept(x, p, key, split)
+    split = [axes_of(axes.get(factor, ())) for factor in sizes]
+    kept = _kept_of_whole(x, list(sizes.values()), p, split) if randomness().deterministic else _kept(x, p, key, split)
     # Multiplied by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does it.
     return x * (kept.to(x.dtype).div_(1 - p) if p < 1 else kept.to(x.dtype))
 
 
-def _kept_of_whole(x: Tensor, p: float, split: Sequence[tuple[Axis, ...]]) -> Tensor:
-    """This rank's part of what one device would keep."""
-    num_parts = [num_parts_of(axes) for axes in split]
-    shape = [size * parts for size, parts in zip(x.shape, num_parts, strict=True)]
+def _kept_of_whole(x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]]) -> Tensor:
+    """This rank's part of what one device would keep of a whole of that shape; of padding nothing is kept."""
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):
         for axis in axes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 
 OUTER, COLUMN, INNER, ROW, LOSS = "outer", "column", "inner", "row", "loss"
@@ -25,8 +26,6 @@ class _Split:
 
     dim: int
     origins: frozenset[str]
-    padded: bool
-    """Whether the dim need not divide: it has come from a parameter alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,9 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
         summed = {p: s for p, s in held.items() if product and call.in_terms[p].dims[s.dim][0] == product.row}
         if product and summed:
             _arrive(walk, call, summed, ROW, product.row)
-        elif product and not held and call.name in columns and _divides(call, product.column, parts, True):
+        elif product and not held and call.name in columns and _divides(graph, call, product.column, parts):
             _enter(walk, call, COLUMN, product.column, frozenset({call.name}))
-            _go_on(walk, call, product.column, call.bound.sizes[product.column] % parts != 0)
+            _go_on(walk, call, product.column)
         elif held:
             _through(walk, graph, call, held, parts)
         else:
@@ -134,11 +133,10 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
     """One call on a way: it keeps the dim split, joins it as a loss does, or ends the way."""
     position, split = next(iter(held.items()))
     factor = call.in_terms[position].dims[split.dim][0]
-    uneven = any(each.padded for each in held.values())
     reason = ""
     if factor not in call.bound.splittable:
         reason = f"{call.name} needs it whole"
-    elif not _divides(call, factor, parts, uneven):
+    elif not _divides(graph, call, factor, parts):
         reason = f"{call.name} has {call.bound.sizes[factor]} of it, which do not divide into {parts}"
     for other, value in enumerate(call.inputs):
         if not reason and graph.is_activation(value) and factor in call.in_terms[other].factors:
@@ -154,7 +152,7 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
         _arrive(walk, call, held, LOSS, factor)
     else:
         _enter(walk, call, INNER, factor, _origins(held))
-        _go_on(walk, call, factor, uneven)
+        _go_on(walk, call, factor)
 
 
 def _origins(held: Mapping[int, _Split]) -> frozenset[str]:
@@ -170,16 +168,14 @@ def _arrive(walk: _Walk, call: RoledCall, held: Mapping[int, _Split], region: st
     walk.arrived |= _origins(held)
 
 
-def _go_on(walk: _Walk, call: RoledCall, factor: str, padded: bool) -> None:
+def _go_on(walk: _Walk, call: RoledCall, factor: str) -> None:
     for position, term in enumerate(call.out_terms):
         dim = term.dim_of(factor)
         if dim is not None:
-            walk.splits[call.name, position] = _Split(dim, walk.origins[call.name], padded)
+            walk.splits[call.name, position] = _Split(dim, walk.origins[call.name])
 
 
-def _divides(call: RoledCall, factor: str, parts: int, paddable: bool) -> bool:
-    """Whether a factor has equal parts, or may be padded: it is in no group, and nothing but parameters fixed it."""
+def _divides(graph: RoledProgram, call: RoledCall, factor: str, parts: int) -> bool:
+    """Whether a factor has equal parts, or may be padded."""
     size = call.bound.sizes[factor]
-    terms = (*call.in_terms, *call.out_terms)
-    grouped = any(len(dim) > 1 and factor in dim for term in terms for dim in term.dims)
-    return size % parts == 0 or (paddable and not grouped and size >= parts)
+    return size % parts == 0 or (factor in Padding.of(graph).factors[call.name] and size >= parts)

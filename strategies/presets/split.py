@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import NONE, factors_of
+from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
 
 WHOLE = "replicated"
@@ -28,6 +29,7 @@ class Split:
 
     def __init__(self, graph: RoledProgram, mesh: Mesh, strategy: str) -> None:
         self.graph = graph
+        self.padding = Padding.of(graph)
         self.mesh = mesh
         self.strategy = strategy
         self.factors: dict[str, dict[str, str | None]] = defaultdict(dict)
@@ -90,20 +92,7 @@ class Split:
         said = self.factors[call.name].items()
         axes = [other for other, each in said if each and factor in factors_of(each) and other != axis]
         size, parts = call.bound.sizes[factor], self._parts([*axes, axis])
-        return size % parts == 0 or (not axes and size >= parts and self._pads(call, factor))
-
-    def _pads(self, call: RoledCall, factor: str) -> bool:
-        """Whether a factor may be padded: it is no part of a group, and every input that has it comes padded."""
-        terms = (*call.in_terms, *call.out_terms)
-        if any(len(dim) > 1 and factor in dim for term in terms for dim in term.dims):
-            return False
-        kept = all(term.dim_of(factor) is not None for term in call.out_terms) or factor in call.op.padded
-        held = [value for value, term in zip(call.inputs, call.in_terms, strict=True) if factor in term.factors]
-        return kept and bool(held) and all(self._from_parameter(value) for value in held)
-
-    def _from_parameter(self, value: Value) -> bool:
-        """Whether a tensor is a parameter, or an activation: those are split unevenly only if they are padded."""
-        return self.graph.is_weight(value) or self.graph.is_activation(value)
+        return size % parts == 0 or (not axes and size >= parts and factor in self.padding.factors[call.name])
 
     def _wanted_factor(self, call: RoledCall, axis: str) -> str | None:
         for position, term in enumerate(call.out_terms):

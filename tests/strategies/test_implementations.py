@@ -100,6 +100,20 @@ def test_a_vocabulary_of_six_may_be_padded_for_four_ranks() -> None:
     assert [show(choice) for choice in paddable_choices(whole, op, num_ranks=4)] == ["S(0), R -> P"]
 
 
+def test_queries_of_causal_attention_may_be_padded_and_a_batch_of_statistics_may_not() -> None:
+    calls = (
+        (torch.ops.aten.scaled_dot_product_attention.default, (*[torch.randn(2, 6, 4)] * 3, None, 0.0, True)),
+        (torch.ops.aten.batch_norm.default, (torch.randn(6, 5), *[None] * 4, True, 0.1, 1e-5, False)),
+    )
+    found = []
+    for target, arguments in calls:
+        whole = Whole.of(target, arguments, {})
+        op = rule_of(whole.call)
+        assert op is not None
+        found.append([show(choice) for choice in paddable_choices(whole, op, num_ranks=4)])
+    assert found == [["S(1), R, R -> S(1)"], []]
+
+
 RANDOM = sorted((target for target in random.RULES if random_samples(target)), key=str)
 
 

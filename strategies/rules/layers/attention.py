@@ -46,7 +46,7 @@ def attention(call: Call) -> OpRule:
         implementation = Implementation("dropout:attention_with_dropout", factors=None, random=True)
         return OpRule(text, (implementation,), flops=flops, efficiency="attention")
     if call["is_causal"]:
-        by_queries = Implementation("attention:causal_attention", frozenset({"s"}))
+        by_queries = Implementation("attention:causal_attention", frozenset({"s"}), padded=frozenset({"s"}))
         return OpRule(text, (by_queries,), flops=flops, efficiency="attention")
     return OpRule(text, flops=flops, efficiency="attention")
 

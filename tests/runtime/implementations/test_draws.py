@@ -1,4 +1,4 @@
-"""Draws of operators that are the user's own."""
+"""Draws of operators that are the user's own, and of whole tensors as one device does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import InputError
+from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.implementations.draws import seeded
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.strategies import rule_of
 from autopar.strategies.registered import REGISTERED
 from autopar.strategies.rules.random import SEEDED
+from tests.support.simulation.simulate import from_ranks, local_values, simulate
 from tests.support.simulation.validate import Whole
 
 
@@ -52,6 +55,19 @@ def test_it_draws_the_same_for_the_same_seed_step_and_key_and_leaves_the_generat
     assert torch.equal(drawn(0, 0), draws[0])
     assert len({tuple(each.flatten().tolist()) for each in draws}) == 3
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_device_draws_nothing_for_padding() -> None:
+    p = torch.rand(3, 5)
+    torch.manual_seed(1)
+    expected = torch.bernoulli(p)
+    padded = torch.cat([p, torch.ones(3, 1)], 1).chunk(2, 1)
+    bernoulli, sizes = torch.ops.aten.bernoulli.default, {"a": 3, "b": 5}
+    with simulate(2), use_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))), use_randomness(0, 0, True):
+        local = from_ranks(padded)
+        torch.manual_seed(1)
+        found = local_values(SEEDED_CALL(local, op=bernoulli, key=0, axes={"b": ("tp",)}, sizes=sizes))
+    assert torch.equal(torch.cat(found, 1)[:, :5], expected)
 
 
 def test_in_parts_it_is_not_drawn_as_one_device_does() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
+from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations import mean as means
 from autopar.runtime.implementations.dropout import attention_with_dropout, dropout
 from autopar.runtime.implementations.embedding import vocabulary_parallel_embedding
@@ -350,9 +351,12 @@ def test_dropout_at_its_limits(p: float, train: bool) -> None:
     torch.testing.assert_close(found, F.dropout(x, p, train), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", [on(S(0)), on(S(0), S(1)), on(S(1), S(1))])
-def test_deterministic_dropout_equals_one_device(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shape"), [(on(S(0)), (4, 8)), (on(S(0), S(1)), (4, 8)), (on(S(1), S(1)), (4, 8)), (on(S(1)), (4, 7))]
+)
+def test_deterministic_dropout_equals_one_device(layout: Layout, shape: tuple[int, ...]) -> None:
     axes = {"pq"[dim]: tuple(AXES[i] for i in layout.axes_of(dim)) for dim in (0, 1)}
+    sizes = dict(zip("pq", shape, strict=True))
 
     def reference(x: Tensor) -> Tensor:
         torch.manual_seed(5)
@@ -361,10 +365,10 @@ def test_deterministic_dropout_equals_one_device(layout: Layout) -> None:
     def function(x: Tensor) -> Tensor:
         torch.manual_seed(5)
         with use_randomness(0, 0, True):
-            x = dropout(x, 0.3, True, key=0, axes=axes, sizes={"p": 4, "q": 8})
-            return dropout(x, 0.4, True, key=1, axes=axes, sizes={"p": 4, "q": 8})
+            x = dropout(x, 0.3, True, key=0, axes=axes, sizes=sizes)
+            return dropout(x, 0.4, True, key=1, axes=axes, sizes=sizes)
 
-    assert check(reference, function, (wants_grad(4, 8),), (layout,), layout) == {}
+    assert check(reference, function, (wants_grad(*shape),), (layout,), layout) == {}
 
 
 ATTENTION = {
@@ -387,13 +391,29 @@ def test_deterministic_attention_with_dropout_equals_one_device(kind: str, p: fl
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
-        axes, sizes = {"a0": ("a",), "h": ("b",)}, {"a0": 4, "h": key[1], "r": query[1] // key[1]}
+        axes = {"a0": ("a",), "h": ("b",)}
+        sizes = {"a0": 4, "h": key[1], "r": query[1] // key[1], "s": query[2]}
         with use_randomness(0, 0, True):
             return attention_with_dropout(q, k, v, None, p, causal, key=0, axes=axes, sizes=sizes, **keywords)
 
     at = on(S(0), S(1))
     inputs = wants_grad(*query), wants_grad(*key), wants_grad(*key)
     assert check(reference, function, inputs, (at, at, at), at) == {}
+
+
+def test_deterministic_attention_draws_nothing_for_queries_that_are_padding() -> None:
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return F.scaled_dot_product_attention(q, k, v, None, 0.3)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        with use_randomness(0, 0, True):
+            outputs = attention_with_dropout(q, k, v, None, 0.3, key=0, axes={"s": ("a",)}, sizes={"h": 2, "s": 5})
+            return split_replicated(all_gather_invariant(outputs, "a", 1, 5), "a", 1)  # no padding
+
+    inputs = wants_grad(2, 5, 8), wants_grad(2, 4, 8), wants_grad(2, 4, 8)
+    check(reference, function, inputs, (on(S(1)), on(R), on(R)), on(S(1)))
 
 
 @pytest.mark.parametrize("boolean", [True, False])

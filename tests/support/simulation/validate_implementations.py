@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.implementations.randomness import use_randomness
-from autopar.sharding.layout import I
+from autopar.sharding.layout import I, Placement
 from autopar.sharding.operation import OpRule
+from autopar.sharding.padding import padded_factors
 from autopar.sharding.rule import BoundRule, Choice
-from autopar.space.menu import padded_factors
 from autopar.strategies import rule_of
 from autopar.validation.parts import Parts, local_shape, split
 from autopar.validation.whole_call import Placements, Whole, gradients_of, joined_fault, possible, show, tensors_of
@@ -120,48 +120,44 @@ def run_implementation(
             return [local_values(y) for y in outputs], [None if g is None else local_values(g) for g in gradients]
 
 
-def padded_parts(x: Tensor, dim: int, num_ranks: int) -> Parts:
-    """The parts of `x` split along `dim`, padded at its end to equal sizes with numbers that must not matter."""
-    missing = -x.shape[dim] % num_ranks
+def padded_parts(x: Tensor, placement: Placement, num_ranks: int, filling: int = 7) -> Parts:
+    """The parts of `x`; where it is split, padded at the end to equal sizes with numbers that must not matter."""
+    if not placement.is_split:
+        return split(x, placement, num_ranks)
     shape = list(x.shape)
-    shape[dim] = missing
-    padding = torch.full(shape, 7, dtype=x.dtype)
-    return list(torch.cat([x.detach(), padding], dim).chunk(num_ranks, dim))
+    shape[placement.dim] = -shape[placement.dim] % num_ranks
+    padding = torch.full(shape, filling, dtype=x.dtype)
+    return list(torch.cat([x.detach(), padding], placement.dim).chunk(num_ranks, placement.dim))
 
 
 def paddable_choices(whole: Whole, op: OpRule, num_ranks: int) -> list[Choice]:
-    """The implemented choices of a factor that does not divide, may be padded, and is missing on the right."""
+    """The implemented choices of a factor that does not divide and may be padded."""
     bound = whole.bind(op)
-    paddable = padded_factors(bound, [frozenset(range(x.ndim)) for x in whole.inputs], op.padded)
+    paddable = padded_factors(whole.call, op, bound, [frozenset(range(x.ndim)) for x in whole.inputs], op.padded)
     return [
         choice
         for choice in implemented_choices(op, bound)
-        if choice.factors
-        and choice.factors[0] in paddable
-        and bound.sizes[choice.factors[0]] % num_ranks
-        and not any(placement.is_split for placement in choice.outputs)
+        if choice.factors and choice.factors[0] in paddable and bound.sizes[choice.factors[0]] % num_ranks
     ]
 
 
 def padded_fault(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> str:
     """What is wrong with the choice of a factor that is padded; empty if values and gradients are right."""
     bound = whole.bind(op)
-    inputs = [
-        padded_parts(x, placement.dim, num_ranks) if placement.is_split else split(x, placement, num_ranks)
-        for x, placement in zip(whole.inputs, choice.inputs, strict=True)
-    ]
+    inputs = [padded_parts(x, placement, num_ranks) for x, placement in zip(whole.inputs, choice.inputs, strict=True)]
     cotangents = [
-        None if g is None else split(g, placement.transposed, num_ranks)
+        None if g is None else padded_parts(g, placement.transposed, num_ranks, filling=0)
         for g, placement in zip(whole.cotangents, choice.outputs, strict=True)
     ]
     outputs, gradients = run_implementation(whole, op, bound, choice, inputs, cotangents)
-    unpadded = [
-        _unpad(parts, placement.dim, x) if parts is not None and placement.is_split else parts
+    outputs = [_unpad(*each) for each in zip(outputs, choice.outputs, whole.outputs, strict=True)]
+    gradients = [
+        None if parts is None else _unpad(parts, placement, x)
         for parts, placement, x in zip(gradients, choice.inputs, whole.inputs, strict=True)
     ]
-    # Already joined, the split gradients are compared as whole ones.
-    placements = tuple(I if placement.is_split else placement for placement in choice.inputs)
-    return _fault(whole, placements, choice.outputs, outputs, unpadded)
+    # Already joined, what is split is compared as what is whole.
+    given, made = (tuple(I if each.is_split else each for each in side) for side in (choice.inputs, choice.outputs))
+    return _fault(whole, given, made, outputs, gradients)
 
 
 def _fault(
@@ -174,9 +170,11 @@ def _fault(
     return joined_fault(whole, inputs, outputs, values_by_rank, gradients_by_rank)
 
 
-def _unpad(parts: Parts, dim: int, whole: Tensor) -> Parts:
-    joined = torch.cat(parts, dim).narrow(dim, 0, whole.shape[dim])
-    return [joined] * len(parts)
+def _unpad(parts: Parts, placement: Placement, whole: Tensor) -> Parts:
+    """What is split joined on every rank, without its padding."""
+    if not placement.is_split:
+        return parts
+    return [torch.cat(parts, placement.dim).narrow(placement.dim, 0, whole.shape[placement.dim])] * len(parts)
 
 
 def random_fault(args: tuple[Any, ...], probability: float, num_ranks: int) -> str:

@@ -1,0 +1,46 @@
+"""Which dims of every tensor of a program may be split unevenly: those that come from parameters alone, all the way.
+
+A parameter may be padded in every dim, what is given from outside in none, and what a call makes where its rule lets
+the padding of its inputs through (see `sharding.padding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.sharding.padding import padded_factors
+from autopar.strategies.roles import RoledProgram, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What may be padded in a program."""
+
+    dims: Mapping[Value, frozenset[int]]
+    """Of every tensor."""
+    factors: Mapping[str, frozenset[str]]
+    """Of every call."""
+
+    @classmethod
+    def of(cls, graph: RoledProgram) -> Padding:
+        """What is found in one pass over a program, made once."""
+        facts = graph.program.facts
+        if "padding" not in facts:
+            facts["padding"] = _followed(graph)
+        return facts["padding"]
+
+
+def _followed(graph: RoledProgram) -> Padding:
+    nowhere: frozenset[int] = frozenset()
+    dims = {
+        value: frozenset(range(len(info.shape))) if value[0] in graph.parameters else nowhere
+        for value, info in graph.infos.items()
+    }
+    factors: dict[str, frozenset[str]] = {}
+    for call in graph.calls.values():
+        found = padded_factors(call.call, call.op, call.bound, [dims[value] for value in call.inputs], call.op.padded)
+        factors[call.name] = found
+        for position, term in enumerate(call.out_terms):
+            dims[call.name, position] = frozenset(dim for dim, names in enumerate(term.dims) if names[0] in found)
+    return Padding(dims, factors)
