@@ -184,8 +184,8 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
 def shared_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """transformers' expert parallelism by all_reduce: every rank has all tokens, and runs its own experts on them."""
     model, inputs = model_of(options), batch_of(options, tokens)
-    for layer in model.layers:
-        _split_experts(layer.mlp.experts, mesh, mesh, "all_reduce")
+    for experts in _experts_of(model):
+        _split_experts(experts, mesh, mesh, "all_reduce")
 
     def forward_and_backward() -> Tensor:
         loss = model(*inputs)
@@ -199,16 +199,15 @@ def own_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """transformers' expert parallelism by all_to_all, every rank with its own samples."""
     model = model_of(options)
     alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "tp"))["tp"]
-    for layer in model.layers:
-        _split_experts(layer.mlp.experts, mesh, alone, "all_to_all")
+    for experts in _experts_of(model):
+        _split_experts(experts, mesh, alone, "all_to_all")
     return _on_own_samples(options, tokens, mesh, model)
 
 
 def by_hand(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """Tokens are sent to their experts and home again as torchtitan does, every rank with its own samples."""
     model = model_of(options)
-    for layer in model.layers:
-        experts = layer.mlp.experts
+    for experts in _experts_of(model):
         for name in ("gate_up_proj", "down_proj"):
             setattr(experts, name, nn.Parameter(_own_part(getattr(experts, name), mesh)))
         experts.forward = Dispatched(experts.gate_up_proj, experts.down_proj, mesh)
@@ -243,7 +242,12 @@ class Dispatched:
         return torch.zeros_like(x_TD).index_add(0, order_R // index_TK.shape[1], rows)
 
 
-def _split_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh, implementation: str) -> None:
+def _experts_of(model: Regression) -> list[Any]:
+    layers: list[Any] = list(model.layers)
+    return [layer.mlp.experts for layer in layers]
+
+
+def _split_experts(experts: Any, mesh: DeviceMesh, tp_mesh: DeviceMesh, implementation: str) -> None:
     from torch.distributed.tensor import Shard
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 

@@ -399,6 +399,10 @@ def test_a_write_without_gradient_into_a_tensor_that_has_one_is_refused() -> Non
         capture(_forward(forward, w=_weight(3)), (_x(2, 3),), {})
 
 
+def tripled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 3
+
+
 class HookedLazily(nn.Module):
     """Registers a hook in its first forward, and notes that it has, as transformers do to record outputs."""
 
@@ -409,11 +413,12 @@ class HookedLazily(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_hooked:
-            self.inner.register_forward_hook(lambda module, args, output: output * 3)
+            self.inner.register_forward_hook(tripled)
             self.is_hooked = True
         return self.inner(x)
 
 
 def test_a_hook_that_the_first_forward_registers_is_part_of_every_forward() -> None:
     program = capture(HookedLazily(), (torch.ones(2, 4),), {})
+    assert program.python.settled
     assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import autopar
 from autopar.planning import request
