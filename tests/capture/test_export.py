@@ -399,7 +399,7 @@ def test_a_write_without_gradient_into_a_tensor_that_has_one_is_refused() -> Non
         capture(_forward(forward, w=_weight(3)), (_x(2, 3),), {})
 
 
-def tripled(module: nn.Module, args: Any, output: Any) -> Any:
+def _times_three(module: nn.Module, args: Any, output: Any) -> Any:
     return output * 3
 
 
@@ -413,7 +413,7 @@ class HookedLazily(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_hooked:
-            self.inner.register_forward_hook(tripled)
+            self.inner.register_forward_hook(_times_three)
             self.is_hooked = True
         return self.inner(x)
 
