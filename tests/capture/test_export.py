@@ -397,3 +397,28 @@ def test_a_write_without_gradient_into_a_tensor_that_has_one_is_refused() -> Non
 
     with pytest.raises(CaptureError, match=r"clamp_.*without gradients"):
         capture(_forward(forward, w=_weight(3)), (_x(2, 3),), {})
+
+
+def _times_three(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 3
+
+
+class HookedLazily(nn.Module):
+    """Registers a hook in its first forward, and notes that it has, as transformers do to record outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.inner.register_forward_hook(_times_three)
+            self.is_hooked = True
+        return self.inner(x)
+
+
+def test_a_hook_that_the_first_forward_registers_is_part_of_every_forward() -> None:
+    program = capture(HookedLazily(), (torch.ones(2, 4),), {})
+    assert program.python.settled
+    assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from autopar.capture.export import capture
 from autopar.hardware.profile import Hardware, Link
 from autopar.program.program import Program
+from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 5
-MODELS = FAMILIES | FURTHER
+MODELS = FAMILIES | FURTHER | WITH_EXPERTS
 SLOW_DEVICES = Hardware("slow devices, fast links", {"float32": 1e8}, 1e8, 10**9, 0.0, (Link("wire", None, 0.0, 1e12),))
 """Tiny models are best not split at all on real hardware; here everything pays that divides the work."""
 

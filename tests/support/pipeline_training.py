@@ -119,7 +119,7 @@ def build(case: PipelineCase) -> nn.Module:
 
 def loss_of(case: PipelineCase, output: Any) -> Tensor:
     """The loss among what the model of a case returns."""
-    return output if case.family == "mlp" else FAMILIES[case.family].loss(output)
+    return output if case.family == "mlp" else parity.MODELS[case.family].loss(output)
 
 
 def microbatches_of(case: PipelineCase, step: int) -> list[Inputs]:

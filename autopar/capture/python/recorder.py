@@ -67,6 +67,16 @@ class Write:
     """Whether it holds a tensor that is computed from inputs, parameters or random numbers."""
 
 
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Where modules keep their forward hooks."""
+
+
 class Recorder:
     """Records one trace of a model."""
 
@@ -113,10 +123,17 @@ class Recorder:
         )
 
     def put_evolved(self, traced: nn.Module) -> None:
-        """Change another copy of the model as this forward has changed its own; globals are changed already."""
+        """Change another copy of the model as this forward has changed its own; globals are changed already.
+
+        Forward hooks that it has registered go along: a flag may say that they are there, as transformers' do.
+        """
         for write in self.evolved:
             if isinstance(write.place.owner, str):
                 write.place.set(traced, copy.deepcopy(write.value))
+        changed = dict(self._traced.named_modules())
+        for path, module in traced.named_modules():
+            for table in HOOK_TABLES:
+                vars(module)[table].update(vars(changed[path])[table])
 
     def restore_globals(self) -> None:
         """Undo what the forward has written outside the model."""

@@ -50,6 +50,10 @@ def test_an_interleaved_schedule_runs_one_stage_per_rank_too(ranks: Ranks) -> No
     check(ranks, PipelineCase("mlp", "pp2", "interleaved_zero_bubble", options={"chunks": 1}, steps=2))
 
 
+def test_stages_divide_their_experts(ranks: Ranks) -> None:
+    check(ranks, PipelineCase("qwen3_moe", "pp2xdp2", "1f1b", steps=2))
+
+
 def test_the_fast_selection_holds_every_family_mesh_and_schedule() -> None:
     assert set(FAST) <= set(matrix())
     families, meshes, schedules = map(set, zip(*FAST, strict=True))

@@ -25,6 +25,7 @@ import autopar
 from autopar.compiler import whole as whole_model
 from autopar.hardware.profile import Hardware, Link
 from autopar.planning import request
+from autopar.plans.plan import Plan
 from autopar.runtime.module.executable import Executable
 from autopar.space.space import Space
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
@@ -70,6 +71,8 @@ class Training:
     parameters: dict[str, list[Tensor] | None] = field(default_factory=dict)
     split: float = 0.0
     """Of simulated ranks: the share of the calls with a weight or a contraction that the plan splits."""
+    plan: Plan | None = None
+    """Of simulated ranks: what they run."""
 
     @property
     def is_finite(self) -> bool:
@@ -124,6 +127,7 @@ def train_on_ranks(
         rows = [row for row in compiled.plan.rows if row.kind == "call"]
         split = [row for row in rows if any(role not in ("replicated", "partial") for role in row.roles)]
         found.split = len(split) / max(1, len(rows))
+        found.plan = compiled.plan
         return found
 
 

@@ -1,0 +1,83 @@
+"""The operators of experts on simulated ranks, however experts are written and whatever tokens choose."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from autopar.runtime.collectives.axes import record_traffic
+from tests.support.divided_experts import Form, batches, choices, forced, with_experts
+from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks
+
+STEPS = Steps(batches(3))
+FORMS = {
+    "one of all": Form(top_k=1),
+    "all of all": Form(top_k=4),
+    "two ranks' experts alone": Form(num_experts=8, favoured=(0, 1)),
+    "one expert for all": Form(top_k=1, favoured=(3,)),
+    "biases": Form(bias=True),
+    "biases, summed": Form(bias=True, end="sum"),
+    "router frozen": Form(frozen=("router",)),
+    "experts frozen": Form(frozen=("w1", "w2")),
+    "all but experts frozen": Form(frozen=("router", "linear", "head")),
+    "weighted before": Form(early=True),
+    "weighted before, scattered": Form(early=True, bias=True, end="scatter_add"),
+    "summed": Form(end="sum"),
+    "scattered": Form(end="scatter_add"),
+}
+CHOICES = (("t",), ("x",), ("t+x",), ("x", "t+x"))
+QUICK = {
+    "one of all": ("t+x",),
+    "all of all": ("x",),
+    "two ranks' experts alone": ("t+x", "t+x"),
+    "one expert for all": ("x", "t+x"),
+    "biases, summed": ("x",),
+    "router frozen": ("x",),
+    "experts frozen": ("t+x",),
+    "weighted before, scattered": ("t+x",),
+}
+
+
+@functools.lru_cache
+def alone(form: Form) -> Training:
+    return train_alone(with_experts(form), STEPS)
+
+
+def hold(form: Form, names: tuple[str, ...]) -> None:
+    """Check that training on two ranks for each of the choices is as on one process."""
+    mesh = dict(zip("ab"[: len(names)], (2,) * len(names), strict=True))
+    found = train_on_ranks(with_experts(form), STEPS, mesh, {}, forced(choices(*names)))
+    fault = fault_of(found, alone(form))
+    assert not fault, fault
+
+
+@pytest.mark.parametrize(("form", "names"), QUICK.items(), ids=QUICK)
+def test_ranks_train_as_one_process(form: str, names: tuple[str, ...]) -> None:
+    hold(FORMS[form], names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "names"), itertools.product(FORMS, CHOICES))
+def test_ranks_train_as_one_process_in_every_form_and_choice(form: str, names: tuple[str, ...]) -> None:
+    hold(FORMS[form], names)
+
+
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_what_is_computed_again_between_the_ends_is_bit_identical_and_moves_nothing_again(mode: str) -> None:
+    found, moved = {}, {}
+    for each in ("none", mode):
+        with record_traffic() as record:
+            found[each] = train_on_ranks(
+                with_experts(Form()), STEPS, {"ep": 2}, {"recompute": each}, forced(choices("t+x"))
+            )
+        moved[each] = dict(record.num_bytes)
+        plan = found[each].plan
+        assert plan is not None and dict(plan.recompute) == ({} if each == "none" else {"layers.0": mode})
+    assert moved[mode] == moved["none"]
+    for kind in ("gradients", "parameters"):
+        again, kept = getattr(found[mode], kind), getattr(found["none"], kind)
+        for name, values in kept.items():
+            assert all(torch.equal(a, b) for a, b in zip(again[name], values, strict=True)), name

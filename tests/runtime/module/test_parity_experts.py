@@ -1,0 +1,157 @@
+"""Hugging Face's Mixture-of-Experts on real ranks, their experts divided in every way, beside one process.
+
+One call of the ranks trains many cases: what it captures of a family serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import autopar
+from autopar.planning import request
+from tests.support.divided_experts import Form, batches, choices, forced, with_experts
+from tests.support.expert_families import WITH_EXPERTS
+from tests.support.parity import SLOW_DEVICES, Case, Training, compare, parallel, train_alone, whole
+from tests.support.ranks import Ranks, mesh
+
+Way = tuple[str, ...]
+"""What is divided over each mesh axis, see `choices`; ("auto",): what the solver takes on four ranks."""
+
+WAYS: tuple[Way, ...] = (("t",), ("x",), ("t+x",), ("auto",), ("t", "t+x"))
+QUICK = (("mixtral", ("t+x",)), ("qwen3_moe", ("x",)), ("gpt_oss", ("t", "t+x")))
+
+
+def case_of(family: str, way: Way, steps: int) -> Case:
+    """A family on four ranks."""
+    return Case(family, (4,) if len(way) == 1 else (2, 2), options={"hardware": SLOW_DEVICES}, steps=steps)
+
+
+def divided(way: Way) -> Any:
+    """Within this, plans divide experts so."""
+    pins_of = request.pins_of
+    forcing = (lambda space, pins: pins) if way == ("auto",) else forced(choices(*way))
+    return mock.patch.object(
+        request, "pins_of", lambda said, space, *given: forcing(space, pins_of(said, space, *given))
+    )
+
+
+def _trained(cases: Sequence[tuple[str, Way]], steps: int) -> list[Training]:
+    found = []
+    for family, way in cases:
+        with divided(way):
+            found.append(parallel(case_of(family, way, steps)))
+    return found
+
+
+def hold(ranks: Ranks, cases: Sequence[tuple[str, Way]], steps: int) -> None:
+    """Train the cases on real ranks and hold every one against one process, bytes in the mean of the ranks."""
+    found = ranks.run(_trained, cases, steps, world_size=4, timeout=400)
+    for (family, way), trainings in zip(cases, zip(*found, strict=True), strict=True):
+        expected = train_alone(*case_of(family, way, steps).graph, steps, 1)
+        counted: Counter[tuple[str, str]] = Counter()
+        for training in trainings:
+            counted.update(training.counted)
+        mean: Any = {key: num_bytes / len(trainings) for key, num_bytes in counted.items()}
+        for training in trainings:
+            try:
+                compare(replace(training, counted=mean), expected, rtol=1e-4, atol=1e-5, floor=0.05)
+            except AssertionError as error:
+                raise AssertionError(f"{family}, {'|'.join(way)}: {error}") from error
+
+
+def test_families_with_experts_train_on_ranks_as_on_one_process(ranks: Ranks) -> None:
+    hold(ranks, QUICK, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_family_trains_with_its_experts_divided_in_every_way(ranks: Ranks, family: str) -> None:
+    hold(ranks, [(family, way) for way in WAYS], steps=5)
+
+
+def _family(way: Way, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Qwen3-MoE on all ranks, from weights of its own."""
+    case = case_of("qwen3_moe", way, steps=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        source = WITH_EXPERTS["qwen3_moe"].build()
+        for parameter in source.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    axes = dict(zip(case.axes, (dist.get_world_size(),) if len(way) == 1 else (2, 2), strict=True))
+    with divided(way):
+        model = autopar.compile(source, mesh(tuple(axes.values()), tuple(axes)), batch(0), hardware=SLOW_DEVICES)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def batch(step: int) -> dict[str, Any]:
+    return WITH_EXPERTS["qwen3_moe"].inputs(step)[1]
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, number: int) -> dict[str, torch.Tensor]:
+    """The weights after some steps."""
+    for step in range(number):
+        optimizer.zero_grad()
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
+
+
+def _save(folder: str, way: Way) -> dict[str, torch.Tensor]:
+    model, optimizer = _family(way, seed=1)
+    _steps(model, optimizer, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    return _steps(model, optimizer, 2)
+
+
+def _load(folder: str, way: Way) -> dict[str, torch.Tensor]:
+    model, optimizer = _family(way, seed=2)
+    _steps(model, optimizer, 1)  # so that the optimizer has a state to load into
+    weights, moments = get_state_dict(model, optimizer)
+    load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return _steps(model, optimizer, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "target"), [((2, ("t+x",)), (4, ("t+x",))), ((4, ("x",)), (4, ("t", "t+x"))), ((4, ("t",)), (2, ("x",)))]
+)
+def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
+    ranks: Ranks, source: tuple[int, Way], target: tuple[int, Way], tmp_path: Any
+) -> None:
+    saved = ranks.run(_save, str(tmp_path), source[1], world_size=source[0], timeout=120)
+    for found in ranks.run(_load, str(tmp_path), target[1], world_size=target[0], timeout=120):
+        torch.testing.assert_close(found, saved[0], rtol=1e-4, atol=1e-5)
+
+
+def _under_torch_compile(dtype: torch.dtype) -> None:
+    example = batches(1, dtype)[0]
+    with divided(("t+x",)):
+        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, hardware=SLOW_DEVICES)
+    found = []
+    for step in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        loss = step(**example)
+        loss.backward()
+        found.append([loss.detach(), *(whole(parameter.grad) for parameter in model.parameters())])
+    torch._dynamo.reset()
+    for plain, on_top in zip(*found, strict=True):
+        assert torch.equal(plain, on_top)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_compile_gives_the_same_step(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(_under_torch_compile, dtype, timeout=120)

@@ -1,0 +1,174 @@
+"""Mixture-of-Experts in the sorted forms that people write by hand, and plans that do one thing to them.
+
+Legend: T tokens, D features, F features of an expert, K experts of a token, E experts, R = T · K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers.integrations.moe  # noqa: F401  which makes the grouped product of every dtype known
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.program.operators.experts import DISPATCH, GROUPED_MM
+from autopar.space.space import Space
+
+D, BATCH, LENGTH, CLASSES = 8, 8, 2, 3
+End = Literal["index_add", "scatter_add", "sum"]
+Pins = dict[int, np.ndarray]
+Wanted = Mapping[Any, frozenset[tuple[str, ...]]]
+"""Operator → the choices, one for each mesh axis, that a plan may make of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How experts are written, and which of them tokens choose."""
+
+    num_experts: int = 4
+    top_k: int = 2
+    hidden: int = 6
+    end: End = "index_add"
+    """How rows become tokens again: two ways to add, and what transformers do."""
+    early: bool = False
+    """Whether rows are weighted before their experts, as torchtitan may."""
+    bias: bool = False
+    favoured: tuple[int, ...] = ()
+    """Experts that the router prefers so much that every token chooses them."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the names of frozen parameters."""
+    num_layers: int = 1
+
+
+class SortedExperts(nn.Module):
+    """A router, and gated experts whose rows are sorted."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.router = nn.Linear(D, form.num_experts)
+        self.w1 = nn.Parameter(torch.randn(form.num_experts, 2 * form.hidden, D) * 0.3)
+        self.w2 = nn.Parameter(torch.randn(form.num_experts, D, form.hidden) * 0.3)
+        self.b1 = nn.Parameter(torch.randn(form.num_experts, 2 * form.hidden)) if form.bias else None
+        self.b2 = nn.Parameter(torch.randn(form.num_experts, D)) if form.bias else None
+        with torch.no_grad():
+            for expert in form.favoured:
+                self.router.bias[expert] = 50.0
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        form, x_TD = self.form, h_BSD.view(-1, D)
+        weights_TK, index_TK = self.router(x_TD).softmax(-1).topk(form.top_k)
+        # Else one weight of one expert were 1 whatever the router says.
+        weights_R = (weights_TK + weights_TK / (1 + weights_TK.sum(-1, keepdim=True))).reshape(-1)
+        ids_R, perm_R = torch.sort(index_TK.reshape(-1))
+        rows_RD, weights_R1 = x_TD[perm_R // form.top_k], weights_R[perm_R].unsqueeze(-1)
+        counts_E = torch.histc(ids_R.float(), form.num_experts, 0, form.num_experts - 1)
+        if form.early:
+            rows_RD = rows_RD * weights_R1
+        rows_RD = self._through(rows_RD, ids_R, counts_E.cumsum(0, dtype=torch.int32))
+        if not form.early:
+            rows_RD = rows_RD * weights_R1
+        return self._home(rows_RD, x_TD, perm_R).view(h_BSD.shape)
+
+    def _through(self, rows_RD: Tensor, ids_R: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows through their experts."""
+        grouped_mm = torch.ops.transformers.grouped_mm_fallback
+        up = grouped_mm(rows_RD, self.w1.transpose(-2, -1), ends_E)
+        gate, up = (up if self.b1 is None else up + self.b1[ids_R]).chunk(2, -1)
+        down = grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), ends_E)
+        return down if self.b2 is None else down + self.b2[ids_R]
+
+    def _home(self, rows_RD: Tensor, x_TD: Tensor, perm_R: Tensor) -> Tensor:
+        """Tokens as sums of their rows."""
+        token_R = perm_R // self.form.top_k
+        if self.form.end == "index_add":
+            return torch.zeros_like(x_TD).index_add(0, token_R, rows_RD)
+        if self.form.end == "scatter_add":
+            return torch.zeros_like(x_TD).scatter_add(0, token_R.unsqueeze(-1).expand(-1, D), rows_RD)
+        places_R = torch.arange(perm_R.numel(), device=perm_R.device)
+        slots_R = torch.empty_like(perm_R).index_put((perm_R,), places_R)
+        return rows_RD[slots_R].view(-1, self.form.top_k, D).sum(1)
+
+
+class Layer(nn.Module):
+    """A linear layer and experts, each beside a residual connection."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.linear, self.experts = nn.Linear(D, D), SortedExperts(form)
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        h_BSD = h_BSD + torch.tanh(self.linear(h_BSD))
+        return h_BSD + self.experts(h_BSD)
+
+
+class WithExperts(nn.Module):
+    """Layers with experts; gives its loss."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(form) for _ in range(form.num_layers))
+        self.head = nn.Linear(D, CLASSES)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in form.frozen))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def with_experts(form: Form, dtype: torch.dtype = torch.float64) -> WithExperts:
+    """The same weights on every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return WithExperts(form).to(dtype)
+
+
+def batches(number: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+    """Global batches for `WithExperts`."""
+    drawn = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(BATCH, LENGTH, D, generator=drawn, dtype=dtype),
+            "labels": torch.randint(CLASSES, (BATCH, LENGTH), generator=drawn),
+        }
+        for _ in range(number)
+    ]
+
+
+def choices(*names: str) -> Wanted:
+    """What a plan may make of experts, said with one word for each mesh axis.
+
+    "t", "x", "t+x" and "d" at the ends; "o", the features of an expert, by column and then by row.
+    """
+    of_ends = tuple("-" if name == "o" else name.replace("t", "a0") for name in names)
+    wanted = {DISPATCH: frozenset({of_ends})}
+    if "o" in names:
+        of_matrices = ("o", "k")
+        wanted[GROUPED_MM] = frozenset(
+            tuple(each if name == "o" else "r" if name == "t" else "x" for name in names) for each in of_matrices
+        )
+    return wanted
+
+
+def forced(wanted: Wanted) -> Callable[[Space, Pins], Pins]:
+    """Adds to the pins of a plan that it makes one of the wanted choices of every call of an operator."""
+
+    def pinned(space: Space, pins: Pins) -> Pins:
+        found, seen = dict(pins), set()
+        for number, decision in enumerate(space.decisions):
+            allowed = wanted.get(decision.node.target) if decision.kind == "call" else None
+            if allowed is not None:
+                seen.add(decision.node.target)
+                mask = np.array([strategy.choices in allowed for strategy in decision.menu.strategies])
+                assert mask.any(), f"{decision.name}: none of {allowed}"
+                found[number] = mask
+        assert seen == set(wanted), f"the graph has no {set(wanted) - seen}"
+        return found
+
+    return pinned
