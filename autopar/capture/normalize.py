@@ -6,6 +6,7 @@ when the graph is the one that will run.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -71,10 +72,12 @@ def detach_dead_ends(draft: TracedGraph) -> None:
     for node in reversed(draft.calls()):
         if _records(node) and not live.isdisjoint(node.users):
             live.add(node)
-    dead = [node for node in draft.calls() if _records(node) and node not in live]
-    for node in dead:
+    for node in draft.calls():
+        if node in live or not _records(node) or node.target is operator.getitem:
+            continue
         for source in node.all_input_nodes:
-            if source in live or (source.op == "placeholder" and _records(source)):
+            maker = source.args[0] if source.target is operator.getitem else source
+            if maker in live or (source.op == "placeholder" and _records(source)):
                 with draft.graph.inserting_before(node):
                     detached = draft.call(aten.detach.default, source, module=node.meta["module"])
                 node.replace_input_with(source, detached)

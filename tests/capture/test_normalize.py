@@ -373,3 +373,30 @@ def test_the_sgn_of_real_numbers_is_sign_and_of_complex_ones_stays() -> None:
     assert calls(program, aten.sign.default) and not calls(program, aten.sgn.default)
     program = capture(Function(lambda self, x: torch.complex(x, self.weight).sgn().abs()), (_x(4, 6),), {})
     assert calls(program, aten.sgn.default)
+
+
+# Gradients
+
+
+def test_what_no_gradient_comes_back_to_is_detached() -> None:
+    def forward(module: Function, x: Tensor) -> Tensor:
+        scores = x @ module.weight
+        order = (scores * 2 + module.bias).topk(2).indices  # of which only the order is read
+        return scores.gather(1, order)
+
+    program = assert_as_eager(Function(forward), (_x(3, 4),))
+    scored = {str(node.target): node.meta["tensor"].requires_grad for node in program.graph.nodes if calls_one(node)}
+    assert scored["aten.matmul.default"] and scored["aten.gather.default"]
+    assert not scored["aten.mul.Tensor"] and not scored["aten.add.Tensor"]
+
+
+def test_one_of_several_outputs_may_be_a_dead_end() -> None:
+    def forward(module: Function, x: Tensor) -> Tensor:
+        values, places = (x @ module.weight).sort(1)
+        return values[:, :2] * 3 + (values * 2).argsort(1)[:, :2]
+
+    assert_as_eager(Function(forward), (_x(3, 4),))
+
+
+def calls_one(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and not isinstance(node.meta["tensor"], tuple)
