@@ -392,7 +392,7 @@ def test_what_no_gradient_comes_back_to_is_detached() -> None:
 
 def test_one_of_several_outputs_may_be_a_dead_end() -> None:
     def forward(module: Function, x: Tensor) -> Tensor:
-        values, places = (x @ module.weight).sort(1)
+        values, _ = (x @ module.weight).sort(1)
         return values[:, :2] * 3 + (values * 2).argsort(1)[:, :2]
 
     assert_as_eager(Function(forward), (_x(3, 4),))
