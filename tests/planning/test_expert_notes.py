@@ -1,0 +1,47 @@
+"""A plan says where its figures hang on routing, and of experts that it could not find."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.planning.expert_notes import BALANCED
+from tests.support.experts import WithExperts, grouped
+from tests.support.simulation.training import SLOW_DEVICES
+
+MESH = autopar.Mesh({"ep": 2})
+INPUTS = {"x": torch.zeros(4, 4, 8), "labels": torch.zeros(4, 4, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(("choice", "expected"), [("factor:a0", False), ("factor:x", True), ("factor:a0+x", True)])
+def test_a_plan_says_where_rows_are_those_of_balanced_routing(choice: str, expected: bool) -> None:
+    model = WithExperts()
+    autopar.annotate(model, "experts.dispatch", ep=choice)
+    plan = autopar.plan(model, MESH, INPUTS, hardware=SLOW_DEVICES)
+    assert (BALANCED in plan.notes, BALANCED in str(plan)) == (expected, expected)
+
+
+class Unknown(nn.Module):
+    """Experts whose rows lie in the order of experts from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8, 8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * 4
+        return grouped(rows, self.weight, ends).square().sum()
+
+
+def test_experts_in_an_unknown_form_are_warned_of_with_their_place_and_cost() -> None:
+    model = nn.Sequential(Unknown())
+    with pytest.warns(UserWarning, match=r"the experts in 0 \(\d+% of the FLOPs\) are written in a form"):
+        autopar.plan(model, MESH, (torch.zeros(16, 8),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autopar.plan(model, autopar.Mesh({"ep": 1}), (torch.zeros(16, 8),))
+        autopar.plan(WithExperts(), MESH, INPUTS)
