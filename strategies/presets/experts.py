@@ -49,10 +49,10 @@ def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
     Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
-    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and are summed at home:
+    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and come home in parts:
 
         all_to_all/e = 4·L·M/e + 8·L·E
-        all_reduce/t = (3·L + 2)·A/e + L·(M + G)/e + 3·R/e
+        all_reduce/t = (3·L + 2)·A/e + L·(A + G)/e + 3·R/e
         all_reduce/e = (P - N - X - Q)/t + N + Q + 16
     """
     axes.need_exactly("expert_model", mesh, 2, "one for experts and one for columns and rows")
@@ -66,7 +66,7 @@ def expert_data_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     Over an axis d of the batch alone, an axis e of experts and an axis t of columns and rows:
 
         all_to_all/e = 4·L·M/(d·e) + 8·L·E
-        all_reduce/t = (3·L + 2)·A/(d·e) + L·(M + G)/(d·e) + 3·R/(d·e)
+        all_reduce/t = (3·L + 2)·A/(d·e) + L·(A + G)/(d·e) + 3·R/(d·e)
         all_reduce/d_e = (P - N - X - Q)/t + N + Q
         all_reduce/d = X/(e·t) + 16
         all_reduce/e = 16

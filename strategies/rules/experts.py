@@ -5,13 +5,15 @@
     x        R, I         S(0), S(0), S(0), I        S(0)     R → P           -
     t+x      S(0), S(0)   S(0), S(0), S(0), S(0)     S(0)     S(0) → S(0)     all-to-all at both ends
     d        S(1), I      S(1), I, I, I              -        R → S(1)        -
+    R        R, I         R, I, I, I                 -        -               -
     o, k     -            S(1) of rows               S(2), S(1)
 
 t divides tokens and leaves all experts to every rank (data parallelism); x divides experts, of which every rank sees
 all tokens; t+x divides both, so that rows travel to their experts and home (GShard, Lepikhin et al. 2020). There is a t
 for every leading dim of the tokens (a, b, …), of which the first two are samples and positions. What rows a rank has
 under x and t+x follows from the data: no move splits or joins them. Where counts and route lie tells the choices apart,
-so that both ends, and all between, make the same one.
+so that both ends, and all between, make the same one. Under R parts of gradients, as columns leave them, come back with
+the tokens, which are fewer than their rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, P, Placement, R, S
 from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import TOGETHER, Choice
+from autopar.sharding.rule import PASS_REPLICATED, TOGETHER, Choice
 from autopar.strategies.notation import Entry, batch_names
 
 EXPERTS = "x"
@@ -50,7 +52,12 @@ def dispatch(call: Call) -> OpRule:
     return OpRule(
         f"{names} d, {names} _ -> {rows} d, x, {rows}, {names} _, _",
         (Implementation("experts:dispatch", factors=None, traffic=dispatch_traffic),),
-        choices=(*split, choice(EXPERTS, R, R, S(0), S(0), S(0), I), choice("d", S(len(dims)), R, S(1), I, I, I)),
+        choices=(
+            *split,
+            choice(EXPERTS, R, R, S(0), S(0), S(0), I),
+            choice("d", S(len(dims)), R, S(1), I, I, I),
+            choice(PASS_REPLICATED, R, R, R, I, I, I),
+        ),
     )
 
 

@@ -130,7 +130,7 @@ def test_experts_are_folded_over_the_axes_of_attention() -> None:
 def test_the_features_of_experts_are_columns_and_rows_and_partial_on_the_way_home() -> None:
     found = choices("expert_model", {"tp": 2, "ep": 2})
     assert [choice for operation, choice in found if operation == "grouped_mm"] == ["o x", "o x", "k x"]
-    assert {("dispatch", "- a0+x"), ("combine", "P0 a0+x")} < set(found)
+    assert {("dispatch", "R a0+x"), ("combine", "P0 a0+x")} < set(found)
     dense = choices("expert_model", GRID, "einsum")
     assert dense[-4:] == [("einsum", "e0 f0"), ("relu", "a d"), ("einsum", "e0 f0"), ("einsum", "g0 P1")]
 
