@@ -14,12 +14,14 @@ from torch import Tensor, fx
 import autopar
 from autopar.models.catalogue import built_in
 from autopar.planning.settings import context_of
+from autopar.runtime.implementations.experts import grouped_mm
 from autopar.runtime.rewrite.packing import OUTPUT_DIM, pack_products
 from autopar.runtime.rewrite.rewrite import rewrite
 from autopar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
 ROWS = 5
+PRODUCTS = [aten.linear.default, aten.matmul.default]
 
 
 def pieces(target: Any, places: list[tuple[int, int]], has_bias: bool, width: int) -> tuple[fx.GraphModule, bool]:
@@ -49,7 +51,7 @@ def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor 
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(list(OUTPUT_DIM)), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
+@given(st.sampled_from(PRODUCTS), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans(), st.data())
 def test_one_product_gives_the_values_and_gradients_of_its_pieces(
     target: Any, sizes: list[int], has_bias: bool, data: st.DataObject
 ) -> None:
@@ -69,6 +71,30 @@ def test_one_product_gives_the_values_and_gradients_of_its_pieces(
         torch.testing.assert_close(ours, theirs)
     inputs = [x, weight, bias] if has_bias else [x, weight]
     for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gate_and_up_of_experts_are_one_product(transposed: bool) -> None:
+    graph = fx.Graph()
+    rows, weight, counts = (graph.placeholder(name) for name in ("rows", "weight", "counts"))
+    outputs, widths = [], {}
+    for start, end in ((3, 6), (0, 3)):
+        part = graph.call_function(aten.slice.Tensor, (weight, 1 if transposed else 2, start, end))
+        widths[part] = 6
+        matrices = graph.call_function(aten.transpose.int, (part, 1, 2)) if transposed else part
+        outputs.append(graph.call_function(grouped_mm, (rows, matrices, counts), {"axes": {}, "sizes": {}}))
+    graph.output(tuple(outputs))
+    pack_products(graph, widths)
+    graph.lint()
+    assert [sum(node.target is target for node in graph.nodes) for target in (grouped_mm, aten.slice.Tensor)] == [1, 0]
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 4), (2, 4, 6)))
+    given = w.transpose(1, 2) if transposed else w
+    found = fx.GraphModule(torch.nn.Module(), graph)(x, given, torch.tensor([5, 2]))
+    whole = torch.cat([x[:5] @ w[0], x[5:] @ w[1]])
+    for ours, theirs in zip(found, (whole[:, 3:], whole[:, :3]), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(gradients(found, [x, w]), gradients((whole[:, 3:], whole[:, :3]), [x, w]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
