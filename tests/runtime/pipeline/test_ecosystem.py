@@ -117,7 +117,7 @@ def _loaded(case: PipelineCase, folder: str) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "stages", "rest"),
     [
-        ("resnet", "pp2xtp2", "dp4"),
+        pytest.param("resnet", "pp2xtp2", "dp4", marks=pytest.mark.slow),
         ("mlp", "pp2", "dp2"),  # stages store every parameter whole
         pytest.param("gpt2", "pp2xtp2", "dp4", marks=pytest.mark.slow),
     ],
