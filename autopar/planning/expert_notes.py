@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from autopar.cost.operations import flops
 from autopar.program.calls import module_of
-from autopar.program.operators.experts import DISPATCH
+from autopar.program.operators.experts import DISPATCH, OTHER_GROUPED_PRODUCTS
 from autopar.sharding.rule import factors_of
 from autopar.space.space import Decision, Space
 
-GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
-"""Products by expert that stand in a graph where the block around them was not found."""
 EXPERTS = "x"
 BALANCED = (
     "expected: each device has an equal share of the rows of its experts. What routing makes of that changes seconds "
@@ -45,7 +43,7 @@ def warn_of_unknown_experts(space: Space) -> None:
             continue
         work = flops(menu.call, menu.op, menu.bound)
         total += work
-        if str(decision.node.target) in GROUPED:
+        if str(decision.node.target) in OTHER_GROUPED_PRODUCTS:  # else the block around it was found
             unknown += work
             places[module_of(decision.node) or "the forward"] = None
     if unknown:

@@ -22,8 +22,6 @@ from autopar.capture.passes.views import VIEWS
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 CASTS = (aten.to.dtype, aten._to_copy.default)
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
-REDUCTIONS = (aten.sum.dim_IntList, aten.sum.default)
-INVERSIONS = (aten.index_put.default, aten.scatter.src)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def is_counting(node: Any, sorting: Sorting, num_experts: int) -> bool:
     slots = {plain(sorting.flat), sorting.flat, sorting.ids}
 
     def counts(x: Any) -> bool:
-        return plain(x) in slots
+        return plain(x) in slots and value_of(x).numel() == sorting.num_rows
 
     if node.target is aten.histc.default:
         given = arguments(node)
@@ -111,7 +109,7 @@ def is_counting(node: Any, sorting: Sorting, num_experts: int) -> bool:
         given = arguments(node)
         ones = given.get("src", given.get("source"))
         return given["dim"] == 0 and _is_full_of(given["self"], 0) and _is_full_of(ones, 1) and counts(given["index"])
-    if node.target in REDUCTIONS:
+    if node.target is aten.sum.dim_IntList:
         hot = without(node.args[0], *CASTS)
         return hot.target is aten.one_hot.default and shape_of(node) == (num_experts,) and counts(hot.args[0])
     return False

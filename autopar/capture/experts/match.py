@@ -7,6 +7,7 @@ no block, and stays as it is.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from torch import fx
 from autopar.capture.experts.forms import (
     CASTS,
     GATHERS,
-    REDUCTIONS,
     Sorting,
     divisor_of,
     gathered_by,
@@ -28,21 +28,25 @@ from autopar.capture.experts.forms import (
 )
 from autopar.capture.passes.traced_graph import arguments, aten, shape_of
 from autopar.capture.passes.views import VIEWS
+from autopar.program.operators.experts import OTHER_GROUPED_PRODUCTS
 
-GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
-ALONG_LAST = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.cat.default)
-ROW_BY_ROW = (
-    aten.linear.default,
+PUT_BACK = (aten.index.Tensor, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
+ALONG_LAST = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.cat.default,
     aten.softmax.int,
     aten.log_softmax.int,
-    aten.layer_norm.default,
-    aten.rms_norm.default,
     aten.glu.default,
     aten.unsqueeze.default,
-    aten.dropout.default,
-    *CASTS,
 )
-"""Calls that treat each row alone, given that dims count from the last and weights have no dim of rows."""
+"""Calls that treat each row alone where the dim that they name is the last."""
+NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+"""Calls that treat each row alone where they normalize dims behind the first."""
+ROW_BY_ROW = (aten.linear.default, *CASTS)
+"""Calls that always do, as elementwise ones that draw nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,37 +92,50 @@ def block_of(sorting: Sorting) -> Block | None:
     of_experts = _gathers_at(sorting.ids) if sorting.ids is not None else ()
     region: dict[fx.Node, None] = dict.fromkeys((*gathers, *of_experts))
     scaled, products, ends = None, [], []
-    for node in _after(gathers[0].graph, region):
+    reached = _Reached(region)
+    while reached.waiting:
+        node = reached.next()
         inputs = [each for each in node.all_input_nodes if each in region]
-        if not inputs:
-            continue
         end = _end_of(node, sorting, region, weights)
         if end is not None:
             ends.append(end)
-        elif _is_product(node) and inputs == [node.args[0]]:
+            continue
+        if _is_product(node) and inputs == [node.args[0]]:
             products.append(node)
-            region[node] = None
         elif scaled is None and not products and _is_scaled(node, gathers, weights):
             scaled = node
-            region[node] = None
-        elif _treats_rows_alone(node, region, sorting.num_rows) or _is_weighted(node, region, weights):
-            region[node] = None
-        else:
+        elif not _treats_rows_alone(node, region, sorting.num_rows) and not _is_weighted(node, region, weights):
             return None
+        region[node] = None
+        reached.add(node)
     sizes = {shape_of(product.args[1])[0] for product in products}  # type: ignore[arg-type]
     if len(ends) != 1 or len(sizes) != 1:
         return None
     (num_experts,) = sizes
-    if not all(is_ends(_offsets(product), sorting, num_experts) for product in products):
+    if not all(is_ends(arguments(product)["offs"], sorting, num_experts) for product in products):
         return None
     if scaled is not None and (ends[0].weights is not None or any(_behind_casts(each) != [scaled] for each in gathers)):
         return None
     return Block(sorting, tokens, top_k, num_experts, gathers, scaled, tuple(products), of_experts, ends[0])
 
 
-def _after(graph: fx.Graph, first: Iterable[fx.Node]) -> list[fx.Node]:
-    """The calls and the output of a graph, without some."""
-    return [node for node in graph.nodes if node not in set(first) and node.op in ("call_function", "output")]
+class _Reached:
+    """The readers of some nodes, once each and in the order of the graph."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self.waiting: list[fx.Node] = []
+        self._seen = set(nodes)
+        for node in tuple(self._seen):
+            self.add(node)
+
+    def add(self, node: fx.Node) -> None:
+        for user in node.users:
+            if user not in self._seen:
+                self._seen.add(user)
+                heapq.heappush(self.waiting, user)
+
+    def next(self) -> fx.Node:
+        return heapq.heappop(self.waiting)
 
 
 def _tokens(sorting: Sorting) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None:
@@ -134,7 +151,7 @@ def _tokens(sorting: Sorting) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None
             for user in _gathers_at(place)
             if (source := gathered_by(user, place)) is not None
             if len(shape_of(source)) == 2 and shape_of(source)[0] * top_k == sorting.num_rows
-            if not _is_weight(user, sorting) and top_k == (sorting.num_rows // shape_of(source)[0])
+            if not _is_weight(user, sorting)
         ]
         sources = {source for source, _ in found}
         if len(sources) == 1 and (place is not sorting.perm or len(places) == 1):
@@ -162,15 +179,10 @@ def _is_weight(node: fx.Node, sorting: Sorting) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    if node.target not in GROUPED and str(node.target) not in GROUPED:
+    if str(node.target) not in OTHER_GROUPED_PRODUCTS:
         return False
     given = arguments(node)
     return given.get("bias") is None and given.get("out_dtype") is None and len(shape_of(node.args[1])) == 3  # type: ignore[arg-type]
-
-
-def _offsets(product: fx.Node) -> Any:
-    given = arguments(product)
-    return given["offs"]
 
 
 def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int) -> bool:
@@ -184,14 +196,15 @@ def _treats_rows_alone(node: fx.Node, region: dict[fx.Node, None], num_rows: int
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # a piece of what was taken apart
     last = tensors[0].ndim - 1
+    others = [each for each in node.all_input_nodes if each not in region]
+    if any(len(shape_of(each)) > last and shape_of(each)[:1] != (1,) for each in others):
+        return False
     if node.target in ALONG_LAST:
         return last > 0 and arguments(node)["dim"] % (last + 1) == last
-    if node.target in (aten.softmax.int, aten.log_softmax.int, aten.glu.default, aten.unsqueeze.default):
-        return last > 0 and arguments(node)["dim"] % (last + 1) == last
-    if node.target not in ROW_BY_ROW and torch.Tag.pointwise not in node.target.tags:
-        return False
-    others = [each for each in node.all_input_nodes if each not in region]
-    return all(len(shape_of(each)) <= last or shape_of(each)[:1] == (1,) for each in others)
+    if node.target in NORMS:
+        return len(arguments(node)["normalized_shape"]) <= last
+    elementwise = torch.Tag.pointwise in node.target.tags and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return elementwise or node.target in ROW_BY_ROW
 
 
 def _weight_in(node: Any, weights: tuple[fx.Node, ...]) -> fx.Node | None:
@@ -221,7 +234,7 @@ def _is_scaled(node: fx.Node, gathers: tuple[fx.Node, ...], weights: tuple[fx.No
 def _is_weighted(node: fx.Node, region: dict[fx.Node, None], weights: tuple[fx.Node, ...]) -> bool:
     """Whether a call weighs rows, which only the end may read."""
     found = _factors(node, weights)
-    return found is not None and found[0] in region and all(_puts_back(user) for user in _behind_casts(node))
+    return found is not None and found[0] in region and all(user.target in PUT_BACK for user in _behind_casts(node))
 
 
 def _behind_casts(node: fx.Node) -> list[fx.Node]:
@@ -229,13 +242,6 @@ def _behind_casts(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found += _behind_casts(user) if user.target in CASTS else [user]
     return found
-
-
-PUT_BACK = (aten.index.Tensor, aten.index_add.default, aten.scatter_add.default, aten.index_put.default)
-
-
-def _puts_back(node: fx.Node) -> bool:
-    return node.target in PUT_BACK
 
 
 def _end_of(node: fx.Node, sorting: Sorting, region: dict[fx.Node, None], weights: tuple[fx.Node, ...]) -> End | None:
@@ -279,7 +285,7 @@ def _summed(node: fx.Node, rows: fx.Node, weight: fx.Node | None) -> End | None:
     view = next(iter(node.users), None)
     if len(node.users) == 1 and view is not None and view.target in VIEWS and len(shape_of(view)) == 3:
         total = next(iter(view.users), None)
-        if len(view.users) == 1 and total is not None and total.target in REDUCTIONS:
+        if len(view.users) == 1 and total is not None and total.target is aten.sum.dim_IntList:
             given = arguments(total)
             if list(given["dim"] or ()) in ([1], [-2]) and not given["keepdim"] and given["dtype"] is None:
                 return End(total, rows, weight, shape_of(view)[1])

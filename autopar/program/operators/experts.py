@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OTHER_GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+"""The names of the grouped products that models call; that of transformers need not be there."""
 FAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of which PyTorch has a grouped product."""
 ROW_BYTES = 16

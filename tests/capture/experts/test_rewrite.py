@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture.export import capture
 from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
@@ -70,9 +71,24 @@ class Looks(nn.Module):
         (lambda rows: rows - rows.mean(0), 4),
         (lambda rows: rows.cumsum(0), 4),
         (lambda rows: rows * torch.arange(24.0).unsqueeze(-1), 4),
+        (lambda rows: torch.cat([rows[:, 1:], torch.arange(24.0).unsqueeze(-1)], 1), 4),
+        (lambda rows: F.layer_norm(rows, rows.shape), 4),
+        (lambda rows: F.dropout(rows, 0.5), 4),
+        (lambda rows: F.rrelu(rows, training=True), 4),
         (lambda rows: rows, 8),
     ],
-    ids=["other order", "softmax over rows", "mean of rows", "sums of rows", "by place", "other counts"],
+    ids=[
+        *(
+            "other order",
+            "softmax over rows",
+            "mean of rows",
+            "sums of rows",
+            "by place",
+            "place beside",
+            "norm of all",
+        ),
+        *("dropout", "random slopes", "other counts"),
+    ],
 )
 def test_what_mixes_rows_or_counts_otherwise_is_no_block(change: Callable[[Tensor], Tensor], counted: int) -> None:
     program = capture(Looks(change, counted), (X[0].repeat(2, 1),), {})
@@ -89,6 +105,14 @@ def test_rows_that_are_read_beside_the_block_are_no_block() -> None:
 
     assert _count(capture(Leaks(lambda rows: rows), (X[0].repeat(2, 1),), {}), DISPATCH) == 0
     assert _count(capture(Looks(lambda rows: rows.tanh()), (X[0].repeat(2, 1),), {}), DISPATCH) == 1
+
+
+def summed_over_all(y_RD: Tensor, token_R: Tensor, perm_R: Tensor, x_TD: Tensor, top_k: int) -> Tensor:
+    return y_RD[torch.argsort(perm_R)].view(-1, top_k, y_RD.shape[-1]).sum().expand_as(x_TD)
+
+
+def test_rows_that_are_put_back_one_by_one_may_be_summed_in_any_way() -> None:
+    assert _count(assert_as_eager(SortedExperts(ending=summed_over_all), (X,)), COMBINE) == 1
 
 
 def test_samples_and_positions_stay_apart() -> None:
