@@ -71,11 +71,18 @@ class Strategy:
                 found[factor] = (*found.get(factor, ()), name)
         return found
 
-    def axes_together(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
-        """The one name of all axes of more than one device that split `factor` with another; none where none does."""
-        sizes = zip(mesh.sizes, self.choices, strict=True)
-        axes = tuple(axis for axis, (size, made) in enumerate(sizes) if factor in factors_of(made)[1:] and size > 1)
-        return (joined_name(mesh.names, axes),) if axes else ()
+    def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
+
+        A factor with "+" before it stands for the axes that split it with another factor: one joined axis.
+        """
+        together = factor[:1] == TOGETHER
+        name = factor.removeprefix(TOGETHER)
+        made = [factors_of(choice)[together:] for choice in self.choices]
+        axes = [axis for axis, found in enumerate(made) if name in found and mesh.sizes[axis] > 1]
+        if together:
+            return (joined_name(mesh.names, axes),) if axes else ()
+        return tuple(mesh.names[axis] for axis in axes)
 
     def num_parts(self, mesh: Mesh) -> int:
         """Into how many equal parts the call's work is divided."""
@@ -258,13 +265,8 @@ def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh
     implementation = strategy.implementation
     if implementation is None or implementation.traffic is None:
         return ()
-    axes = strategy.axes_by_factor(mesh)
     return tuple(
         Transfer(collective.name, axis, collective.num_bytes, collective.backward)
         for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
-        for axis in (
-            strategy.axes_together(collective.factor.removeprefix(TOGETHER), mesh)
-            if collective.factor.startswith(TOGETHER)
-            else (name for name in axes.get(collective.factor, ()) if mesh.size(name) > 1)
-        )
+        for axis in strategy.links(collective.factor, mesh)
     )

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import local_tensor_mode
 
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.derivatives import once_differentiable
 
 _c10d = torch.ops._c10d_functional
 

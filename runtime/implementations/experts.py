@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.program.operators.experts import Home, Take, count_rows, inverted, sorted_slots
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
-from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.sharding.mesh import joined_name
 
 EXPERTS = "x"
@@ -56,8 +56,6 @@ class _Experts:
     @property
     def link(self) -> Axis:
         """The axes over which rows travel, as one."""
-        if len(self.travelled) == 1:
-            return self.travelled[0]
         names = [axis.name for axis in self.travelled]
         return axis_of(joined_name(names, range(len(names))))
 
@@ -105,11 +103,12 @@ def dispatch(
         ids, slots = sorted_slots(index)
         route = inverted(slots).view(index.shape)
         rows = Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2))
-    sent = experts.reached(count_rows(index, num_experts)) if experts.axes else count_rows(index, num_experts)[None]
+    sent = experts.reached(count_rows(index, num_experts))
     if not experts.travelled:
         return rows, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
     link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // num_parts_of(experts.kept)
-    got = _exchanged_counts(sent, link)
+    ones = [1] * link.size
+    got = _exchanged(sent, ones, ones, link, sent.numel() * sent.itemsize)
     splits = torch.stack([sent.sum(1), got.sum(1)]).cpu()
     rows = _Exchange.apply(rows, *_host(splits), link, num_bytes)
     ids, order = torch.sort(_senders_ids(got, rows.shape[0]), stable=True)
@@ -161,12 +160,6 @@ def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
 def _host(splits: Tensor) -> list[list[Any]]:
     """Rows to and from each rank as numbers."""
     return [list(each) for each in splits.tolist()]
-
-
-def _exchanged_counts(sent: Tensor, axis: Axis) -> Tensor:
-    count("all_to_all", axis, sent.numel() * sent.itemsize)
-    ones = [1] * axis.size
-    return _c10d.wait_tensor(_c10d.all_to_all_single(sent.contiguous(), ones, ones, axis.group))
 
 
 def _exchanged(x: Tensor, sent: Sequence[Any], got: Sequence[Any], axis: Axis, num_bytes: int) -> Tensor:

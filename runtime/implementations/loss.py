@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
-from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
 
 CLASSES = "v"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of
-from autopar.runtime.collectives.derivatives import once_differentiable
 from autopar.runtime.collectives.functions import raw_sum
 
 BATCH = "n"

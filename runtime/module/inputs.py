@@ -51,10 +51,12 @@ def canonical_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwa
 
 def _dense(arguments: Arguments) -> Arguments:
     """The same inputs; InputError where a tensor is not dense."""
-    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
-        fault = fault_of_form(leaf) if isinstance(leaf, Tensor) else ""
-        if fault:
-            raise InputError(f"{name_of(path)} {fault}.")
+    faults = [isinstance(leaf, Tensor) and fault_of_form(leaf) for leaf in pytree.tree_leaves(arguments)]
+    if any(faults):
+        paths = pytree.tree_flatten_with_path(arguments)[0]
+        raise InputError(
+            next(f"{name_of(path)} {fault}." for (path, _), fault in zip(paths, faults, strict=True) if fault)
+        )
     return arguments
 
 

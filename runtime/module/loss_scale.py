@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.derivatives import once_differentiable
+from autopar.program.operators.derivatives import once_differentiable
 
 
 def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from autopar.runtime.collectives.derivatives import once_differentiable
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.sharding.layout import Layout
 
 

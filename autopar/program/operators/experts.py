@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.derivatives import once_differentiable
+
 OTHER_GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 """The names of the grouped products that models call; that of transformers need not be there."""
 FAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,7 +61,7 @@ class Take(torch.autograd.Function):
         return x_TD[slots_R // route_TK.shape[-1]]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> Any:
         (route_TK,) = ctx.saved_tensors
         return grad_RD[route_TK].sum(-2), None, None
@@ -77,7 +79,7 @@ class Home(torch.autograd.Function):
         return (rows_TKD if weights_TK is None else rows_TKD * weights_TK.unsqueeze(-1)).sum(-2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         rows_RD, weights_TK, route_TK = ctx.saved_tensors
         grad_T1D = grad_TD.unsqueeze(-2)

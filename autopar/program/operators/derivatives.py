@@ -11,8 +11,9 @@ from torch import Tensor
 
 SECOND = (
     "a derivative of a derivative was asked of a model that autopar has compiled: the gradients of its collectives "
-    "have none. Compute the first derivative inside of forward with torch.autograd.grad(..., create_graph=True), which "
-    "is captured with the model, or call backward() without create_graph."
+    "and experts have none. Compute the first derivative inside of forward with "
+    "torch.autograd.grad(..., create_graph=True), which is captured with the model, or call backward() without "
+    "create_graph."
 )
 
 
