@@ -33,7 +33,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return found
         outputs = found if isinstance(found, tuple) else (found,)
         given = [x.detach().requires_grad_() for x in outputs if x is not None]
-        marked = torch._C._functions.DelayedError(SECOND.encode(), len(given))(*given)
+        marked = torch._C._functions.DelayedError(SECOND.encode(), len(given))(*given)  # pyright: ignore[reportAttributeAccessIssue]
         each = iter(marked if isinstance(marked, tuple) else (marked,))
         return tuple(None if x is None else next(each) for x in outputs)
 
