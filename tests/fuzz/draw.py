@@ -9,7 +9,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from tests.fuzz.expressions import EXPRESSIONS, WEIGHTS, UnfitError
+from tests.fuzz import layers, tensors  # noqa: F401  which give the kinds their expressions
+from tests.fuzz.kinds import EXPRESSIONS, WEIGHTS, UnfitError
 from tests.fuzz.program import GLOBALS, Program, Shape, drawn, names_in
 
 MAX_ELEMENTS, MAX_ENTRY, MAX_GRADIENT, TRIES = 512, 30.0, 1e4, 40

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -17,8 +17,8 @@ import pytest
 import autopar
 from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.runtime.collectives.axes import record_traffic
-from autopar.sharding.layout import S
-from autopar.space.space import Space
+from autopar.sharding.layout import Layout, S
+from autopar.space.space import Space, Wire
 from tests.support.divided_experts import BATCH, LENGTH, D, Form, batches, choices, forced, with_experts
 from tests.support.planned import space_of
 from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks
@@ -160,22 +160,22 @@ def between(space: Space, start: int, end: int) -> list[int]:
     return order
 
 
-def test_rows_are_not_moved_to_or_from_other_ranks(space: Space) -> None:
-    of_rows = [wire for wire in space.wires if wire.tensor.ragged]
-    assert of_rows
-    for wire in of_rows:
+def moves(space: Space, wires: list[Wire]) -> Iterator[tuple[Layout, Layout, float]]:
+    """Every pair of layouts at the ends of some wires, with the seconds between them."""
+    assert wires
+    for wire in wires:
         seconds = space.reshard_seconds(wire)
         for i, source in enumerate(space.source_layouts(wire)):
             for j, target in enumerate(space.target_layouts(wire)):
-                if (S(0) in source) != (S(0) in target):
-                    assert seconds[i, j] == np.inf, f"{source} → {target}"
+                yield source, target, seconds[i, j]
+
+
+def test_rows_are_not_moved_to_or_from_other_ranks(space: Space) -> None:
+    for source, target, seconds in moves(space, [wire for wire in space.wires if wire.tensor.ragged]):
+        if (S(0) in source) != (S(0) in target):
+            assert seconds == np.inf, f"{source} → {target}"
 
 
 def test_what_says_where_rows_are_is_not_moved(space: Space) -> None:
-    fixed = [wire for wire in space.wires if wire.tensor.fixed]
-    assert fixed
-    for wire in fixed:
-        seconds = space.reshard_seconds(wire)
-        for i, source in enumerate(space.source_layouts(wire)):
-            for j, target in enumerate(space.target_layouts(wire)):
-                assert np.isfinite(seconds[i, j]) == (source == target), f"{source} → {target}"
+    for source, target, seconds in moves(space, [wire for wire in space.wires if wire.tensor.fixed]):
+        assert np.isfinite(seconds) == (source == target), f"{source} → {target}"
