@@ -85,6 +85,20 @@ def correlation(x: Tensor) -> Tensor:
     return (found / deviations.unsqueeze(-1) / deviations.unsqueeze(0)).clamp(-1, 1)
 
 
+def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """How often each number is in x, or the sum of its weights, where no number is above `minlength` - 1.
+
+    PyTorch's own gives more counts where one is, so that its shape depends on values; this one raises when it runs.
+    """
+    if not minlength:
+        return NotImplemented
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.int64)
+    elif weights.dtype is not torch.float32:
+        weights = weights.double()
+    return torch.zeros(minlength, dtype=weights.dtype, device=x.device).scatter_add(0, x.long(), weights)
+
+
 OTHER_NAMES = """
     absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip clip.Tensor concatenate conj det
     divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode fix float_power.Scalar
@@ -123,6 +137,7 @@ COMPOSITES: Mapping[Callable[..., Any], Callable[..., Any]] = {
     aten.affine_grid_generator.default: affine_grid,
     aten.cov.default: covariance,
     aten.corrcoef.default: correlation,
+    aten.bincount.default: counted,
 }
 """Operation → the function that computes it by others, with the same arguments (NotImplemented: it is kept whole)."""
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.assumptions import Assumption
+from autopar.capture.experts.loops import without_loops
 from autopar.capture.guards import check_no_backward_hooks
 from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
@@ -127,10 +128,7 @@ def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
 
 
 def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> nn.Module:
-    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache.
-
-    Transformers' experts run sorted and grouped, which computes what their loops over the experts that are hit compute.
-    """
+    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache or loops over data."""
     traced = _copied(model, lambda tensor: _fake(tensor, mode))
     if training is not None and training != traced.training:
         traced.train(training)
@@ -138,8 +136,7 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> 
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
-        if getattr(config, "_experts_implementation", "grouped_mm") != "grouped_mm":
-            config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
+    without_loops(traced)
     return traced
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.composites import composites_taken_apart
 from autopar.capture.constant_indices import ConstantIndices
@@ -27,6 +28,7 @@ def faithful_tracing() -> Iterator[None]:
         stack.enter_context(checkpoints_called_directly())
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
+        stack.enter_context(parameters_kept())
         stack.enter_context(ConstantIndices())
         stack.enter_context(composites_taken_apart())
         yield
@@ -99,3 +101,27 @@ def no_fused_encoder_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextlib.contextmanager
+def parameters_kept() -> Iterator[None]:
+    """Let a forward cast or move modules where that changes nothing; CaptureError where it does.
+
+    `nn.Module.to` puts new data into every parameter, which tensors without data do not allow.
+    """
+
+    def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            with _disable_current_modes():  # else the cast were recorded, and the parameter taken for its result
+                like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                changed = change(like)
+            if changed is not like:
+                raise CaptureError(
+                    f"the forward changes the parameters of a {type(module).__name__} as it runs: its {name} would "
+                    f"become {changed.dtype} on {changed.device} instead of {tensor.dtype} on {tensor.device}. Cast or "
+                    "move the module before it is compiled."
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.composites import COMPOSITES
+from autopar.capture.composites import COMPOSITES, counted
 from autopar.capture.export import capture
+from autopar.errors import CaptureError
 from autopar.program.calls import is_call
 from autopar.sharding.operation import Call
 from autopar.strategies import RULES
 from autopar.strategies.ruled import ruled
 from tests.support.eager import assert_as_eager, calls
 from tests.support.simulation.samples.composites import SAMPLES
-from tests.support.simulation.samples.draw import Draw, Sample
+from tests.support.simulation.samples.draw import Draw, Sample, sample
 
 aten = torch.ops.aten
 
@@ -98,3 +99,17 @@ def test_an_embedding_bag_of_rows_of_indices_has_a_row_for_each_bag() -> None:
     assert len(calls(weighted)) == 1
     ragged = assert_as_eager(bags(mode="sum"), (ids.flatten(), torch.tensor([0, 3, 3, 9])))
     assert [str(node.target) for node in calls(ragged)] == ["autopar.ragged_embedding_bags.default"]
+
+
+def test_numbers_are_counted_with_any_weights_and_one_beyond_the_last_raises() -> None:
+    numbers = torch.tensor([0, 3, 3])
+    weighted = torch.tensor([0.5, 1, 2])
+    for weights in (None, weighted, weighted.double(), weighted.half(), torch.tensor([1, 2, 3])):
+        torch.testing.assert_close(counted(numbers, weights, 5), torch.bincount(numbers, weights, 5))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        counted(numbers, None, 3)
+
+
+def test_counts_whose_number_depends_on_values_are_refused() -> None:
+    with pytest.raises(CaptureError, match="bincount"):
+        capture(Calling(aten.bincount.default, sample(torch.tensor([0, 2]))), (), {})

@@ -24,6 +24,10 @@ def one_hot(flat_R: Tensor, num_experts: int) -> Tensor:
     return F.one_hot(flat_R, num_experts).sum(0)
 
 
+def binned(flat_R: Tensor, num_experts: int) -> Tensor:
+    return torch.bincount(flat_R, minlength=num_experts)
+
+
 def scattered(flat_R: Tensor, num_experts: int) -> Tensor:
     return torch.zeros(num_experts, dtype=torch.int64).scatter_add(0, flat_R, torch.ones_like(flat_R))
 

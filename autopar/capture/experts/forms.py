@@ -102,9 +102,6 @@ def is_counting(node: Any, sorting: Sorting, num_experts: int) -> bool:
         given = arguments(node)
         ranges = given["bins"] == num_experts and given["min"] == 0 and given["max"] in (num_experts, num_experts - 1)
         return ranges and counts(given["self"])
-    if node.target is aten.bincount.default:
-        given = arguments(node)
-        return given["minlength"] == num_experts and given["weights"] is None and counts(given["self"])
     if node.target in (aten.scatter_add.default, aten.index_add.default):
         given = arguments(node)
         ones = given.get("src", given.get("source"))

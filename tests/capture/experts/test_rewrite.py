@@ -23,7 +23,7 @@ def _count(program: Program, target: object) -> int:
     return sum(node.target is target for node in program.graph.nodes)
 
 
-@pytest.mark.parametrize("counting", [experts.histogram, experts.one_hot, experts.scattered])
+@pytest.mark.parametrize("counting", [experts.histogram, experts.one_hot, experts.scattered, experts.binned])
 def test_rows_are_counted_in_many_ways(counting: Callable[..., Tensor]) -> None:
     model = SortedExperts(counting)
     program = assert_as_eager(model, (X,))

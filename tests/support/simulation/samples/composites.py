@@ -129,6 +129,13 @@ SAMPLES: dict[Any, Samples] = {
     **each("linalg_matrix_norm", with_spacing(1)),
     **each("mH matrix_H conj special_i0 corrcoef", with_spacing()),
     **each("cov", lambda d: [sample(d.x(4, 6)), sample(d.x(6)), sample(d.x(4, 6), correction=0)]),
+    **each(
+        "bincount",
+        lambda d: [
+            sample(torch.tensor([0, 2, 2, 4]), minlength=6),
+            sample(torch.tensor([1, 0, 1], dtype=torch.int32), d.positive(3).detach(), minlength=2),
+        ],
+    ),
     **each("special_psi", below_one),
     **each("special_polygamma", lambda d: [sample(1, d.positive(4, 6))]),
     **each("special_gammainc special_gammaincc", lambda d: [sample(d.positive(4, 6).detach(), d.positive(6))]),

@@ -1,0 +1,119 @@
+"""Experts of libraries that loop over those which are hit are captured as sorted rows, and compute the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+import autopar
+from autopar.capture.export import capture
+from autopar.errors import CaptureError
+from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM
+from autopar.program.program import Program
+from tests.support.divided_experts import choices, forced
+from tests.support.eager import assert_as_eager
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+
+IDS_BS = torch.randint(1, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+TEXT = {"input_ids": IDS_BS, "labels": IDS_BS}
+PAIRS = {**TEXT, "decoder_input_ids": IDS_BS, **dict.fromkeys(("attention_mask", "decoder_attention_mask"), IDS_BS > 0)}
+SWITCH = {
+    **{"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "num_experts": 4},
+    **{"num_decoder_layers": 1, "num_sparse_encoder_layers": 1, "use_cache": False, "pad_token_id": 0},
+    **{"expert_capacity": 3, "router_jitter_noise": 0.0, "dropout_rate": 0.0},
+}
+"""Of each sample an expert takes at most 3 tokens."""
+
+
+def switch(**changed: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**{**SWITCH, **changed})).train()
+
+
+def dbrx() -> nn.Module:
+    config = DbrxConfig(
+        **{"vocab_size": 64, "d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64},
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    )
+    torch.manual_seed(0)
+    return DbrxForCausalLM(config).train()
+
+
+class Experts(nn.Module):
+    """A block of Switch Transformers alone, with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = SwitchTransformersSparseMLP(SwitchTransformersConfig(**SWITCH))
+        self.block.router.dtype = torch.float64
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        return (h_BSD + self.block(h_BSD)).square().mean()
+
+
+def experts_of(program: Program) -> dict[object, int]:
+    counted = Counter(node.target for node in program.graph.nodes)
+    return {target: counted[target] for target in (DISPATCH, GROUPED_MM, COMBINE)}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "blocks", "products"), [(switch, PAIRS, 1, 2), (dbrx, TEXT, 1, 3)], ids=["switch", "dbrx"]
+)
+def test_a_loop_over_the_experts_that_are_hit_is_captured_in_sorted_rows(
+    model: type[nn.Module], inputs: dict[str, Tensor], blocks: int, products: int
+) -> None:
+    made = model()
+    forwards = {type(module): type(module).forward for module in made.modules()}
+    program = assert_as_eager(made, (), inputs, loss=lambda output: output.loss)
+    assert experts_of(program) == {DISPATCH: blocks, GROUPED_MM: products, COMBINE: blocks}
+    assert all(kind.forward is forward for kind, forward in forwards.items())
+    assert not any("forward" in vars(module) for module in made.modules())
+
+
+def test_tokens_beyond_the_capacity_of_their_expert_train_on_ranks_as_on_one() -> None:
+    drawn = torch.Generator().manual_seed(1)
+    steps = Steps([{"h_BSD": torch.randn(4, 16, 32, generator=drawn, dtype=torch.float64)} for _ in range(3)])
+    with torch.no_grad():
+        dropped = Experts().double().block.router(steps.batches[0]["h_BSD"])[0].sum(-1) == 0
+    assert dropped.any()
+    found = train_on_ranks(Experts().double(), steps, {"ep": 2}, {}, forced(choices("t+x")))
+    assert fault_of(found, train_alone(Experts().double(), steps)) == ""
+
+
+def test_dropout_inside_of_experts_leaves_their_rows_on_every_device_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="all of their rows stay on every device"):
+        autopar.plan(switch(dropout_rate=0.5), autopar.Mesh({"ep": 2}, "cpu"), PAIRS)
+
+
+class Casting(nn.Module):
+    """Casts its layer in forward, as routers do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(4, 4), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return self.layer(x.to(self.dtype)).sum()
+
+
+def test_a_cast_in_forward_that_changes_nothing_is_captured() -> None:
+    assert_as_eager(Casting(torch.float32), (torch.ones(2, 4),))
+
+
+def test_a_cast_in_forward_that_changes_parameters_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"parameters of a Linear .* weight would become torch\.float64"):
+        capture(Casting(torch.float64), (torch.ones(2, 4),), {})
