@@ -33,6 +33,7 @@ from autopar.hardware.profile import dtype_name
 from autopar.program.program import TensorInfo
 from autopar.runtime.collectives.axes import Axis
 from autopar.runtime.collectives.functions import raw_all_gather, raw_all_reduce, raw_all_to_all, raw_reduce_scatter
+from autopar.strategies.rules.layers.attention import FUSED_BACKWARD
 
 MOST_CALLS = 20_000  # of one timing
 ENOUGH_SECONDS = 0.1  # of a matmul: one that would take longer says no more
@@ -154,13 +155,13 @@ class Timer:
         return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
 
     def attention_flops(self) -> float:
-        """FLOP/s of fused attention, forward and backward, counted as `cost` does: a forward for each gradient."""
+        """FLOP/s of fused attention, forward and backward, counted as its rule does."""
         shape, dtype = self.effort.attention, self.effort.attention_dtype
         q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
         calls = [lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v)] * LAYERS
         (seconds,) = self.median_seconds([_trained([q, k, v], calls)], "attention")
         batch, heads, sequence, features = shape
-        return 4 * LAYERS * 4 * batch * heads * sequence**2 * features / seconds
+        return (1 + FUSED_BACKWARD) * LAYERS * 4 * batch * heads * sequence**2 * features / seconds
 
     def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))

@@ -5,7 +5,8 @@
 where the bandwidth is that of products of few rows for contractions, which read what they need once, and for other
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
 memory bounds all of them), and the peak is that of matmuls, of which fused attention reaches the share that the
-hardware states; forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them).
+hardware states; forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them)
+unless its rule says otherwise, as that of fused attention.
 What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
 """
 
@@ -80,9 +81,10 @@ def forward_seconds(
     return forward + hardware.op_latency_s
 
 
-def num_backward(call: Call) -> int:
-    """How often the backward computes as much as the forward: once per input that needs a gradient."""
-    return sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
+def backward_share(call: Call, op: OpRule) -> float:
+    """The work of the backward over that of the forward: as much for each input that needs a gradient, or as stated."""
+    needed = sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
+    return op.backward if needed and op.backward is not None else needed
 
 
 def optimizer_seconds(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TypeVar, cast
 
 from autopar.cost import operations
@@ -209,20 +210,21 @@ class _Ledger:
     def _call(self, number: int, times: int) -> None:
         decision = self.space.decisions[number]
         menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
-        assert menu.call is not None and menu.bound is not None
+        assert menu.call is not None and menu.op is not None and menu.bound is not None
         call = symbolic_call(menu.call, shapes[: len(menu.call.inputs)], shapes[len(menu.call.inputs) :])
         work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
         count = self.repetition.of_decision(number) * times
-        passes = count * (1 + operations.num_backward(menu.call) + (number in self.rerun))
+        passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
         if work.roofline:
-            self.seconds.add(passes, work.roofline)
-            self.seconds.add(passes * self.space.hardware.op_latency_s)
-            self.flops.add(passes * work.flops)
-        self._own_waits(work, menu.strategies[self.choices[number]], 1 + operations.num_backward(menu.call), count)
+            computed = count * (passes + (number in self.rerun))
+            self.seconds.add(computed, work.roofline)
+            self.seconds.add(computed * self.space.hardware.op_latency_s)
+            self.flops.add(computed * work.flops)
+        self._own_waits(work, menu.strategies[self.choices[number]], passes, count)
         for transfer in work.transfers:
             self._count(transfer, count)
 
-    def _own_waits(self, work: _Work, strategy: Strategy, passes: int, count: Polynomial) -> None:
+    def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
         share = strategy.implementation.hidden_share if strategy.implementation is not None else 0.0
         if not share:

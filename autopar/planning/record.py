@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.operations import num_backward
+from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
@@ -138,7 +138,7 @@ def _row(
         seconds=float(decision.menu.seconds[choice]) + wait + recomputed,
         transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
         forward_seconds=forward,
-        backward_seconds=forward * num_backward(call) if call else 0.0,
+        backward_seconds=forward * backward_share(call, decision.menu.op) if call and decision.menu.op else 0.0,
         recompute_seconds=recomputed,
         saved_bytes=held + (int(own[mode if len(own) > 1 else 0][choice]) if own else 0),
         stored_bytes=stored + (int(gradients[choice]) if gradients is not None else 0),

@@ -97,6 +97,8 @@ class OpRule:
     """Position of the argument that states the output's shape, to be made local (view, expand, zeros …)."""
     flops: int | None = None
     """Floating point operations of the whole forward call; None: derived from the rule (2 × product of factors)."""
+    backward: float | None = None
+    """The work of the whole backward over that of the forward; None: once for each input that needs a gradient."""
     moved_bytes: MovedBytes = read_and_written
     efficiency: Efficiency = "matmul"
     choices: tuple[Choice, ...] = ()

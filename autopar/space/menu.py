@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost.operations import bandwidth, flops, forward_seconds, num_backward
+from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
@@ -171,7 +171,7 @@ def menu_of(
         for each in (None, *op.implementations)
     }
     num_choices = len(offered[None].choices)
-    total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + num_backward(call)
+    total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     for numbers in itertools.product(range(num_choices), repeat=mesh.ndim):
         split = {factor for choice in map(offered[None].choices.__getitem__, numbers) for factor in choice.factors}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.cost.operations import (
+    backward_share,
     bandwidth,
     flops,
     forward_seconds,
     moved_bytes,
-    num_backward,
     optimizer_seconds,
     peak_flops,
 )
@@ -64,7 +65,7 @@ def seconds(
 
     layouts = same(call.inputs), same(call.outputs)
     forward = forward_seconds(call, op or PLAIN, total * share, layouts, (2,), hardware, hardware.memory_bytes_per_s)
-    return forward * (1 + num_backward(call))
+    return forward * (1 + backward_share(call, op or PLAIN))
 
 
 def test_a_matrix_product_has_two_operations_per_product_of_its_factors() -> None:
@@ -185,13 +186,54 @@ def test_what_makes_no_products_goes_at_the_speed_of_elementwise_operations() ->
 
 def test_attention_reaches_the_share_of_a_matmul_that_the_hardware_states() -> None:
     hardware = replace(load("cpu"), attention_efficiency=0.25)
-    heads = info(2, 4, 8, 16)
-    said = {"query": heads, "key": heads, "value": heads, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
-    attention = Call(
-        aten.scaled_dot_product_attention.default, (heads, heads, heads), (heads,), {**said, "enable_gqa": False}
-    )
-    assert peak_flops(attention, rule_of(attention) or PLAIN, hardware) == 0.25 * hardware.flops_of(torch.float32)
+    call = attention(8, 8)
+    assert peak_flops(call, rule_of(call) or PLAIN, hardware) == 0.25 * hardware.flops_of(torch.float32)
     assert peak_flops(linear(), PLAIN, hardware) == hardware.flops_of(torch.float32)
+
+
+def attention(queries: int, keys: int, mask: TensorInfo | None = None, **said: Any) -> Call:
+    q, k, v = info(2, 4, queries, 16), info(2, 4, keys, 16), info(2, 4, keys, 8)
+    given = {"query": q, "key": k, "value": v, "attn_mask": mask, "dropout_p": 0.0, "is_causal": False}
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    out = (info(2, 4, queries, 8),)
+    return Call(aten.scaled_dot_product_attention.default, tensors, out, {**given, "enable_gqa": False, **said})
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 1)])
+def test_a_causal_call_computes_what_its_queries_see(queries: int, keys: int) -> None:
+    """Of the kernels' mask, which begins at the first query and the first key."""
+    seen = int(torch.ones(queries, keys).tril().sum())
+    for causal, pairs in ((True, seen), (False, queries * keys)):
+        op = rule_of(attention(queries, keys, is_causal=causal))
+        assert op is not None and op.flops == 2 * 2 * 4 * pairs * (16 + 8)
+    op = rule_of(attention(queries, keys, is_causal=True, dropout_p=0.5))
+    assert op is not None and op.flops == 2 * 2 * 4 * queries * keys * (16 + 8), "dropout computes all of them"
+
+
+def test_where_queries_are_split_a_mask_hides_what_is_computed() -> None:
+    op = rule_of(attention(8, 8, is_causal=True))
+    assert op is not None
+    (by_queries,) = op.implementations
+    assert by_queries.flops is not None
+    call = attention(8, 8, is_causal=True)
+    bound = Rule.parse(op.rule).bind([each.shape for each in call.inputs], [each.shape for each in call.outputs])
+    sizes = {**bound.sizes, "s": 4}
+    assert by_queries.flops(call, sizes) == 2 * 2 * 4 * 4 * 8 * (16 + 8)
+    assert by_queries.flops(call, {**sizes, "h": 1}) == 2 * 2 * 1 * 4 * 8 * (16 + 8)
+
+
+def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:
+    def share(**said: Any) -> float:
+        call = attention(8, 8, **said)
+        return backward_share(call, rule_of(call) or PLAIN)
+
+    assert share() == share(is_causal=True) == 2.5
+    assert share(mask=info(8, 8, requires_grad=False)) == 2.5
+    assert share(mask=info(8, 8)) == share(dropout_p=0.1) == 2.0
+    frozen = replace(attention(8, 8), inputs=tuple(info(2, 4, 8, 16, requires_grad=False) for _ in range(3)))
+    assert (
+        backward_share(replace(frozen, outputs=(info(2, 4, 8, 8, requires_grad=False),)), rule_of(frozen) or PLAIN) == 0
+    )
 
 
 def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost.operations import bandwidth, flops, forward_seconds, num_backward
+from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds
 from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.planning.record import choices_of
@@ -151,7 +151,7 @@ def test_an_implementation_that_hides_its_collectives_is_chosen_and_run(beside: 
     name = "cross_entropy_loss_default"
     assert plan.choices[name] == f"v via {OVERLAPPED}" and plain.choices[name] == "v"
     menu, chosen = loss_of(plan)
-    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * (1 + num_backward(_call(menu)))
+    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * _passes(menu)
     whole = sum(transfer_seconds(each, plan.mesh, SLOW_DEVICES) for each in chosen.transfers)
     assert whole > 0 and sum(chosen.waits) == pytest.approx(max(whole - computing, 0.0))
     assert plan.seconds < plain.seconds and plan.traffic == plain.traffic
@@ -172,7 +172,7 @@ def test_what_is_hidden_in_part_is_waited_for_in_part(share: float, hardware: Ha
     menu, chosen = loss_of(plan)
     assert OVERLAPPED in str(chosen)
     each = [transfer_seconds(transfer, plan.mesh, hardware) for transfer in chosen.transfers]
-    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * (1 + num_backward(_call(menu)))
+    computing = float(menu.forward_seconds[menu.strategies.index(chosen)]) * _passes(menu)
     assert sum(chosen.waits) == pytest.approx(sum(each) - min(share * sum(each), computing))
     assert chosen.waits == pytest.approx([seconds * sum(chosen.waits) / sum(each) for seconds in each])
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9) and plan.verify().ok
@@ -243,3 +243,9 @@ def test_causal_attention_by_queries_has_room_for_a_second_way(beside: Any) -> N
 def _call(menu: Menu) -> Call:
     assert menu.call is not None
     return menu.call
+
+
+def _passes(menu: Menu) -> float:
+    """Forward and backward, each as often as a forward."""
+    assert menu.op is not None
+    return 1 + backward_share(_call(menu), menu.op)
