@@ -148,7 +148,7 @@ def _fake_grouped_mm_backward(
     grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor, of_rows: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
     none = grad.new_empty(0)
-    return torch.empty_like(rows) if of_rows else none, torch.empty_like(weight) if of_weight else none
+    return rows.new_empty(rows.shape) if of_rows else none, weight.new_empty(weight.shape) if of_weight else none
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
