@@ -7,6 +7,7 @@ T their product.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,8 @@ class _Lifting:
         for node in self.draft.calls():
             leading = {self.leading[each] for each in node.all_input_nodes if each in self.apart}
             if node in to_experts and _flattens(node):
-                source = node.args[0]
-                assert isinstance(source, fx.Node)
+                (source,) = node.all_input_nodes
+                source = self.apart.get(source, source)  # the slots of tokens are flattened once more
                 self._note(node, source, shape_of(source)[:-1])
                 self.begins.add(node)
             elif len(leading) == 1:
@@ -85,6 +86,8 @@ class _Lifting:
         target, source = node.target, node.args[0]
         if target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == (*leading, *shape_of(source)[1:]):
             node.replace_all_uses_with(self.apart[source])
+        elif target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == _tokens_of_slots(source, leading):
+            self._note(node, self.apart[source], leading[:-1])
         elif target is DISPATCH:
             self._dispatch(node, leading)
         elif target is COMBINE:
@@ -167,6 +170,11 @@ class _Lifting:
 
     def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.draft.call(target, *args, module=node.meta["module"], **kwargs)
+
+
+def _tokens_of_slots(slots: fx.Node, leading: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape (T, K, ...) of what is (T · K, ...), where the slots K of a token are the last of the leading dims."""
+    return (math.prod(leading[:-1]), leading[-1], *shape_of(slots)[1:])
 
 
 def _flattens(node: fx.Node) -> bool:
