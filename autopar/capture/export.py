@@ -66,9 +66,7 @@ def capture(
     first, recorder = _captured(model, args, kwargs, training, device, assume, capacity_factor)
     settled = True
     if recorder.evolved:
-        second, again = _captured(
-            model, args, kwargs, training, device, assume, capacity_factor, recorder.put_evolved
-        )
+        second, again = _captured(model, args, kwargs, training, device, assume, capacity_factor, recorder.put_evolved)
         check_settled(recorder, again)
         settled = _equal(first, second)
     first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)

@@ -87,8 +87,8 @@ def dispatch(
     """As `autopar.dispatch` for this rank's tokens: rows of its experts.
 
     Counts are of this rank's experts, one row for each rank that has sent some; ids are numbers of these experts. Route
-    has the row of every slot before rows travel, -1 where it is another rank's or dropped. Splits, on the CPU, are how many
-    rows have gone to and come from each rank.
+    has the row of every slot before rows travel, -1 where it is another rank's or dropped. Splits, on the CPU, are how
+    many rows have gone to and come from each rank.
 
     Moves, where rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the
     latter backward, by all-to-all; less of these where rows are dropped.

@@ -32,9 +32,8 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     unknown = [node for node in draft.calls() if str(node.target) in OTHER_GROUPED_PRODUCTS]
     if unknown:
         raise CaptureError(
-            f"{said}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not know, "
-            "so that it cannot tell their rows apart. docs/experts.md lists the forms that are known; write them so, or "
-            "leave capacity_factor out."
+            f"{said}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not "
+            "know. docs/experts.md lists the forms that are known; write them so, or leave capacity_factor out."
         )
     sent = draft.calls(DISPATCH)
     if not sent:

@@ -88,6 +88,8 @@ class _Lifting:
             node.replace_all_uses_with(self.apart[source])
         elif target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == _tokens_of_slots(source, leading):
             self._note(node, self.apart[source], leading[:-1])
+        elif target is aten.repeat_interleave.self_int and isinstance(source, fx.Node) and arguments(node)["dim"] == 0:
+            self._repeat(node, source, leading)
         elif target is DISPATCH:
             self._dispatch(node, leading)
         elif target is COMBINE:
@@ -141,6 +143,13 @@ class _Lifting:
         if place < len(args):
             args[place] = moved[0] if isinstance(said, int) else moved
         return tuple(args) if "dim" not in node.kwargs else None
+
+    def _repeat(self, node: fx.Node, source: fx.Node, leading: tuple[int, ...]) -> None:
+        """Tokens once for each of their slots, which are one more leading dim."""
+        repeats, rest = arguments(node)["repeats"], shape_of(source)[1:]
+        slots = self._call(node, aten.unsqueeze.default, self.apart[source], len(leading))
+        leading = (*leading, repeats)
+        self._note(node, self._call(node, aten.expand.default, slots, [*leading, *rest]), leading)
 
     def _dispatch(self, node: fx.Node, leading: tuple[int, ...]) -> None:
         """Tokens and their experts are apart, or neither is."""

@@ -3,7 +3,7 @@
     within_capacity(index, num_experts, capacity_factor) -> index
     C = ceil(capacity_factor · K · S / E)
 
-Which rows are dropped follows from their sample alone, so that it is the same however samples are divided among devices.
+Which rows are dropped follows from their sample alone: it is the same however samples are divided among devices.
 Legend: B samples, S positions, K experts of a token, E experts; L = S · K slots of a sample, in the order of positions
 and, of one token, of its experts.
 """
@@ -41,9 +41,7 @@ def _within_capacity(index: Tensor, num_experts: int, capacity_factor: float) ->
     return torch.empty_like(expert_BL).scatter_(1, slot_BL, within_BL).view(index.shape)
 
 
-torch.library.define(
-    "autopar::within_capacity", "(Tensor index, int num_experts, float capacity_factor) -> Tensor"
-)
+torch.library.define("autopar::within_capacity", "(Tensor index, int num_experts, float capacity_factor) -> Tensor")
 torch.library.impl("autopar::within_capacity", "CompositeImplicitAutograd", _within_capacity)
 
 WITHIN_CAPACITY: torch._ops.OpOverload = torch.ops.autopar.within_capacity.default

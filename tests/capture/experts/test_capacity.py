@@ -70,15 +70,22 @@ def limited(model: nn.Module, *inputs: Tensor, capacity_factor: float = 1.25) ->
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("weighted", ["before", "after", "never"])
-@pytest.mark.parametrize("ending", [experts.added, experts.inverted])
+@pytest.mark.parametrize(("weighted", "ending"), [("before", experts.added), ("after", experts.inverted)])
 def test_samples_are_known_however_experts_are_written(
-    ending: Callable[..., Tensor], weighted: str, top_k: int
+    weighted: str, ending: Callable[..., Tensor], top_k: int
 ) -> None:
     model = experts.SortedExperts(ending=ending, weighted=weighted, top_k=top_k)
-    (within,) = calls(limited(model, torch.zeros(2, 6, 8)), WITHIN_CAPACITY)
     slots = (top_k, 1) if weighted == "before" and top_k > 1 else (top_k,)
-    assert within.meta["tensor"].shape == (2, 6, *slots)
+    assert limits(model, torch.zeros(2, 6, 8)) == [(2, 6, *slots)]
+
+
+def test_samples_are_known_of_tokens_that_are_repeated() -> None:
+    assert limits(experts.RepeatedTokens(), torch.zeros(2, 6, 8)) == [(2, 6, 2, 1)]
+
+
+def limits(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    """The shape of every index that is limited."""
+    return [node.meta["tensor"].shape for node in calls(limited(model, x), WITHIN_CAPACITY)]
 
 
 def test_programs_differ_by_their_capacity() -> None:
@@ -114,7 +121,7 @@ class Listed(nn.Module):
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [
-        (nn.Linear(8, 8), (2, 6, 8), r"^capacity_factor=1.25 limits the rows of sorted experts, and the model has none"),
+        (nn.Linear(8, 8), (2, 6, 8), "^capacity_factor=1.25 limits the rows of sorted experts, and the model has none"),
         (
             nn.Sequential(experts.SortedExperts(), Unsorted()),
             (2, 6, 8),
