@@ -5,6 +5,8 @@ Legend: B samples, S positions, T = B · S tokens, K experts of a token, D featu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,9 +52,10 @@ class CappedExperts(SortedExperts):
 
 def capped(model: WithExperts, limit: int) -> WithExperts:
     """A model whose experts take at most so many rows of each sample."""
-    for layer in model.layers:
-        layer.experts.__class__ = CappedExperts
-        layer.experts.limit = limit
+    for module in model.modules():
+        if isinstance(module, SortedExperts):
+            module.__class__ = CappedExperts
+            module.limit = limit  # type: ignore[assignment]
     return model
 
 
@@ -62,7 +65,7 @@ def capped_family(model: nn.Module, num_samples: int, limit: int) -> nn.Module:
         if name.endswith(".experts"):
             plain = module.forward
 
-            def forward(x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, plain: nn.Module = plain) -> Tensor:
+            def forward(x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, plain: Any = plain) -> Tensor:
                 return plain(x_TD, index_TK, weights_TK * within(index_TK, num_samples, limit))
 
             module.forward = forward
