@@ -42,12 +42,12 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
             "what capacity the model itself gives it. Leave capacity_factor out."
         )
     for node in sent:
-        index = node.args[1]
-        assert isinstance(index, fx.Node)
+        x, index = node.args[:2]
+        assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
         if len(shape_of(index)) < 2 + node.meta[SLOT_DIMS]:
             raise CaptureError(
                 f"{said} sample by sample, and in {where(node.meta['module'])} tokens lie in one list, of shape "
-                f"{list(shape_of(node.args[0]))}, whose samples are not known. Give the module (samples, positions, "
+                f"{list(shape_of(x))}, whose samples are not known. Give the module (samples, positions, "
                 "features), of which it may make a list itself by view, reshape or flatten; one list as (1, tokens, "
                 "features) is one sample."
             )
