@@ -158,6 +158,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline; the best one is taken")
     parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
     parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
+    parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
 
@@ -246,4 +247,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             schedule=options.schedule,
             microbatches=options.microbatches,
             chunks=options.chunks,
+            capacity_factor=options.capacity_factor,
         )

@@ -194,6 +194,7 @@ def raises():
         ([":f"], 2, ["'' is no name of a module"]),
         (["tiny-mlp", "--hardware", ""], 2, ["hardware '' is not known"]),
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
+        (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
         (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),
         (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),

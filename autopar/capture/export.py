@@ -44,6 +44,7 @@ def capture(
     training: bool | None = None,
     device: torch.device | None = None,
     assume: Sequence[Assumption] = (),
+    capacity_factor: float | None = None,
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
 
@@ -53,6 +54,7 @@ def capture(
         training: the mode to capture in; by default the model's own.
         device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
         assume: branches on values whose outcome is known.
+        capacity_factor: how many times its balanced share of a sample's rows an expert takes; None: all that come.
 
     Raises:
         CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
@@ -61,10 +63,10 @@ def capture(
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
-    first, recorder = _captured(model, args, kwargs, training, device, assume)
+    first, recorder = _captured(model, args, kwargs, training, device, assume, capacity_factor)
     settled = True
     if recorder.evolved:
-        second, again = _captured(model, args, kwargs, training, device, assume, recorder.put_evolved)
+        second, again = _captured(model, args, kwargs, training, device, assume, capacity_factor, recorder.put_evolved)
         check_settled(recorder, again)
         settled = _equal(first, second)
     first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
@@ -78,6 +80,7 @@ def _captured(
     training: bool | None,
     device: torch.device | None,
     assume: Sequence[Assumption],
+    capacity_factor: float | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
 ) -> tuple[Program, Recorder]:
     """The Program of a model that is changed before, and what its forward reads and writes of Python."""
@@ -96,7 +99,7 @@ def _captured(
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
-    normalize(draft)
+    normalize(draft, capacity_factor)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.experts.samples import tokens_in_samples
 from autopar.capture.passes.bags import pooled_bags
@@ -27,10 +28,13 @@ from autopar.program.program import TensorInfo
 Pass = Callable[[TracedGraph], None]
 
 
-def normalize(draft: TracedGraph) -> None:
-    """Rewrite the draft in place, one pass after the other."""
+def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
+    """Rewrite the draft in place, one pass after the other; `limit_rows` where a capacity is asked for."""
     for rewrite in PASSES:
         rewrite(draft)
+    if capacity_factor is not None:
+        limit_rows(draft, capacity_factor)
+        propagate(draft)
 
 
 def single_broadcasts(draft: TracedGraph) -> None:

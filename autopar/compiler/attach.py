@@ -35,7 +35,14 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     axes = axes_of_parts(request.inputs, plan.mesh)
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
-    program = capture(skeleton(model), args, kwargs, training=model.training, assume=request.assume)
+    program = capture(
+        skeleton(model),
+        args,
+        kwargs,
+        training=model.training,
+        assume=request.assume,
+        capacity_factor=request.capacity_factor,
+    )
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)

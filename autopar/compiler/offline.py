@@ -70,7 +70,13 @@ class _Planner:
                 step("capture")
                 part = whole_batch(split_batch(self.batch, count)[0], num_parts)
                 model = skeleton(self.model)
-                program = capture(model, *part, training=self.model.training, assume=self.request.assume)
+                program = capture(
+                    model,
+                    *part,
+                    training=self.model.training,
+                    assume=self.request.assume,
+                    capacity_factor=self.request.capacity_factor,
+                )
                 self.programs[count, num_parts] = check_hooks(program, count)
         return self.programs[count, num_parts]
 

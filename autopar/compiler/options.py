@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,10 @@ _SECONDS = _Satisfying(
     lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= math.inf,
     "seconds of at least 0",
 )
+_FACTOR = _Satisfying(
+    lambda found: isinstance(found, int | float) and not isinstance(found, bool) and 0 < found <= sys.float_info.max,
+    "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
+)
 
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
@@ -90,6 +95,7 @@ OPTIONS: Mapping[str, Schema] = {
     "stages": Maybe(_MODULES),
     "inputs": _PARTS,
     "check_inputs": Maybe(Flag()),
+    "capacity_factor": Maybe(_FACTOR),
 }
 """Argument → what it may be, beside None where that is its default."""
 

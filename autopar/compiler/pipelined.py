@@ -120,7 +120,13 @@ class _Compiler:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            program = capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
+            program = capture(
+                model,
+                *without_placements(arguments),
+                device=device,
+                assume=self.request.assume,
+                capacity_factor=self.request.capacity_factor,
+            )
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:

@@ -76,7 +76,13 @@ class _Compiler:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            program = capture(model, *without_placements(arguments), device=device, assume=self.request.assume)
+            program = capture(
+                model,
+                *without_placements(arguments),
+                device=device,
+                assume=self.request.assume,
+                capacity_factor=self.request.capacity_factor,
+            )
         check_hooks(program, self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 

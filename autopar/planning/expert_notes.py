@@ -1,13 +1,19 @@
-"""What a plan says of its experts: that what rows cost is expected, and which experts no axis can divide."""
+"""What a plan says of its experts: that what rows cost is expected, how many they take at most, and which experts no
+axis can divide.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 
+from torch import fx
+
 from autopar.cost.operations import flops
 from autopar.program.calls import module_of
+from autopar.program.operators.capacity import WITHIN_CAPACITY, capacity, slots_of_sample
 from autopar.program.operators.experts import DISPATCH, OTHER_GROUPED_PRODUCTS
+from autopar.program.program import info_of
 from autopar.sharding.rule import factors_of
 from autopar.space.space import Decision, Space
 
@@ -19,13 +25,24 @@ BALANCED = (
 
 
 def notes_on_experts(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
-    """A line where rows are divided by expert: their number follows from the data."""
+    """A line where rows are divided by expert: their number follows from the data. One for each capacity."""
     split = any(
         decision.node.target is DISPATCH and _splits_experts(decision, choice)
         for decision, choice in zip(space.decisions, choices, strict=True)
         if decision.kind == "call"
     )
-    return (BALANCED,) if split else ()
+    limits = dict.fromkeys(_limit(each.node) for each in space.decisions if each.node.target is WITHIN_CAPACITY)
+    return (*((BALANCED,) if split else ()), *limits)
+
+
+def _limit(node: fx.Node) -> str:
+    index, num_experts, capacity_factor = node.args
+    assert isinstance(index, fx.Node) and isinstance(num_experts, int) and isinstance(capacity_factor, float)
+    num_slots = slots_of_sample(info_of(index).shape)
+    return (
+        f"each of {num_experts} experts takes at most {capacity(num_slots, num_experts, capacity_factor)} of the "
+        f"{num_slots} rows of each sample (capacity_factor={capacity_factor:g}); further ones are dropped."
+    )
 
 
 def _splits_experts(decision: Decision, choice: int) -> bool:

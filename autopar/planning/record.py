@@ -15,6 +15,7 @@ from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
+from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.recompute_segments import MODES
 from autopar.space.space import Decision, Space, outputs_without_gradient
 
@@ -151,7 +152,8 @@ def _descriptions(space: Space) -> dict[str, str]:
         found = decision.node.meta["tensor"]
         infos = found if isinstance(found, tuple) else (found,)
         operation = decision.menu.call.name if decision.menu.call else decision.kind
-        return f"{operation} {' '.join(map(str, infos))}"
+        limited = f" (capacity_factor={decision.node.args[2]})" if decision.node.target is WITHIN_CAPACITY else ""
+        return f"{operation}{limited} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}
 

@@ -60,6 +60,8 @@ class PlanRequest:
     """Branches on the values of tensors whose outcome is known."""
     inputs: Inputs = "whole"
     """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
+    capacity_factor: float | None = None
+    """How many times its balanced share of a sample's rows an expert takes; None: all that come."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):

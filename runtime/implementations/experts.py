@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.derivatives import once_differentiable
-from autopar.program.operators.experts import Home, Take, count_rows, inverted, sorted_slots
+from autopar.program.operators.experts import Home, PartHome, all_rows, count_rows, inverted, some_rows
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, count, num_parts_of
 from autopar.sharding.mesh import joined_name
 
@@ -60,8 +60,11 @@ class _Experts:
         return axis_of(joined_name(names, range(len(names))))
 
     def is_reached(self, expert: Tensor) -> Tensor:
-        """Whether a row of this expert goes to a rank with the same place on the axes that split experts alone."""
-        block, found = expert // self.per_block, torch.ones_like(expert, dtype=torch.bool)
+        """Whether a row of this expert goes to a rank with the same place on the axes that split experts alone.
+
+        Rows that are dropped go nowhere.
+        """
+        block, found = expert // self.per_block, expert < self.num_experts
         for axis in reversed(self.axes):
             if axis in self.kept:
                 found = found & (block % axis.size == axis.rank)
@@ -79,31 +82,24 @@ class _Experts:
 
 
 def dispatch(
-    x: Tensor, index: Tensor, num_experts: int, *, axes: Axes, sizes: Mapping[str, int]
+    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False, *, axes: Axes, sizes: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `autopar.dispatch` for this rank's tokens: rows of its experts.
 
     Counts are of this rank's experts, one row for each rank that has sent some; ids are numbers of these experts. Route
-    has the row of every slot before rows travel, -1 where the row is another rank's. Splits, on the CPU, are how many
-    rows have gone to and come from each rank.
+    has the row of every slot before rows travel, -1 where it is another rank's or dropped. Splits, on the CPU, are how
+    many rows have gone to and come from each rank.
 
     Moves, where rows travel over n ranks: 8 · (experts reached) bytes of counts and T · K · D of rows forward, the
-    latter backward, by all-to-all.
+    latter backward, by all-to-all; less of these where rows are dropped.
     """
-    experts, top_k = _Experts.of(axes, num_experts), index.shape[-1]
-    if experts.kept:
+    experts = _Experts.of(axes, num_experts)
+    if experts.kept or dropping:
         kept = experts.is_reached(index)
-        num_rows = kept.sum().item()
-        ids, slots = sorted_slots(torch.where(kept, index, num_experts))
-        ids, slots = ids[:num_rows], slots[:num_rows]
-        places = torch.arange(slots.shape[0], device=slots.device)
-        route = torch.full_like(index, -1).view(-1).scatter_(0, slots, places).view(index.shape)
-        rows = _Gather.apply(x.reshape(-1, x.shape[-1]), slots // top_k)
+        rows, ids, route = some_rows(x, index, num_experts, kept, kept.sum().item())
     else:
-        ids, slots = sorted_slots(index)
-        route = inverted(slots).view(index.shape)
-        rows = Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2))
-    sent = experts.reached(count_rows(index, num_experts))
+        rows, ids, route = all_rows(x, index)
+    sent = experts.reached(count_rows(ids, num_experts))
     if not experts.travelled:
         return rows, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
     link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // num_parts_of(experts.kept)
@@ -131,6 +127,7 @@ def combine(
     route: Tensor,
     counts: Tensor,
     splits: Tensor,
+    dropping: bool = False,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
@@ -145,7 +142,7 @@ def combine(
         num_bytes = route.numel() * features * rows.itemsize // num_parts_of(experts.kept)
         sent, got = _host(splits)
         rows = _Exchange.apply(_Reorder.apply(rows, inverted(order)), got, sent, experts.link, num_bytes)
-    home = _PartHome if experts.kept else Home
+    home = PartHome if experts.kept or dropping else Home
     y = home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
     return y.view(*route.shape[:-1], features)
 
@@ -196,55 +193,3 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         return torch.empty_like(grad).index_copy_(0, order, grad), None
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of some tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(token_R)
-        ctx.num_tokens = x_TD.shape[0]
-        return x_TD[token_R]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> Any:
-        (token_R,) = ctx.saved_tensors
-        return grad_RD.new_zeros(ctx.num_tokens, grad_RD.shape[-1]).index_add_(0, token_R, grad_RD), None
-
-
-class _PartHome(torch.autograd.Function):
-    """As `Home` where some slots have no row here, -1 in `route`: those count as zero."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, route_TK: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        slot_R = _slots_of(route_TK, rows_RD.shape[0])
-        ctx.dtype, ctx.top_k = rows_RD.dtype, route_TK.shape[-1]
-        ctx.save_for_backward(None if weights_TK is None else rows_RD, weights_TK, slot_R)
-        weighted_RD = rows_RD if weights_TK is None else rows_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
-        zeros_TD = weighted_RD.new_zeros(route_TK.shape[0], rows_RD.shape[-1])
-        return zeros_TD.index_add_(0, slot_R // route_TK.shape[-1], weighted_RD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        rows_RD, weights_TK, slot_R = ctx.saved_tensors
-        grad_RD = grad_TD[slot_R // ctx.top_k]
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = grad_RD if weights_TK is None else grad_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
-            grad_rows = grad_rows.to(ctx.dtype)
-        if weights_TK is not None and ctx.needs_input_grad[1]:
-            of_rows = (rows_RD * grad_RD).sum(-1).to(weights_TK.dtype)
-            grad_weights = weights_TK.new_zeros(weights_TK.numel()).index_copy_(0, slot_R, of_rows)
-            grad_weights = grad_weights.view(weights_TK.shape)
-        return grad_rows, grad_weights, None
-
-
-def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
-    """The slot of each row, where slots without one have -1."""
-    slots = torch.argsort(route_TK.flatten())
-    return slots[slots.shape[0] - num_rows :]

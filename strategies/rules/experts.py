@@ -14,6 +14,8 @@ for every leading dim of the tokens (a, b, …), of which the first two are samp
 under x and t+x follows from the data: no move splits or joins them. Where counts and route lie tells the choices apart,
 so that both ends, and all between, make the same one. Under R parts of gradients, as columns leave them, come back with
 the tokens, which are fewer than their rows.
+
+A capacity is one of each sample: where t divides positions, the numbers of all its tokens' experts are gathered first.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_EXPERT
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, P, Placement, R, S
 from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import PASS_REPLICATED, TOGETHER, Choice
-from autopar.strategies.notation import Entry, batch_names
+from autopar.sharding.rule import PASS_REPLICATED, TOGETHER, WHOLE, Choice
+from autopar.strategies.notation import Entry, batch_names, rule, term
 
 EXPERTS = "x"
 COUNT_BYTES = 8
@@ -59,6 +62,13 @@ def dispatch(call: Call) -> OpRule:
             choice(PASS_REPLICATED, R, R, R, I, I, I),
         ),
     )
+
+
+def within_capacity(call: Call) -> str:
+    """The samples: which rows of one are dropped follows from all of its positions."""
+    whole = [WHOLE] * (len(call.inputs[0].shape) - 1)
+    dims = term([*batch_names(1), *whole])
+    return rule([dims], [dims])
 
 
 def grouped_mm(call: Call) -> OpRule:
@@ -147,6 +157,7 @@ def combine_traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
 
 
 RULES: dict[object, Entry] = {
+    WITHIN_CAPACITY: within_capacity,
     DISPATCH: dispatch,
     GROUPED_MM: grouped_mm,
     OF_EXPERT: of_expert,

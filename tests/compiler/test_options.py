@@ -29,6 +29,7 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "gap": (0,),
     "stages": ([],),
     "assume": ([],),
+    "capacity_factor": (1.5, 10**30),
 }
 CALLS = [
     (name, value)
@@ -46,7 +47,7 @@ CALLS = [
             "inputs",
             "assume",
         ),
-        *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages"),
+        *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
     )
     for value in ODD
     if not any(type(value) is type(fitting) and value == fitting for fitting in FITTING.get(name, ()))
@@ -75,6 +76,8 @@ def test_an_option_that_is_none_is_refused_before_anything_is_captured(name: str
             {"hardware": 3},
             r'hardware=3; give the name of a hardware profile \("h100"\), the path of one, or a Hardware',
         ),
+        ({"capacity_factor": 0}, "capacity_factor=0; give a finite number above 0"),
+        ({"capacity_factor": 10**400}, "capacity_factor=1000.*; give a finite number above 0"),
         ({"master_copies": 1}, "master_copies=1; give true or false"),
         ({"mode": None}, "mode=None; give a text"),
     ],

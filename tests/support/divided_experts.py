@@ -129,13 +129,13 @@ def with_experts(form: Form, dtype: torch.dtype = torch.float64) -> WithExperts:
         return WithExperts(form).to(dtype)
 
 
-def batches(number: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+def batches(number: int, dtype: torch.dtype = torch.float64, length: int = LENGTH) -> list[dict[str, Tensor]]:
     """Global batches for `WithExperts`."""
     drawn = torch.Generator().manual_seed(3)
     return [
         {
-            "x": torch.randn(BATCH, LENGTH, D, generator=drawn, dtype=dtype),
-            "labels": torch.randint(CLASSES, (BATCH, LENGTH), generator=drawn),
+            "x": torch.randn(BATCH, length, D, generator=drawn, dtype=dtype),
+            "labels": torch.randint(CLASSES, (BATCH, length), generator=drawn),
         }
         for _ in range(number)
     ]
@@ -144,14 +144,15 @@ def batches(number: int, dtype: torch.dtype = torch.float64) -> list[dict[str, T
 def choices(*names: str) -> Wanted:
     """What a plan may make of experts, said with one word for each mesh axis.
 
-    "t", "x", "t+x" and "d" at the ends; "o", the features of an expert, by column and then by row.
+    "t" (of samples; "p" of positions), "x", "t+x" and "d" at the ends; "o", the features of an expert, by column and
+    then by row.
     """
-    of_ends = tuple("-" if name == "o" else name.replace("t", "a0") for name in names)
+    of_ends = tuple("-" if name == "o" else name.replace("t", "a0").replace("p", "b0") for name in names)
     wanted = {DISPATCH: frozenset({of_ends})}
     if "o" in names:
         of_matrices = ("o", "k")
         wanted[GROUPED_MM] = frozenset(
-            tuple(each if name == "o" else "r" if name == "t" else "x" for name in names) for each in of_matrices
+            tuple(each if name == "o" else "r" if name in ("t", "p") else "x" for name in names) for each in of_matrices
         )
     return wanted
 

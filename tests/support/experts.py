@@ -100,6 +100,20 @@ class SortedExperts(nn.Module):
         return self.ending(y, token_R, perm_R, x_TD, self.top_k).view(h_BSD.shape)
 
 
+class RepeatedTokens(SortedExperts):
+    """Tokens once for each of their experts from the start, and weights after rows are back, as DeepSeek's own code."""
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        x_TD, top_k = h_BSD.view(-1, h_BSD.shape[-1]), self.top_k
+        weight_TK, expert_TK = F.linear(x_TD, self.router).softmax(-1).topk(top_k)
+        perm_R = expert_TK.view(-1).argsort(stable=True)
+        ends_E = self.counting(expert_TK.view(-1), self.num_experts).cumsum(0, dtype=torch.int32)
+        y = grouped(x_TD.repeat_interleave(top_k, dim=0)[perm_R], self.gate_up.transpose(1, 2), ends_E)
+        gate, up = y.chunk(2, -1)
+        y_RD = grouped(F.silu(gate) * up, self.down, ends_E)[torch.argsort(perm_R)]
+        return (y_RD.view(-1, top_k, x_TD.shape[-1]) * weight_TK.unsqueeze(-1)).sum(1).view(h_BSD.shape)
+
+
 class WithExperts(nn.Module):
     """A model around a block: x (B, S, D), labels (B, S) → loss."""
 

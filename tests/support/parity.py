@@ -185,7 +185,7 @@ def parallel(case: Case) -> Training:
         autopar.annotate(model, pattern, **keywords)
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
-    with captured_once(case.graph):
+    with captured_once((*case.graph, case.options.get("capacity_factor"))):
         compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from autopar.capture.experts.capacity import SLOT_DIMS
 from autopar.capture.experts.forms import SORTS, gathered_by, is_zero, plain, sorting_of
 from autopar.capture.experts.match import Block, block_of
 from autopar.capture.passes.traced_graph import TracedGraph, aten, shape_of, value_of
@@ -32,6 +33,7 @@ def _rewrite(draft: TracedGraph, block: Block) -> None:
         tokens = _slots_of(draft, block) if by_slot else block.tokens
         index = _in_slots(draft, block.sorting.flat, (num_rows // top_k, top_k))
         sent = draft.call(DISPATCH, tokens, index, block.num_experts, module=module)
+        sent.meta[SLOT_DIMS] = 2 if top_k < block.top_k else 1
         rows, counts, ids, route, splits = (draft.call(operator.getitem, sent, i, module=module) for i in range(5))
     for node in (block.scaled,) if block.scaled is not None else block.gathers:
         node.replace_all_uses_with(rows)
@@ -59,7 +61,9 @@ def _rewrite(draft: TracedGraph, block: Block) -> None:
 def _slots_of(draft: TracedGraph, block: Block) -> fx.Node:
     """The tokens once for each of their experts, weighted where rows are: (R, D)."""
     module, (num_tokens, size) = block.gathers[0].meta["module"], shape_of(block.tokens)
-    slots = draft.call(aten.unsqueeze.default, block.tokens, 1, module=module)
+    alone, slots = block.top_k == 1, block.tokens
+    if not alone:
+        slots = draft.call(aten.unsqueeze.default, slots, 1, module=module)
     if block.scaled is None:
         slots = draft.call(aten.expand.default, slots, [num_tokens, block.top_k, size], module=module)
     else:
@@ -67,8 +71,11 @@ def _slots_of(draft: TracedGraph, block: Block) -> fx.Node:
         rows = next(each for each in factors if shape_of(each)[1:] != (1,) or plain(each) in block.gathers)
         (factor,) = (each for each in factors if each is not rows)
         weights = _weights(draft, block, factor, (num_tokens, block.top_k))
-        weights = draft.call(aten.unsqueeze.default, weights, 2, module=module)
+        if not alone:
+            weights = draft.call(aten.unsqueeze.default, weights, 2, module=module)
         slots = draft.call(aten.mul.Tensor, _cast(draft, slots, value_of(rows).dtype), weights, module=module)
+    if alone:
+        return slots
     return draft.call(aten.reshape.default, slots, [num_tokens * block.top_k, size], module=module)
 
 

@@ -7,6 +7,7 @@ T their product.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,8 @@ class _Lifting:
         for node in self.draft.calls():
             leading = {self.leading[each] for each in node.all_input_nodes if each in self.apart}
             if node in to_experts and _flattens(node):
-                source = node.args[0]
-                assert isinstance(source, fx.Node)
+                (source,) = node.all_input_nodes
+                source = self.apart.get(source, source)  # the slots of tokens are flattened once more
                 self._note(node, source, shape_of(source)[:-1])
                 self.begins.add(node)
             elif len(leading) == 1:
@@ -85,6 +86,10 @@ class _Lifting:
         target, source = node.target, node.args[0]
         if target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == (*leading, *shape_of(source)[1:]):
             node.replace_all_uses_with(self.apart[source])
+        elif target in VIEWS and isinstance(source, fx.Node) and shape_of(node) == _tokens_of_slots(source, leading):
+            self._note(node, self.apart[source], leading[:-1])
+        elif target is aten.repeat_interleave.self_int and isinstance(source, fx.Node) and arguments(node)["dim"] == 0:
+            self._repeat(node, source, leading)
         elif target is DISPATCH:
             self._dispatch(node, leading)
         elif target is COMBINE:
@@ -139,6 +144,13 @@ class _Lifting:
             args[place] = moved[0] if isinstance(said, int) else moved
         return tuple(args) if "dim" not in node.kwargs else None
 
+    def _repeat(self, node: fx.Node, source: fx.Node, leading: tuple[int, ...]) -> None:
+        """Tokens once for each of their slots, which are one more leading dim."""
+        repeats, rest = arguments(node)["repeats"], shape_of(source)[1:]
+        slots = self._call(node, aten.unsqueeze.default, self.apart[source], len(leading))
+        leading = (*leading, repeats)
+        self._note(node, self._call(node, aten.expand.default, slots, [*leading, *rest]), leading)
+
     def _dispatch(self, node: fx.Node, leading: tuple[int, ...]) -> None:
         """Tokens and their experts are apart, or neither is."""
         x, index, num_experts = node.args
@@ -167,6 +179,11 @@ class _Lifting:
 
     def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.draft.call(target, *args, module=node.meta["module"], **kwargs)
+
+
+def _tokens_of_slots(slots: fx.Node, leading: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape (T, K, ...) of what is (T · K, ...), where the slots K of a token are the last of the leading dims."""
+    return (math.prod(leading[:-1]), leading[-1], *shape_of(slots)[1:])
 
 
 def _flattens(node: fx.Node) -> bool:

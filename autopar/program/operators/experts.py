@@ -1,16 +1,17 @@
 """Mixture-of-Experts as four operators: rows of tokens go to their experts, through grouped products, and home again.
 
-    dispatch(x, index, num_experts) -> rows, counts, ids, route, splits
+    dispatch(x, index, num_experts, dropping) -> rows, counts, ids, route, splits
     grouped_mm(rows, weight, counts) -> rows
     of_expert(values, ids, counts) -> rows
-    combine(rows, weights, route, counts, splits) -> y
+    combine(rows, weights, route, counts, splits, dropping) -> y
 
 Rows are the tokens once per expert that they have been sent to, in the order of experts and, for one expert, of tokens:
 of ragged parts that follow from the data. What lies between the ends are ordinary operations on rows. Legend:
 
     T tokens (any number of leading dims)   D features   K experts of a token   E experts   R = T · K rows
 
-Dropless (MegaBlocks, Gale et al. 2022); `capture.passes.experts` finds the place of these operators in a model's graph,
+Dropless (MegaBlocks, Gale et al. 2022), unless they are `dropping`: slots whose expert is E have no row then, -1 in
+route, and add nothing to their token. `capture.experts` finds the place of these operators in a model's graph,
 `runtime.implementations.experts` runs them on ranks.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from autopar.program.operators.derivatives import once_differentiable
 
@@ -93,19 +95,96 @@ class Home(torch.autograd.Function):
         return grad_rows, grad_weights, None
 
 
-def _dispatch(x: Tensor, index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+class Gather(torch.autograd.Function):
+    """Rows of some tokens (T, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token_R)
+        ctx.num_tokens = x_TD.shape[0]
+        return x_TD[token_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        (token_R,) = ctx.saved_tensors
+        return grad_RD.new_zeros(ctx.num_tokens, grad_RD.shape[-1]).index_add_(0, token_R, grad_RD), None
+
+
+class PartHome(torch.autograd.Function):
+    """As `Home` where some slots have no row, -1 in `route`: those count as zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, route_TK: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        slot_R = _slots_of(route_TK, rows_RD.shape[0])
+        ctx.dtype, ctx.top_k = rows_RD.dtype, route_TK.shape[-1]
+        ctx.save_for_backward(None if weights_TK is None else rows_RD, weights_TK, slot_R)
+        weighted_RD = rows_RD if weights_TK is None else rows_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
+        zeros_TD = weighted_RD.new_zeros(route_TK.shape[0], rows_RD.shape[-1])
+        return zeros_TD.index_add_(0, slot_R // route_TK.shape[-1], weighted_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        rows_RD, weights_TK, slot_R = ctx.saved_tensors
+        grad_RD = grad_TD[slot_R // ctx.top_k]
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = grad_RD if weights_TK is None else grad_RD * weights_TK.flatten()[slot_R].unsqueeze(-1)
+            grad_rows = grad_rows.to(ctx.dtype)
+        if weights_TK is not None and ctx.needs_input_grad[1]:
+            of_rows = (rows_RD * grad_RD).sum(-1).to(weights_TK.dtype)
+            grad_weights = weights_TK.new_zeros(weights_TK.numel()).index_copy_(0, slot_R, of_rows)
+            grad_weights = grad_weights.view(weights_TK.shape)
+        return grad_rows, grad_weights, None
+
+
+def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
+    """The slot of each row, where slots without one have -1."""
+    slots = torch.argsort(route_TK.flatten())
+    return slots[slots.shape[0] - num_rows :]
+
+
+def all_rows(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A row for every slot: rows, the expert of each, and the row of every slot."""
     ids, slots = sorted_slots(index)
     route = inverted(slots).view(index.shape)
-    rows = Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2))
-    return rows, count_rows(index, num_experts), ids, route, torch.zeros(2, dtype=torch.int64)
+    return Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2)), ids, route
+
+
+def some_rows(x: Tensor, index: Tensor, num_experts: int, kept: Tensor, num_rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `all_rows` where only the `kept` slots, of which there are `num_rows`, have one."""
+    ids, slots = sorted_slots(torch.where(kept, index, num_experts))
+    ids, slots = ids[:num_rows], slots[:num_rows]
+    places = torch.arange(slots.shape[0], device=slots.device)
+    route = torch.full_like(index, -1).view(-1).scatter_(0, slots, places).view(index.shape)
+    return Gather.apply(x.reshape(-1, x.shape[-1]), slots // index.shape[-1]), ids, route
+
+
+def _dispatch(
+    x: Tensor, index: Tensor, num_experts: int, dropping: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if dropping:
+        kept = index < num_experts
+        # Without values, as while a model is captured, rows are counted as if none were dropped.
+        num_rows = index.numel() if is_fake(index) or index.is_meta else kept.sum().item()
+        rows, ids, route = some_rows(x, index, num_experts, kept, num_rows)
+    else:
+        rows, ids, route = all_rows(x, index)
+    return rows, count_rows(ids, num_experts), ids, route, torch.zeros(2, dtype=torch.int64)
 
 
 def _of_expert(values: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
     return values[ids]
 
 
-def _combine(rows: Tensor, weights: Tensor | None, route: Tensor, counts: Tensor, splits: Tensor) -> Tensor:
-    y = Home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
+def _combine(
+    rows: Tensor, weights: Tensor | None, route: Tensor, counts: Tensor, splits: Tensor, dropping: bool = False
+) -> Tensor:
+    home = PartHome if dropping else Home
+    y = home.apply(rows, None if weights is None else weights.flatten(0, -2), route.flatten(0, -2))
     return y.view(*route.shape[:-1], rows.shape[-1])
 
 
@@ -163,9 +242,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 for _schema in (
-    "dispatch(Tensor x, Tensor index, int num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "dispatch(Tensor x, Tensor index, int num_experts, bool dropping=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "of_expert(Tensor values, Tensor ids, Tensor counts) -> Tensor",
-    "combine(Tensor rows, Tensor? weights, Tensor route, Tensor counts, Tensor splits) -> Tensor",
+    "combine(Tensor rows, Tensor? weights, Tensor route, Tensor counts, Tensor splits, bool dropping=False) -> Tensor",
     "grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
     "grouped_mm_backward(Tensor grad, Tensor rows, Tensor weight, Tensor counts, bool of_rows, bool of_weight)"
     " -> (Tensor, Tensor)",

@@ -14,7 +14,7 @@ from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM, OF_
 from autopar.program.program import Program
 from tests.support import experts
 from tests.support.eager import assert_as_eager
-from tests.support.experts import SortedExperts, grouped
+from tests.support.experts import RepeatedTokens, SortedExperts, grouped
 
 X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -121,3 +121,13 @@ def test_samples_and_positions_stay_apart() -> None:
     tokens, index = (node.meta["tensor"].shape for node in sent.all_input_nodes)
     assert (tokens, index) == ((2, 6, 8), (2, 6, 2))
     assert not any(node.target is torch.ops.aten.view.default for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("model", [RepeatedTokens(), SortedExperts(weighted="before")], ids=["repeated", "weighted"])
+def test_samples_and_positions_stay_apart_of_tokens_that_are_one_for_each_expert(model: nn.Module) -> None:
+    program = assert_as_eager(model, (X,))
+    (sent,) = (node for node in program.graph.nodes if node.target is DISPATCH)
+    tokens, index = (node.meta["tensor"].shape for node in sent.all_input_nodes)
+    assert (tokens, index) == ((2, 6, 2, 8), (2, 6, 2, 1))
+    wide = [node.meta["tensor"] for node in program.graph.nodes if node.target is torch.ops.aten.view.default]
+    assert not any(each.dtype.is_floating_point for each in wide), "tokens are flattened"

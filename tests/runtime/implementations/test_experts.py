@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autopar.runtime.collectives.axes import record_traffic
+from tests.support.capped_experts import capped
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.simulation.training import Steps, Training, fault_of, train_alone, train_on_ranks
 
@@ -81,3 +82,40 @@ def test_what_is_computed_again_between_the_ends_is_bit_identical_and_moves_noth
         again, kept = getattr(found[mode], kind), getattr(found["none"], kind)
         for name, values in kept.items():
             assert all(torch.equal(a, b) for a, b in zip(again[name], values, strict=True)), name
+
+
+# 4 positions of K slots each, over 4 experts: of K = 2 a balanced expert has 2 rows of a sample.
+CAPPED = {
+    "tokens": (Form(), ("t",), 0.5, 1),
+    "both, weighted before": (Form(early=True), ("t+x",), 0.75, 2),
+    "positions": (Form(), ("p+x",), 0.5, 1),
+}
+FURTHER_CAPPED = {
+    "experts": (Form(bias=True), ("x",), 0.75, 2),
+    "both, beside experts": (Form(top_k=1, favoured=(3,)), ("x", "t+x"), 1.0, 1),
+    "positions alone": (Form(), ("p",), 0.5, 1),
+    "features": (Form(end="sum"), ("o",), 0.5, 1),
+    "features of tokens": (Form(), ("d",), 0.5, 1),
+    "all experts": (Form(top_k=4), ("x", "t"), 0.5, 2),
+    "one exchange": (Form(end="scatter_add"), ("t+x", "t+x"), 0.75, 2),
+    "positions and samples": (Form(early=True, end="sum"), ("p+x", "t+x"), 0.75, 2),
+    "two ranks' experts alone": (Form(num_experts=8, favoured=(0, 1)), ("t+x", "x"), 1, 1),
+    "nothing is dropped": (Form(), ("x", "t+x"), 2.0, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "capacity_factor", "limit"),
+    [
+        *(pytest.param(*each, id=name) for name, each in CAPPED.items()),
+        *(pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in FURTHER_CAPPED.items()),
+    ],
+)
+def test_ranks_drop_what_one_process_drops(
+    form: Form, names: tuple[str, ...], capacity_factor: float, limit: int
+) -> None:
+    steps, mesh = Steps(batches(5, length=4)), dict(zip("ab"[: len(names)], (2,) * len(names), strict=True))
+    options = {"capacity_factor": capacity_factor, "recompute": "full" if form.early else "none"}
+    found = train_on_ranks(with_experts(form), steps, mesh, options, forced(choices(*names)))
+    fault = fault_of(found, train_alone(capped(with_experts(form), limit), steps))
+    assert not fault, fault

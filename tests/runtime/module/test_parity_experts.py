@@ -6,7 +6,7 @@ One call of the ranks trains many cases: what it captures of a family serves all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import autopar
 from autopar.planning import request
+from tests.support.capped_experts import capped_family
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
 from tests.support.expert_families import WITH_EXPERTS
-from tests.support.parity import SLOW_DEVICES, Case, Training, compare, parallel, train_alone, whole
+from tests.support.parity import SLOW_DEVICES, Case, Training, build, compare, parallel, train, train_alone, whole
 from tests.support.ranks import Ranks, mesh
 
 Way = tuple[str, ...]
@@ -32,9 +33,9 @@ WAYS: tuple[Way, ...] = (("t",), ("x",), ("t+x",), ("auto",), ("t", "t+x"))
 QUICK = (("mixtral", ("t+x",)), ("qwen3_moe", ("x",)), ("gpt_oss", ("t", "t+x")))
 
 
-def case_of(family: str, way: Way, steps: int) -> Case:
+def case_of(family: str, way: Way, steps: int, **options: Any) -> Case:
     """A family on four ranks."""
-    return Case(family, (4,) if len(way) == 1 else (2, 2), options={"hardware": SLOW_DEVICES}, steps=steps)
+    return Case(family, (4,) if len(way) == 1 else (2, 2), options={"hardware": SLOW_DEVICES, **options}, steps=steps)
 
 
 def divided(way: Way) -> Any:
@@ -46,19 +47,29 @@ def divided(way: Way) -> Any:
     )
 
 
-def _trained(cases: Sequence[tuple[str, Way]], steps: int) -> list[Training]:
+def _trained(cases: Sequence[tuple[str, Way]], steps: int, options: dict[str, Any]) -> list[Training]:
     found = []
     for family, way in cases:
         with divided(way):
-            found.append(parallel(case_of(family, way, steps)))
+            found.append(parallel(case_of(family, way, steps, **options)))
     return found
 
 
-def hold(ranks: Ranks, cases: Sequence[tuple[str, Way]], steps: int) -> None:
+def alone(family: str, way: Way, steps: int) -> Training:
+    return train_alone(*case_of(family, way, steps).graph, steps, 1)
+
+
+def hold(
+    ranks: Ranks,
+    cases: Sequence[tuple[str, Way]],
+    steps: int,
+    alone: Callable[[str, Way, int], Training] = alone,
+    **options: Any,
+) -> None:
     """Train the cases on real ranks and hold every one against one process, bytes in the mean of the ranks."""
-    found = ranks.run(_trained, cases, steps, world_size=4, timeout=400)
+    found = ranks.run(_trained, cases, steps, options, world_size=4, timeout=400)
     for (family, way), trainings in zip(cases, zip(*found, strict=True), strict=True):
-        expected = train_alone(*case_of(family, way, steps).graph, steps, 1)
+        expected = alone(family, way, steps)
         counted: Counter[tuple[str, str]] = Counter()
         for training in trainings:
             counted.update(training.counted)
@@ -78,6 +89,22 @@ def test_families_with_experts_train_on_ranks_as_on_one_process(ranks: Ranks) ->
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_family_trains_with_its_experts_divided_in_every_way(ranks: Ranks, family: str) -> None:
     hold(ranks, [(family, way) for way in WAYS], steps=5)
+
+
+def capped_alone(family: str, way: Way, steps: int) -> Training:
+    """One process whose experts take 2 of the rows of each sample."""
+    case = case_of(family, way, steps)
+    (num_samples, _) = WITH_EXPERTS[family].inputs(0)[1]["input_ids"].shape
+    return train(case, capped_family(build(case), num_samples, limit=2))
+
+
+CAPPED = [("mixtral", way) for way in (("t",), ("x",), ("t+x",), ("x", "t+x"), ("t+x", "t+x"))]
+
+
+@pytest.mark.parametrize("cases", [CAPPED[2:3], pytest.param(CAPPED, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_ranks_drop_the_rows_beyond_a_capacity_as_one_process_does(ranks: Ranks, cases: list[tuple[str, Way]]) -> None:
+    # 16 positions with 2 of 8 experts each: 4 rows of a sample for each.
+    hold(ranks, cases, 5, capped_alone, capacity_factor=0.5)
 
 
 def _family(way: Way, seed: int) -> tuple[Any, torch.optim.Optimizer]:

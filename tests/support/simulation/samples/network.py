@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
+from autopar.program.operators.capacity import WITHIN_CAPACITY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -180,6 +181,7 @@ SAMPLES: dict[Any, Samples] = {
     EMBEDDING_BAGS: embedding_bags,
     RAGGED_EMBEDDING_BAGS: ragged_bags,
     aten.one_hot.default: one_hot,
+    WITHIN_CAPACITY: lambda d: [sample(d.index(3, *shape), 3, 0.5) for shape in ((4, 6, 2), (4, 6, 2, 1))],
     aten.cross_entropy_loss.default: cross_entropy,
     aten.nll_loss.default: nll,
     aten.nll_loss_nd.default: nll,

@@ -1,0 +1,66 @@
+"""A limit on the rows that each expert takes of a sample, where the user asks for one: `capacity_factor=`.
+
+    dispatch(x, index, E)  →  dispatch(x, within_capacity(index, E, capacity_factor), E, dropping)
+
+It holds in every block of experts or not at all: what is in a form that is not known cannot be limited.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autopar.capture.passes.refused_calls import where
+from autopar.capture.passes.traced_graph import TracedGraph, shape_of
+from autopar.errors import CaptureError
+from autopar.program.operators.capacity import WITHIN_CAPACITY
+from autopar.program.operators.experts import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
+
+SLOT_DIMS = "slot_dims"
+"""Of a dispatch, in the meta of its node: how many of the last dims of its index are slots of one token."""
+ROUTE = 3
+
+
+def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
+    """Let experts take no more rows of a sample than this share of what balanced routing gives them.
+
+    Raises CaptureError where the model has no experts that are known, or others beside them, and where tokens lie in a
+    plain list, which has no samples.
+    """
+    said = f"capacity_factor={capacity_factor:g} limits the rows of sorted experts"
+    unknown = [node for node in draft.calls() if str(node.target) in OTHER_GROUPED_PRODUCTS]
+    if unknown:
+        raise CaptureError(
+            f"{said}, and those in {where(unknown[0].meta['module'])} are written in a form that autopar does not "
+            "know. docs/experts.md lists the forms that are known; write them so, or leave capacity_factor out."
+        )
+    sent = draft.calls(DISPATCH)
+    if not sent:
+        raise CaptureError(
+            f"{said}, and the model has none: dense dispatch (einsums over a capacity, every expert on all tokens) has "
+            "what capacity the model itself gives it. Leave capacity_factor out."
+        )
+    for node in sent:
+        x, index = node.args[:2]
+        assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+        if len(shape_of(index)) < 2 + node.meta[SLOT_DIMS]:
+            raise CaptureError(
+                f"{said} sample by sample, and in {where(node.meta['module'])} tokens lie in one list, of shape "
+                f"{list(shape_of(x))}, whose samples are not known. Give the module (samples, positions, "
+                "features), of which it may make a list itself by view, reshape or flatten; one list as (1, tokens, "
+                "features) is one sample."
+            )
+        _limit(draft, node, index, capacity_factor)
+
+
+def _limit(draft: TracedGraph, sent: fx.Node, index: fx.Node, capacity_factor: float) -> None:
+    x, _, num_experts = sent.args
+    with draft.graph.inserting_before(sent):
+        within = draft.call(WITHIN_CAPACITY, index, num_experts, capacity_factor, module=sent.meta["module"])
+    sent.args = (x, within, num_experts, True)
+    for route in sent.users:
+        if route.target is operator.getitem and route.args[1] == ROUTE:
+            for end in tuple(route.users):
+                assert end.target is COMBINE, f"{end.target} reads where rows are"
+                end.args = (*end.args[:5], True)

@@ -1,0 +1,48 @@
+"""Capacity: an expert takes at most C rows of each sample, the earliest ones (GShard, Lepikhin et al. 2020).
+
+    within_capacity(index, num_experts, capacity_factor) -> index
+    C = ceil(capacity_factor · K · S / E)
+
+Which rows are dropped follows from their sample alone: it is the same however samples are divided among devices.
+Legend: B samples, S positions, K experts of a token, E experts; L = S · K slots of a sample, in the order of positions
+and, of one token, of its experts.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def capacity(num_slots: int, num_experts: int, capacity_factor: float) -> int:
+    """The rows of a sample of so many slots that an expert takes; the factor counts as the decimal that it prints.
+
+    >>> capacity(30, 3, 1.1), math.ceil(1.1 * 30 / 3)
+    (11, 12)
+    """
+    return math.ceil(Fraction(str(capacity_factor)) * num_slots / num_experts)
+
+
+def slots_of_sample(index: tuple[int, ...]) -> int:
+    """How many slots each sample has: all dims of the index but the first."""
+    return math.prod(index[1:])
+
+
+def _within_capacity(index: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    expert_BL = index.reshape(index.shape[0], slots_of_sample(tuple(index.shape)))
+    limit = capacity(expert_BL.shape[1], num_experts, capacity_factor)
+    sorted_BL, slot_BL = torch.sort(expert_BL, dim=1, stable=True)
+    begin_BL = torch.searchsorted(sorted_BL, sorted_BL)
+    place_BL = torch.arange(expert_BL.shape[1], device=index.device) - begin_BL
+    within_BL = torch.where(place_BL < limit, sorted_BL, num_experts)
+    return torch.empty_like(expert_BL).scatter_(1, slot_BL, within_BL).view(index.shape)
+
+
+torch.library.define("autopar::within_capacity", "(Tensor index, int num_experts, float capacity_factor) -> Tensor")
+torch.library.impl("autopar::within_capacity", "CompositeImplicitAutograd", _within_capacity)
+
+WITHIN_CAPACITY: torch._ops.OpOverload = torch.ops.autopar.within_capacity.default
+"""index (B, S, K) → the same, E in place of the experts that are full: such slots are dropped."""
