@@ -59,6 +59,7 @@ def compile(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    imbalance: float = 1.0,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -102,6 +103,8 @@ def compile(
         stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
         assume: branches on the values of tensors that capture need not follow, as a CaptureError names them: a check
             that is taken to pass by its line ("model.py:12"), another with the value it tests ("model.py:88=False").
+        imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
+            divides these by expert; 1.0 for routing that is balanced.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -129,6 +132,7 @@ def compile(
         chunks=chunks,
         stages=stages,
         assume=assume,
+        imbalance=imbalance,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -167,6 +171,7 @@ def plan(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    imbalance: float = 1.0,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -197,5 +202,6 @@ def plan(
         chunks=chunks,
         stages=stages,
         assume=assume,
+        imbalance=imbalance,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

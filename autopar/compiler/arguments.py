@@ -64,6 +64,7 @@ def plan_request(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    imbalance: float = 1.0,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
@@ -86,6 +87,7 @@ def plan_request(
         None if stages is None else tuple(stages),
         assumptions_of(assume),
         inputs,
+        imbalance,
     )
 
 

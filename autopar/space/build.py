@@ -27,6 +27,7 @@ from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import Layout, P, replicated
 from autopar.sharding.mesh import Mesh
+from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
@@ -51,13 +52,15 @@ def build_space(
     whole_outputs: bool = False,
     input_layouts: Mapping[str, Layout] | None = None,
     optimizer: Optimizer = ADAMW,
+    imbalance: float = 1.0,
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
-    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing.
+    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
+    many times its share of the rows of experts the busiest rank has, at most all of them.
     """
-    space = Space(program, mesh, hardware, optimizer)
+    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, mesh.num_devices)))
     return _Builder(space, whole_outputs, input_layouts or {}).build()
 
 
@@ -89,6 +92,7 @@ class _Builder:
         self._outputs()
         for key, uses in self.uses.items():
             self._wire(key, uses)
+        self.space.rows.update(rows_of_experts(self.space))
         return self.space
 
     def _placeholder(self, node: fx.Node) -> None:
