@@ -18,6 +18,7 @@ from autopar.cost.messages import ALONE, sharing
 from autopar.cost.moves import MovedTensor
 from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.files.schema import MAX_WHOLE
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.infinite import may_be_infinite
@@ -58,9 +59,9 @@ def build_space(
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
-    many times its share of the rows of experts the busiest rank has, at most all of them.
+    many times its share of the rows of experts the busiest rank has.
     """
-    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, mesh.num_devices)))
+    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)))
     return _Builder(space, whole_outputs, input_layouts or {}).build()
 
 
