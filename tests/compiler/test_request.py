@@ -58,6 +58,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "chunks": 2,
         "stages": ["layers.1"],
         "assume": ["model.py:12=True"],
+        "imbalance": 1.5,
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()
     request, plain = plan_request(model, **said), PlanRequest()
