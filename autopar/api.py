@@ -60,6 +60,7 @@ def compile(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    imbalance: float = 1.0,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -105,6 +106,8 @@ def compile(
             that is taken to pass by its line ("model.py:12"), another with the value it tests ("model.py:88=False").
         capacity_factor: sorted experts take at most so many times the rows of each sample that balanced routing gives
             them, the earliest; further rows are dropped (docs/experts.md). By default no row is.
+        imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
+            divides these by expert; 1.0 for routing that is balanced.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -133,6 +136,7 @@ def compile(
         stages=stages,
         assume=assume,
         capacity_factor=capacity_factor,
+        imbalance=imbalance,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -172,6 +176,7 @@ def plan(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    imbalance: float = 1.0,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -203,5 +208,6 @@ def plan(
         stages=stages,
         assume=assume,
         capacity_factor=capacity_factor,
+        imbalance=imbalance,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

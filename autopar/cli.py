@@ -147,6 +147,12 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")
     parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
     parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        help="times its share of rows that the busiest device has of experts (1)",
+    )
     parser.add_argument("--recompute", choices=("auto", *MODES), default="auto", help="layers computed again (auto)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
@@ -248,4 +254,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             microbatches=options.microbatches,
             chunks=options.chunks,
             capacity_factor=options.capacity_factor,
+            imbalance=options.imbalance,
         )

@@ -196,6 +196,7 @@ def raises():
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
         (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
+        (["tiny-mlp", "--imbalance", "0.5"], 2, ["imbalance=0.5; give a finite number of at least 1"]),
         (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),
         (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),
         (["tiny-mlp", "--memory", "9" * 500 + "GB"], 2, ["is no size"]),

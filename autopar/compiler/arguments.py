@@ -65,6 +65,7 @@ def plan_request(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    imbalance: float = 1.0,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
@@ -88,6 +89,7 @@ def plan_request(
         assumptions_of(assume),
         inputs,
         None if capacity_factor is None else float(capacity_factor),
+        imbalance,
     )
 
 

@@ -30,7 +30,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     check_known(options, plan_request)
-    request = plan_request(model, **{**options, "memory": plan.memory_limit})
+    request = plan_request(model, **{**options, "memory": plan.memory_limit, "imbalance": plan.imbalance})
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     axes = axes_of_parts(request.inputs, plan.mesh)
     part = split_batch(batch, request.microbatches or 1)[0]

@@ -86,6 +86,7 @@ OPTIONS: Mapping[str, Schema] = {
     "solver": _WORD,
     "time_limit": _SECONDS,
     "gap": Real(0),
+    "imbalance": Real(1),
     "deterministic": Flag(),
     "seed": Maybe(Whole(-(2**63), 2**64 - 1)),
     "microbatches": Maybe(Whole(1)),

@@ -119,6 +119,10 @@ class _Sum:
         return _added(parts)
 
 
+def _times(share: str, function: str) -> str:
+    return f"{share}*{function}" if share else function
+
+
 def _added(parts: list[str]) -> str:
     """A sum in groups, as parsers go down one level for each term of a long one."""
     while len(parts) > _GROUP:
@@ -180,7 +184,8 @@ class _Ledger:
         decision = self.space.decisions[number]
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
-        return (id(decision.menu), self.choices[number], number in self.rerun, count, *shapes)
+        share = self.sizes.share(self.space.rows.get(number), self.choices)
+        return (id(decision.menu), self.choices[number], number in self.rerun, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
         """The tensors that a decision takes and makes."""
@@ -215,25 +220,26 @@ class _Ledger:
         work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
         count = self.repetition.of_decision(number) * times
         passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
+        share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
             computed = count * (passes + (number in self.rerun))
-            self.seconds.add(computed, work.roofline)
-            self.seconds.add(computed * self.space.hardware.op_latency_s)
+            self.seconds.add(computed, _times(share, work.roofline))
+            self.seconds.add(computed * self.space.hardware.op_latency_s, share)
             self.flops.add(computed * work.flops)
-        self._own_waits(work, menu.strategies[self.choices[number]], passes, count)
+        self._own_waits(work, menu.strategies[self.choices[number]], passes, count, share)
         for transfer in work.transfers:
             self._count(transfer, count)
 
-    def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial) -> None:
+    def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial, share: str) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
-        share = strategy.implementation.hidden_share if strategy.implementation is not None else 0.0
-        if not share:
+        hidden = strategy.implementation.hidden_share if strategy.implementation is not None else 0.0
+        if not hidden:
             for transfer in work.transfers:
-                self._wait(transfer, count, bucketed=0)
+                self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed=0)))
         elif work.transfers:
             total = " + ".join(self._seconds_of(transfer, bucketed=0) for transfer in work.transfers)
             computing = f"{passes}*({work.roofline} + {self.space.hardware.op_latency_s!r})"
-            self.seconds.add(count, f"Max({1 - share!r}*({total}), {total} - {computing})")
+            self.seconds.add(count, _times(share, f"Max({1 - hidden!r}*({total}), {total} - {computing})"))
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
@@ -263,7 +269,8 @@ class _Ledger:
         ends = ((wire.source, wire.source_output), (wire.target, wire.target_input))
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)
-        return menus, wire.tensor, id(shape), id(self.repetition.of_wire(wire))
+        share = self.sizes.share(self.space.rows_on(wire), self.choices)
+        return menus, wire.tensor, share, id(shape), id(self.repetition.of_wire(wire))
 
     def _wire(self, wire: Wire, times: int, unused: bool) -> None:
         path = self.space.path(wire, self.choices)
@@ -273,19 +280,18 @@ class _Ledger:
         shape = self.sizes.of_wire(wire)
         tensor = replace(wire.tensor, shape=shape, regather=wire.tensor.regather and not kept)
         count, axes = self.repetition.of_wire(wire) * times, cast(Mesh, self.sizes.axes)
-        self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS))
+        share = self.sizes.share(self.space.rows_on(wire), self.choices)
+        self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
         for move, twice in zip(path.moves, path.regathered, strict=True):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                self._wait(transfer, count, in_bucket(move, tensor) if path.together else 0)
+                bucketed = in_bucket(move, tensor) if path.together else 0
+                self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
 
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
-
-    def _wait(self, transfer: Transfer, count: Polynomial, bucketed: int) -> None:
-        self.seconds.add(count, self._seconds_of(transfer, bucketed))
 
     def _seconds_of(self, transfer: Transfer, bucketed: int) -> str:
         name = rate_name(transfer.collective, transfer.axis, bucketed)

@@ -13,7 +13,7 @@ from autopar.formulas.symbols import Polynomial, Size, axis_symbols
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.operation import Call
-from autopar.space.space import Space, Wire
+from autopar.space.space import ExpertRows, Space, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,15 @@ class LocalSizes:
         local = [Size.of(size) for size in layout.local_shape(shape, self.axes.sizes)]
         self.fractions.update(size.polynomial for size in local if size.polynomial.is_fraction)
         return Size.of(math.prod(local))
+
+    def share(self, rows: ExpertRows | None, choices: Sequence[int]) -> str:
+        """How many times its share of rows of experts the busiest device has; "" where it has its share alone."""
+        if self._space.excess(rows, choices) == 0:
+            return ""
+        assert rows is not None, "uneven, and no rows of experts"
+        layout = self._space.decisions[rows.counts].menu.strategies[choices[rows.counts]].outputs[rows.position]
+        ranks = math.prod(size for size, each in zip(self.axes.sizes, layout, strict=True) if each.is_split)
+        return f"Min({self._space.imbalance!r}, {Polynomial.of(ranks)})"
 
 
 def symbolic_call(call: Call, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> Call:

@@ -28,7 +28,7 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, largest_split_input
 from autopar.space.menu import Strategy
-from autopar.space.space import Decision, Wire
+from autopar.space.space import Decision, ExpertRows, Wire
 
 
 def memory_formulas(
@@ -79,8 +79,11 @@ class _Moment:
             parts[name].append(num_bytes * count * times)
         return {name: Polynomial.sum(each) for name, each in parts.items()}
 
-    def _add(self, name: str, num_bytes: Size | Polynomial, count: Polynomial) -> None:
+    def _add(self, name: str, num_bytes: Size | Polynomial, count: Polynomial, rows: ExpertRows | None = None) -> None:
+        """Count bytes; of rows of experts also those beside a share of them."""
         self._found[name, Polynomial.of(num_bytes), count] += 1
+        if rows is not None and isinstance(num_bytes, Size):
+            self._found[name, self._beside(num_bytes, rows).polynomial, count] += 1
 
     def _local(self, shape: tuple[int, ...], layout: Layout) -> Size:
         key = (id(shape), layout)
@@ -116,13 +119,15 @@ class _Moment:
         if own is not None and self._is_kept(place):
             kept = int(own[self._mode(number, len(own))][choice])
             if kept:
-                self._add("activations", self._kept(number, kept), count)
+                self._add("activations", self._kept(number, kept), count, self.space.rows.get(number))
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
             self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
+            self._uneven_rows_worked_on(number, True)
         elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
             self._worked_on(number, False)
+            self._uneven_rows_worked_on(number, False)
 
     def _is_kept(self, place: int) -> bool:
         """Whether what is kept for the backward of the call at that place is there."""
@@ -141,6 +146,29 @@ class _Moment:
         for position, info in enumerate(call.outputs if computes else ()):
             elements = self._local(self.sizes.shape((decision.name, position)), strategy.outputs[position])
             self._add("working set", elements * info.dtype.itemsize, count)
+
+    def _uneven_rows_worked_on(self, number: int, computes: bool) -> None:
+        """What of that are rows of experts beside a share of them."""
+        rows, decision = self.space.rows.get(number), self.space.decisions[number]
+        share = self.sizes.share(rows, self.choices)
+        if rows is None or not share:
+            return
+        strategy, call = decision.menu.strategies[self.choices[number]], decision.menu.call
+        assert call is not None
+        keys = [*input_keys(self.space, decision), *((decision.name, place) for place in range(len(call.outputs)))]
+        infos, layouts = (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs)
+        wanted = [place for place in rows.inputs if call.inputs[place].requires_grad]
+        wanted += [len(call.inputs) + place for place in rows.outputs] if computes else []
+        parts = (self._local(self.sizes.shape(keys[i]), layouts[i]) * infos[i].dtype.itemsize for i in wanted)
+        hidden = self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes) if computes else Size.of(0)
+        beside = self._beside(Size.of(sum(parts, hidden)), rows)
+        self._add("working set", beside, self.repetition.of_decision(number))
+
+    def _beside(self, num_bytes: Size, rows: ExpertRows) -> Size:
+        """Bytes of rows beside a share that has so many."""
+        value = math.ceil(self.space.excess(rows, self.choices) * num_bytes)
+        share = self.sizes.share(rows, self.choices)
+        return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
 
     def _mode(self, number: int, count: int) -> int:
         """A segment that is computed again holds all of its own while it is."""
@@ -203,7 +231,7 @@ class _Moment:
         if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
             unmoved = memory.kinds(wire)[ends] <= SLICED
             layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
-            self._add("activations", self._local(shape, layout) * itemsize, count)
+            self._add("activations", self._local(shape, layout) * itemsize, count, self.space.rows_on(wire))
         if memory.lifetimes.layer[wire.target] != memory.lifetimes.layer[memory.lifetimes.calls[self.at.place]]:
             return
         whole = self._local(shape, target.inputs[wire.target_input]) * itemsize

@@ -65,6 +65,8 @@ def _mismatches(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[str]
         yield f"the hardware, {before.mesh.hardware} before and {after.mesh.hardware} after"
     if before.memory_limit != after.memory_limit:
         yield f"the memory limit, {_limit(before)} before and {_limit(after)} after"
+    if before.imbalance != after.imbalance:
+        yield f"the imbalance of rows of experts, {before.imbalance:g} before and {after.imbalance:g} after"
     if before.fingerprint == after.fingerprint:
         return
     names = dict.fromkeys((*before.descriptions, *after.descriptions))

@@ -44,6 +44,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     runner_up, reason = _runner_up(plan, context, number)
     allowed = _allowed(context, number)
     is_parameter = decision.kind == "parameter"
+    share = space.share(space.rows.get(number), context.choices)
     return Explanation(
         name=label(space, number),
         decision=decision.name,
@@ -63,7 +64,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         recompute_seconds=row.recompute_seconds,
         optimizer_seconds=float(decision.menu.seconds[context.choices[number]]) if is_parameter else 0.0,
         own=tuple(
-            Moved(t.collective, t.axis, t.num_bytes, wait, t.backward)
+            Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)
             for t, wait in zip(strategy.transfers, strategy.waits, strict=True)
         ),
         reshards=(*_inbound(context, number), *_outbound(context, number)),
@@ -138,21 +139,21 @@ def _consumers(space: Space, hub: int) -> set[int]:
 
 def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int) -> Iterator[Reshard]:
     space = context.space
-    path = space.path(wire, context.choices)
+    path, share = space.path(wire, context.choices), space.share(space.rows_on(wire), context.choices)
     if path.moves:
         moved = tuple(
             Moved(
                 t.collective,
                 t.axis,
                 t.num_bytes,
-                transfer_seconds(t, space.mesh, space.hardware, bucketed),
+                transfer_seconds(t, space.mesh, space.hardware, bucketed) * share,
                 t.backward,
             )
             for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
         )
         before = layout_words(str(path.moves[0].before), space.mesh.names)
         after = layout_words(str(path.moves[-1].after), space.mesh.names)
-        yield Reshard(_tensor(space, wire), before, after, path.seconds, moved, inbound, num_consumers)
+        yield Reshard(_tensor(space, wire), before, after, path.seconds * share, moved, inbound, num_consumers)
 
 
 # What else there is.

@@ -75,7 +75,8 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
     for number, choice in enumerate(choices):
         again = model.recompute_seconds(number)
         if again is not None:
-            total += float(again[MODES.index(modes.get(model.lifetimes.segment[number], MODES[0]))][choice])
+            share = model.space.share(model.space.rows.get(number), choices)
+            total += share * float(again[MODES.index(modes.get(model.lifetimes.segment[number], MODES[0]))][choice])
     return total
 
 

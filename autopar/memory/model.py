@@ -16,7 +16,7 @@ All this is of one micro-batch; where a step has several, `accumulation` says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -182,12 +182,15 @@ class MemoryModel(TensorBytes):
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
             return None
         key = ("working", id(decision.menu), self.lifetimes.saved(decision).other_bytes)
-        return self.cached(key, lambda: self._working(decision))
+        call = _call(decision)
+        return self.cached(key, lambda: self._working(decision, range(len(call.inputs)), range(len(call.outputs))))
 
-    def _working(self, decision: Decision) -> Bytes:
+    def _working(self, decision: Decision, inputs: Collection[int], outputs: Collection[int]) -> Bytes:
+        """The gradients of some inputs, some outputs, and what is kept beside both."""
         call, strategies = _call(decision), decision.menu.strategies
-        total = self._gradients_of(decision, (i for i, info in enumerate(call.inputs) if info.requires_grad))
-        for position, info in enumerate(call.outputs):
+        total = self._gradients_of(decision, inputs)
+        for position in outputs:
+            info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
         return total + self._hidden(decision)
 
@@ -204,11 +207,24 @@ class MemoryModel(TensorBytes):
         )
         return self.cached(("handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
 
-    def _gradients_of(self, decision: Decision, inputs: Iterable[int]) -> Bytes:
+    def working_rows(self, number: int) -> Bytes:
+        """What of `working` are rows of experts and their gradients."""
+        decision, rows = self.space.decisions[number], self.space.rows[number]
+        key = ("working rows", id(decision.menu), rows.inputs, rows.outputs, self.lifetimes.saved(decision).other_bytes)
+        return self.cached(key, lambda: self._working(decision, rows.inputs, rows.outputs))
+
+    def handed_on_rows(self, number: int) -> Bytes:
+        """What of `handed_on` are gradients of rows of experts."""
+        decision, inputs = self.space.decisions[number], self.space.rows[number].inputs
+        return self.cached(("rows handed on", id(decision.menu), inputs), lambda: self._gradients_of(decision, inputs))
+
+    def _gradients_of(self, decision: Decision, inputs: Collection[int]) -> Bytes:
+        """Bytes of the gradients of those of these inputs that need one."""
         call, strategies = _call(decision), decision.menu.strategies
         total = np.zeros(len(strategies), dtype=np.int64)
-        for position in inputs:
-            info = call.inputs[position]
+        for position, info in enumerate(call.inputs):
+            if position not in inputs or not info.requires_grad:
+                continue
             total += self.local(info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize)
         return total
 

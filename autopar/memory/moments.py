@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Modes
+from autopar.memory.uneven_rows import beside
 from autopar.space.space import Wire
 
 
@@ -41,10 +42,7 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
             continue
         if gradients is not None and (at.has_run(first_use) or not at.phase.first):
             parts.append((gradients,))
-        if own is not None and at.keeps(first_use):
-            parts.append(own if at.frees(memory, number) else own[:1])
-        if own is not None and at.phase.others:
-            parts.append(more.waiting(own, at.phase.others))
+        parts += _while_kept(memory, at, number, own)
         if at.place == first_use and at.kind in (COMPUTING, REDUCING):
             works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
             if works_on is not None:
@@ -72,10 +70,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
             continue
         if arrived is not None and at.has_run(place) and not at.phase.first:
             parts.append((arrived,))
-        if kept is not None and at.keeps(place):
-            parts.append(kept if at.frees(memory, wire.target) else kept[:1])
-        if kept is not None and at.phase.others:
-            parts.append(more.waiting(kept, at.phase.others))
+        parts += _while_kept(memory, at, wire.target, kept)
         if sent is not None:
             parts.append(more.waiting(sent, at.phase.others + 1))
         if fresh is not None and at.computes(place):
@@ -91,6 +86,47 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
                 parts += [(sent_off,)] * (2 if place == at.place else 1)
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
+
+
+def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
+    """Bytes of a call in a row on account of rows of experts beside a share of them (see `uneven_rows`)."""
+    rows, own = memory.space.rows[number], memory.own(number)
+    more = None if own is None else beside(memory, rows, own)
+    moments: list[tuple[int, list[Modes]]] = []
+    for moment, weight in row.weights:
+        at = moment_of(memory, moment)
+        parts = [] if at.phase.end else _while_kept(memory, at, number, more)
+        if at.place == memory.lifetimes.position[number] and not at.phase.end:
+            if at.kind == COMPUTING and memory.working(number) is not None:
+                parts.append(beside(memory, rows, (memory.working_rows(number),)))
+            elif at.kind == REDUCING:
+                parts.append(beside(memory, rows, (memory.handed_on_rows(number),)))
+        moments.append((weight, parts))
+    return memory.total(moments, row.worst)
+
+
+def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
+    """Bytes of a wire in a row on account of rows of experts beside a share of them."""
+    rows, kept = memory.space.rows_on(wire), memory.wire(wire)
+    if rows is None or kept is None:
+        return None
+    more, moments = beside(memory, rows, kept), [(moment_of(memory, moment), weight) for moment, weight in row.weights]
+    return memory.total(
+        [(weight, [] if at.phase.end else _while_kept(memory, at, wire.target, more)) for at, weight in moments],
+        row.worst,
+    )
+
+
+def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None) -> list[Modes]:
+    """What is kept for the backward of a decision's first use, by each micro-batch that has yet to run it."""
+    if kept is None:
+        return []
+    parts: list[Modes] = []
+    if at.keeps(memory.lifetimes.position[number]):
+        parts.append(kept if at.frees(memory, number) else kept[:1])
+    if at.phase.others:
+        parts.append(memory.accumulation.waiting(kept, at.phase.others))
+    return parts
 
 
 COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward

@@ -20,6 +20,7 @@ choices, so that "no more than the limit at moment t" is one memory row of the p
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -36,12 +37,15 @@ from autopar.space.space import Wire
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
 
 
-def memory_use(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[int, MemoryUse, int]:
+def memory_use(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
+) -> tuple[int, MemoryUse, int]:
     """The bytes at the peak, what they are at every moment, and the number of the fullest moment (see `moment_of`).
 
-    Where several backwards of a step can be the fullest, the timeline is that of the one that is, with the end.
+    `imbalance` of the rows of experts is that of the space, unless it is given. Where several backwards of a step can
+    be the fullest, the timeline is that of the one that is, with the end.
     """
-    moments = _Moments(memory, choices, modes)
+    moments = _Moments(memory, choices, modes, imbalance)
     if not memory.lifetimes.calls:
         return moments.always_total, MemoryUse(moments.always, ()), 0
     phases = memory.microbatches.phases
@@ -88,7 +92,9 @@ def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[
 class _Moments:
     """The bytes of one plan over the places of its calls."""
 
-    def __init__(self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> None:
+    def __init__(
+        self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
+    ) -> None:
         space, count = memory.space, len(memory.lifetimes.calls)
         self.count = count
         self.always: dict[str, int] = defaultdict(int)
@@ -116,14 +122,17 @@ class _Moments:
             gradients, own = more.gradients(number), memory.own(number)
             working = memory.working(number)
             handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
+            excess = space.excess(space.rows.get(number), choices, imbalance)
             if gradients is not None:
                 self.born[min(place, count)] += int(gradients[choice])
             if own is not None and place < count:
-                self._keep(place, own, mode_of.get(memory.lifetimes.segment[number], 0), (choice,))
+                self._keep(place, own, mode_of.get(memory.lifetimes.segment[number], 0), (choice,), excess)
             if working is not None:
-                self.working[place] += int(working[choice])
+                rows = int(memory.working_rows(number)[choice]) if excess else 0
+                self.working[place] += int(working[choice]) + math.ceil(excess * rows)
             if handed_on is not None:
-                self.handed_on[place] += int(handed_on[choice])
+                rows = int(memory.handed_on_rows(number)[choice]) if excess else 0
+                self.handed_on[place] += int(handed_on[choice]) + math.ceil(excess * rows)
         for wire in space.wires:
             ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
             sent, held, accumulated = more.sent(wire), more.held(wire), more.accumulated(wire)
@@ -145,14 +154,16 @@ class _Moments:
                 self.fresh[place] += int(fresh[ends])
             kept = memory.wire(wire)
             if kept is not None:
-                self._keep(place, kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends)
+                excess = space.excess(space.rows_on(wire), choices, imbalance)
+                self._keep(place, kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends, excess)
             if space.is_weight(wire.source):
                 self._move(memory, wire, place, ends)
         self.always_total = sum(self.always.values())
 
-    def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...]) -> None:
-        self.kept[place] += int(modes[min(mode, len(modes) - 1)][ends])
-        self.whole[place] += int(modes[0][ends])
+    def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...], excess: float) -> None:
+        kept, whole = (int(modes[each][ends]) for each in (min(mode, len(modes) - 1), 0))
+        self.kept[place] += kept + math.ceil(excess * kept)
+        self.whole[place] += whole + math.ceil(excess * whole)
 
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]

@@ -11,6 +11,7 @@ timeline  the schedule is simulated with the seconds of those plans
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -71,7 +72,19 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         starts=starts,
         timeline=simulate(request.schedule, [stage.seconds for stage in stages]),
         memory_limit=request.settings.memory,
-        notes=(*notes, *stages[0].plan.notes),
+        notes=(*notes, *_notes_of(stages)),
+    )
+
+
+def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:
+    """What the plans of stages say: once what all of them do, else with the stage."""
+    by_note: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for note in stage.plan.notes:
+            by_note[note].append(stage.number)
+    return tuple(
+        note if len(where) == len(stages) else f"stage {', '.join(map(str, where))}: {note}"
+        for note, where in by_note.items()
     )
 
 

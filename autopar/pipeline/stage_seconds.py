@@ -24,7 +24,8 @@ def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
             continue
         wires = (space.inbound.get((number, position)) for position in range(len(call.inputs)))
         weights = sum(wire is not None and wire.tensor.bucketed and wire.tensor.requires_grad for wire in wires)
-        total += weights * float(decision.menu.forward_seconds[choice])
+        share = space.share(space.rows.get(number), choices)
+        total += weights * share * float(decision.menu.forward_seconds[choice])
     return total
 
 

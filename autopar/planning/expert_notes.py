@@ -5,34 +5,55 @@ axis can divide.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 from torch import fx
 
 from autopar.cost.operations import flops
+from autopar.memory.peak import memory_use
+from autopar.planning.memory_limit import Answer
+from autopar.planning.settings import PlanContext
+from autopar.planning.step_seconds import parts_of
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY, capacity, slots_of_sample
-from autopar.program.operators.experts import DISPATCH, OTHER_GROUPED_PRODUCTS
+from autopar.program.operators.experts import OTHER_GROUPED_PRODUCTS
 from autopar.program.program import info_of
-from autopar.sharding.rule import factors_of
-from autopar.space.space import Decision, Space
+from autopar.space.space import Space
+from autopar.units import format_bytes, format_seconds
 
-EXPERTS = "x"
-BALANCED = (
-    "expected: each device has an equal share of the rows of its experts. What routing makes of that changes seconds "
-    "and memory of experts on expert axes, but no result."
-)
+NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
+BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
+HUNDREDTHS = 100  # of a share, in which it is said what a limit survives
 
 
-def notes_on_experts(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
-    """A line where rows are divided by expert: their number follows from the data. One for each capacity."""
-    split = any(
-        decision.node.target is DISPATCH and _splits_experts(decision, choice)
-        for decision, choice in zip(space.decisions, choices, strict=True)
-        if decision.kind == "call"
+def notes_on_experts(context: PlanContext, answer: Answer) -> tuple[str, ...]:
+    """What is expected of how many rows experts have, and what their capacities are."""
+    nodes = [decision.node for decision in context.space.decisions]
+    limits = dict.fromkeys(_limit(node) for node in nodes if node.target is WITHIN_CAPACITY)
+    return (*_expected(context, answer), *limits)
+
+
+def _expected(context: PlanContext, answer: Answer) -> tuple[str, ...]:
+    """Where rows are divided by expert: what is expected, and under a memory limit how uneven rows may be."""
+    space, choices = context.space, answer.choices
+    ranks = [space.ranks_by_expert(rows, choices[rows.counts]) for rows in space.rows.values()]
+    most = max(ranks, default=1)
+    if most == 1:
+        return ()
+    expected = BALANCED if space.imbalance == 1 else _both(context, answer)
+    limit = context.settings.memory
+    return (expected,) if limit is None else (expected, *_survived(context, answer, limit, most))
+
+
+def _both(context: PlanContext, answer: Answer) -> str:
+    """What is expected of balanced routing, and of the imbalance that was asked for."""
+    memory, imbalance = context.memory_model, context.space.imbalance
+    seconds = [parts_of(memory, answer.choices, answer.modes, each).seconds for each in (1.0, imbalance)]
+    peak = memory_use(memory, answer.choices, answer.modes, 1.0)[0]
+    return (
+        f"expected: {format_seconds(seconds[0])} and {format_bytes(peak)} where each device has an equal share of the "
+        f"rows of its experts; {format_seconds(seconds[1])} and {format_bytes(answer.peak_bytes)} where the "
+        f"busiest has {imbalance:g} times its share, which is planned for. {NO_RESULT}"
     )
-    limits = dict.fromkeys(_limit(each.node) for each in space.decisions if each.node.target is WITHIN_CAPACITY)
-    return (*((BALANCED,) if split else ()), *limits)
 
 
 def _limit(node: fx.Node) -> str:
@@ -45,8 +66,25 @@ def _limit(node: fx.Node) -> str:
     )
 
 
-def _splits_experts(decision: Decision, choice: int) -> bool:
-    return any(EXPERTS in factors_of(made) for made in decision.menu.strategies[choice].choices)
+def _survived(context: PlanContext, answer: Answer, limit: int, most: int) -> tuple[str, ...]:
+    """How many times its share the busiest device may have within the limit, which is `most` times at most."""
+
+    def fits(hundredths: int) -> bool:
+        found = memory_use(context.memory_model, answer.choices, answer.modes, hundredths / HUNDREDTHS)
+        return found[0] <= limit
+
+    if fits(most * HUNDREDTHS):
+        return ("the memory limit holds for any routing.",)
+    low, high = HUNDREDTHS, most * HUNDREDTHS  # what fits, and what does not: the peak never falls with the imbalance
+    if not fits(low):
+        return ()
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return (
+        f"the memory limit holds up to an imbalance of {low / HUNDREDTHS:.2f}: where the busiest device has so many "
+        "times its share of the rows of experts. Plan with imbalance=… for more.",
+    )
 
 
 def warn_of_unknown_experts(space: Space) -> None:

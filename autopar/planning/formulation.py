@@ -2,6 +2,8 @@
 
 Nodes are the decisions in their order and, where recomputation may be chosen, one node per segment behind them with
 the modes as its strategies. Bytes and seconds that depend on the mode lie on edges between a segment and its calls.
+What rows of experts cost beside an equal share of them (`memory.uneven_rows`) lies on edges between the decision on
+their counts and the calls and wires that they pass.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.memory.model import MemoryModel, Modes
-from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
+from autopar.memory.uneven_rows import excess
 from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.space.space import Decision, Space, Wire
+from autopar.space.space import Decision, ExpertRows, Space, Wire
 
 Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""
+_Moments = Sequence[MemoryRow | None]
 
 
 class Formulation:
@@ -75,6 +79,9 @@ class Formulation:
                     assert segment is not None
                     added = self._stacked(again or (nothing,), float)
                     edges[place].append(Edge((segment, number), added, self._stacked(each, int)))
+            if self.space.imbalance > 1 and number in self.space.rows and decision.kind == "call":
+                for found, more in zip(edges, self._uneven_call(number, rows, segment), strict=True):
+                    found += more
         for name, mode in (modes or {}).items():
             allowed = np.array([0.0 if mode in ("", each) else np.inf for each in MODES])
             for each in nodes:
@@ -93,7 +100,57 @@ class Formulation:
                 edges[place].append(
                     Edge((segment, wire.source, wire.target), self._stacked((seconds,), float), stacked)
                 )
+            if self.space.imbalance > 1 and self.space.rows_on(wire) is not None:
+                for found, more in zip(edges, self._uneven_wire(wire, rows, segment), strict=True):
+                    found += more
         return tuple(Problem(tuple(n), tuple(e), budget) for n, e in zip(nodes, edges, strict=True))
+
+    def _uneven_call(self, number: int, moments: _Moments, segment: int | None) -> list[list[Edge]]:
+        """What a call costs on account of rows beside a share of them, with the bytes of each of the moments."""
+        rows, seconds = self.space.rows[number], self.space.decisions[number].menu.seconds
+        held = [None if each is None else uneven_node_bytes(self.memory, number, each) for each in moments]
+        again = self.memory.recompute_seconds(number) if segment is not None else None
+        ends, more = (rows.counts, number), self._beside(rows, seconds)
+        if segment is None or (again is None and not _by_mode(held)):
+            return [[Edge(ends, more, None if each is None else each[0])] for each in held]
+        nothing = self.memory.nothing(seconds.shape)
+        added = self._stacked(tuple(self._beside(rows, each) for each in again or (nothing,)), float)
+        stacked = (None if each is None else self._stacked(each, int) for each in held)
+        return [[Edge(ends, more), Edge((segment, *ends), added, each)] for each in stacked]
+
+    def _uneven_wire(self, wire: Wire, moments: _Moments, segment: int | None) -> list[list[Edge]]:
+        """What a wire costs on account of rows beside a share of them, with the bytes of each of the moments.
+
+        An edge has three ends at most. Where bytes depend on the mode, too, those are counted that are taken whatever
+        is at the wire's start: too few only where rows whose features are split move within a segment.
+        """
+        rows = self.space.rows_on(wire)
+        assert rows is not None, "a wire without rows of experts"
+        held = [None if each is None else uneven_wire_bytes(self.memory, wire, each) for each in moments]
+        ends, more = (rows.counts, wire.source, wire.target), self._beside(rows, self._reshard(wire))
+        if segment is None or not _by_mode(held):
+            return [[Edge(ends, more, None if each is None else each[0])] for each in held]
+        found: list[list[Edge]] = []
+        for each in held:
+            least = None if each is None else self._stacked(tuple(map(self._least, each)), int)
+            shape = len(MODES), *(len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target))
+            nothing = self._matrices.setdefault(("no seconds", shape), np.zeros(shape))
+            found.append([Edge(ends, more), Edge((segment, rows.counts, wire.target), nothing, least)])
+        return found
+
+    def _least(self, held: np.ndarray) -> np.ndarray:
+        """The bytes of a wire, by counts and target, that are taken whatever is chosen at its start."""
+        return self.memory.cached(("least", id(held)), lambda: held.min(axis=1))
+
+    def _beside(self, rows: ExpertRows, seconds: np.ndarray) -> np.ndarray:
+        """Seconds of rows beside a share, by the strategies of the decision on their counts and those of the share."""
+        shares = excess(self.memory, rows)
+        key = ("beside", id(shares), id(seconds))
+        if key not in self._matrices:
+            finite = np.where(np.isfinite(seconds), seconds, 0.0)
+            self._matrices[key] = np.multiply.outer(shares, finite)
+            self._matrices[key, "held"] = seconds  # an id means something while its object lives
+        return self._matrices[key]
 
     def _seconds(self, number: int, decision: Decision) -> np.ndarray:
         """Seconds of a decision for one micro-batch, its share of what is done once a step."""
@@ -123,3 +180,7 @@ def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
     """The name of a parameter in the model, or of a call with the module it belongs to."""
     module = decision.node.meta.get("module") if decision.kind == "call" else None
     return parameters.get(decision.name) or (f"{decision.name} of {module}" if module else decision.name)
+
+
+def _by_mode(held: Sequence[Modes | None]) -> bool:
+    return any(each is not None and len(each) > 1 for each in held)

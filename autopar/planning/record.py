@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -46,8 +47,12 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
 
 def evaluate(space: Space, choices: Sequence[int]) -> float:
     """Predicted seconds of a choice per decision, in the space's own cost."""
-    seconds = sum(float(d.menu.seconds[choice]) for d, choice in zip(space.decisions, choices, strict=True))
-    return seconds + sum(space.path(wire, choices).seconds for wire in space.wires)
+    seconds = sum(
+        float(decision.menu.seconds[choice]) * space.share(space.rows.get(number), choices)
+        for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True))
+    )
+    moving = (space.path(wire, choices).seconds * space.share(space.rows_on(wire), choices) for wire in space.wires)
+    return seconds + sum(moving)
 
 
 def written_down(context: PlanContext, answer: Answer) -> Plan:
@@ -59,25 +64,27 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     unused = outputs_without_gradient(space)
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for wire in space.wires:
-        ends = choices[wire.source], choices[wire.target]
-        key = space.kind(wire), ends
+        ends, share = (choices[wire.source], choices[wire.target]), space.share(space.rows_on(wire), choices)
+        key = space.kind(wire), ends, share
         if key not in paths:
             path = space.path(wire, choices)
             each = zip(path.transfers, path.bucketed, strict=True)
-            paths[key] = [(t, transfer_seconds(t, space.mesh, space.hardware, b)) for t, b in each], path.seconds
+            timed = [(t, transfer_seconds(t, space.mesh, space.hardware, b) * share) for t, b in each]
+            paths[key] = timed, path.seconds * share
         transfers, seconds = paths[key]
         moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
         waits[wire.target] += seconds
         kept = context.memory_model.wire(wire)
         if kept is not None:
             mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0
-            held[wire.target] += int(kept[mode][ends])
+            held[wire.target] += math.ceil(int(kept[mode][ends]) * share)
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     parameters = space.program.parameter_names
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         own = decision.menu.strategies[choice]
-        every = (*moved[number], *zip(own.transfers, own.waits, strict=True))
+        share = space.share(space.rows.get(number), choices)
+        every = (*moved[number], *((t, wait * share) for t, wait in zip(own.transfers, own.waits, strict=True)))
         for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)
@@ -95,10 +102,11 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         traffic=dict(traffic),
         solver=answer.solver,
         memory_limit=context.settings.memory,
+        imbalance=space.imbalance,
         unruled=space.unruled(),
         notes=(
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
-            *notes_on_experts(space, choices),
+            *notes_on_experts(context, answer),
         ),
         memory=answer.memory,
         recompute=answer.modes,
@@ -124,10 +132,12 @@ def _row(
     space, model = context.space, context.memory_model
     decision, choice = space.decisions[number], answer.choices[number]
     strategy, call = decision.menu.strategies[choice], decision.menu.call
-    forward = float(decision.menu.forward_seconds[choice])
+    share = space.share(space.rows.get(number), answer.choices)
+    forward = float(decision.menu.forward_seconds[choice]) * share
     mode = _mode(model, answer, number)
     again, own, gradients = model.recompute_seconds(number), model.own(number), model.gradients(number)
-    recomputed = float(again[mode][choice]) if again else 0.0
+    recomputed = float(again[mode][choice]) * share if again else 0.0
+    kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())
     return PlanRow(
         name=decision.name,
@@ -136,12 +146,12 @@ def _row(
         operation=call.name if call else decision.kind,
         roles=tuple(decision.role(choice, axis) for axis in range(space.mesh.ndim)),
         layout=str(strategy.outputs[0]) if strategy.outputs else "",
-        seconds=float(decision.menu.seconds[choice]) + wait + recomputed,
+        seconds=float(decision.menu.seconds[choice]) * share + wait + recomputed,
         transfers=tuple(Moved(t.collective, t.axis, t.num_bytes, s, t.backward) for t, s in transfers),
         forward_seconds=forward,
         backward_seconds=forward * backward_share(call, decision.menu.op) if call and decision.menu.op else 0.0,
         recompute_seconds=recomputed,
-        saved_bytes=held + (int(own[mode if len(own) > 1 else 0][choice]) if own else 0),
+        saved_bytes=held + kept,
         stored_bytes=stored + (int(gradients[choice]) if gradients is not None else 0),
         segment=model.lifetimes.segment[number] if decision.kind == "call" else "",
     )

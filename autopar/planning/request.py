@@ -62,6 +62,8 @@ class PlanRequest:
     """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
     capacity_factor: float | None = None
     """How many times its balanced share of a sample's rows an expert takes; None: all that come."""
+    imbalance: float = 1.0
+    """How many times its share of the rows of experts the busiest device has."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):
@@ -90,7 +92,8 @@ class PlanRequest:
 
     def space(self, program: Program, mesh: Mesh, input_layouts: Mapping[str, Layout] | None = None) -> Space:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
-        return build_space(program, mesh, self.hardware_of(mesh), self.whole_outputs, input_layouts, self.optimizer)
+        hardware, whole = self.hardware_of(mesh), self.whole_outputs
+        return build_space(program, mesh, hardware, whole, input_layouts, self.optimizer, self.imbalance)
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""

@@ -32,13 +32,20 @@ class StepSeconds(NamedTuple):
         return self.forward + self.backward + self.once / count
 
 
-def parts_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> StepSeconds:
-    """The parts of a choice per decision; `modes` says how segments are computed again."""
-    every = parts_by_decision(memory, choices, modes)
+def parts_of(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
+) -> StepSeconds:
+    """The parts of a choice per decision; `modes` says how segments are computed again.
+
+    `imbalance` of the rows of experts is that of the space, unless it is given.
+    """
+    every = parts_by_decision(memory, choices, modes, imbalance)
     return StepSeconds(*(sum(each[part] for each in every) for part in range(3)))
 
 
-def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> list[StepSeconds]:
+def parts_by_decision(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
+) -> list[StepSeconds]:
     """The parts of every decision, each with the moves of what arrives at it."""
     space, more = memory.space, memory.accumulation
     found: list[StepSeconds] = []
@@ -51,6 +58,7 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
         recomputed = (
             float(again[MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0]))][choice]) if again else 0.0
         )
+        share = space.share(space.rows.get(number), choices, imbalance)
         whole = float(decision.menu.seconds[choice])
         if more.once(number):
             found.append(StepSeconds(0.0, 0.0, whole + recomputed))
@@ -58,14 +66,15 @@ def parts_by_decision(memory: MemoryModel, choices: Sequence[int], modes: Mappin
         own = decision.menu.strategies[choice]
         waits = sum(wait for t, wait in zip(own.transfers, own.waits, strict=True) if not t.backward)
         there = float(decision.menu.forward_seconds[choice]) + waits
-        found.append(StepSeconds(there, whole - there + recomputed, 0.0))
+        found.append(StepSeconds(there * share, (whole - there + recomputed) * share, 0.0))
     for wire in space.wires:
         path, parts = space.path(wire, choices), found[wire.target]
+        share = space.share(space.rows_on(wire), choices, imbalance)
         if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
             found[wire.target] = parts._replace(once=parts.once + path.seconds)
             continue
         pairs = zip(path.transfers, path.bucketed, strict=True)
         back = sum(seconds_of(t, bucketed) for t, bucketed in pairs if t.backward)
-        forward = parts.forward + path.seconds - back
-        found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back)
+        forward = parts.forward + (path.seconds - back) * share
+        found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back * share)
     return found

@@ -64,6 +64,8 @@ class Plan:
     traffic: Mapping[tuple[str, str], int]
     solver: str
     memory_limit: int | None = None
+    imbalance: float = 1.0
+    """How many times its share of the rows of experts the busiest device is planned for."""
     unruled: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None

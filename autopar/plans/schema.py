@@ -46,6 +46,7 @@ PLAN = Record(
     },
     optional={
         "memory_limit": Maybe(BYTES),
+        "imbalance": Real(1),
         "unruled": Maybe(Table(TEXT)),
         "recompute": Table(OneOf(("none", "selective", "full"))),
         "multiplier": SECONDS,

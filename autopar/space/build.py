@@ -18,6 +18,7 @@ from autopar.cost.messages import ALONE, sharing
 from autopar.cost.moves import MovedTensor
 from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.files.schema import MAX_WHOLE
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.infinite import may_be_infinite
@@ -27,6 +28,7 @@ from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import Layout, P, replicated
 from autopar.sharding.mesh import Mesh
+from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
@@ -51,13 +53,15 @@ def build_space(
     whole_outputs: bool = False,
     input_layouts: Mapping[str, Layout] | None = None,
     optimizer: Optimizer = ADAMW,
+    imbalance: float = 1.0,
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
-    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing.
+    inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
+    many times its share of the rows of experts the busiest rank has.
     """
-    space = Space(program, mesh, hardware, optimizer)
+    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)))
     return _Builder(space, whole_outputs, input_layouts or {}).build()
 
 
@@ -89,6 +93,7 @@ class _Builder:
         self._outputs()
         for key, uses in self.uses.items():
             self._wire(key, uses)
+        self.space.rows.update(rows_of_experts(self.space))
         return self.space
 
     def _placeholder(self, node: fx.Node) -> None:

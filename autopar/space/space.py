@@ -7,6 +7,7 @@ with several consumers. `build` makes the space of a program.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +61,18 @@ class Wire:
     tensor: MovedTensor
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """The inputs and outputs of a call, or of a hub, that are rows of experts."""
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    counts: int
+    """The decision on where it lies how many rows each expert has: split, where ranks have rows of own experts."""
+    position: int
+    """Of the counts among the outputs of that decision."""
+
+
 @dataclass(slots=True)
 class Space:
     """All decisions and wires of a program on a mesh."""
@@ -68,6 +81,8 @@ class Space:
     mesh: Mesh
     hardware: Hardware
     optimizer: Optimizer = ADAMW
+    imbalance: float = 1.0
+    """Rows of the busiest rank over the mean, where they are divided by expert."""
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
@@ -77,6 +92,8 @@ class Space:
     """Call that casts a parameter for use (mixed precision) → the parameter; what it gives is moved like a weight."""
     dim_roles: dict[tuple[str, int], Roles] = field(default_factory=dict)
     """(node name, output position) → roles of its dims."""
+    rows: dict[int, ExpertRows] = field(default_factory=dict)
+    """Calls and hubs that rows of experts pass."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -94,6 +111,30 @@ class Space:
         """Whether a decision gives a parameter, as it is stored or cast for use."""
         decision = self.decisions[number]
         return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    def rows_on(self, wire: Wire) -> ExpertRows | None:
+        """The rows at the end of a wire that brings some."""
+        rows = self.rows.get(wire.target)
+        return rows if rows is not None and wire.target_input in rows.inputs else None
+
+    def ranks_by_expert(self, rows: ExpertRows, choice: int) -> int:
+        """Over how many ranks rows are divided by expert, by the strategy of the decision on their counts."""
+        layout = self.decisions[rows.counts].menu.strategies[choice].outputs[rows.position]
+        return math.prod(size for size, each in zip(self.mesh.sizes, layout, strict=True) if each.is_split)
+
+    def excess(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
+        """How many more rows than its share the busiest rank has, in shares: 0.5 where it has 1.5 times as many.
+
+        All that are divided by expert may come to one rank, and no more. Without an imbalance, that of the space.
+        """
+        asked = self.imbalance if imbalance is None else imbalance
+        if rows is None or asked == 1:
+            return 0.0
+        return min(asked, self.ranks_by_expert(rows, choices[rows.counts])) - 1.0
+
+    def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
+        """How many times its share of the rows the busiest rank has, and what they cost is more: 1 of other tensors."""
+        return 1.0 + self.excess(rows, choices, imbalance)
 
     def table(self, wire: Wire, kept: bool = False) -> ReshardTable:
         """The reshard table that holds every layout either end of the wire may have.

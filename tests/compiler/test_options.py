@@ -27,6 +27,7 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "master_copies": (True,),
     "time_limit": (0, 1.5, math.inf, 10**30),
     "gap": (0,),
+    "imbalance": (1.5, 10**30),
     "stages": ([],),
     "assume": ([],),
     "capacity_factor": (1.5, 10**30),
@@ -48,6 +49,7 @@ CALLS = [
             "assume",
         ),
         *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
+        "imbalance",
     )
     for value in ODD
     if not any(type(value) is type(fitting) and value == fitting for fitting in FITTING.get(name, ()))
@@ -69,6 +71,9 @@ def test_an_option_that_is_none_is_refused_before_anything_is_captured(name: str
         ({"time_limit": math.nan}, "time_limit=nan; give seconds of at least 0"),
         ({"time_limit": -1}, "time_limit=-1; give seconds of at least 0"),
         ({"gap": "no"}, "gap='no'; give a finite number of at least 0"),
+        ({"imbalance": 0.5}, "imbalance=0.5; give a finite number of at least 1"),
+        ({"imbalance": math.nan}, "imbalance=nan; give a finite number of at least 1"),
+        ({"imbalance": "x"}, "imbalance='x'; give a finite number of at least 1"),
         ({"memory": -5}, "memory=-5; give bytes per device, as a whole number above 0 or as text"),
         ({"memory": "lots"}, "'lots' is no size; write a number and a unit"),
         ({"stages": "layers.4"}, r"stages='layers.4'; give a list of names of modules"),

@@ -119,6 +119,11 @@ def test_limits_and_hardware_that_differ_are_said(plan: Plan) -> None:
     )
 
 
+def test_an_imbalance_that_differs_is_said(plan: Plan) -> None:
+    (text,) = plan.diff(replace(plan, imbalance=1.5)).mismatches
+    assert text == "the imbalance of rows of experts, 1 before and 1.5 after"
+
+
 def test_layers_that_are_computed_again_are_a_change(plan: Plan) -> None:
     segments = ("model.layers.0", "model.layers.1")
     other = replace(plan, recompute=dict.fromkeys(segments, "full"))

@@ -56,6 +56,7 @@ PLANS = st.builds(
     traffic=st.dictionaries(st.tuples(NAMES, NAMES), BYTES, max_size=4),
     solver=NAMES,
     memory_limit=st.none() | BYTES,
+    imbalance=st.floats(1, 1e3),
     unruled=st.none() | st.dictionaries(NAMES, NAMES, max_size=2),
     notes=st.lists(NAMES, max_size=2).map(tuple),
     memory=st.none() | st.builds(MemoryUse, st.dictionaries(NAMES, BYTES, max_size=3), INSTANTS),
@@ -117,7 +118,7 @@ def test_json_of_another_format_is_refused(text: str) -> None:
 def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
-    if field in ("memory_limit", "unruled", "recompute", "multiplier", "symbols", "formulas"):
+    if field in ("memory_limit", "imbalance", "unruled", "recompute", "multiplier", "symbols", "formulas"):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
     with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):
