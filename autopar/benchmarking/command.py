@@ -40,7 +40,7 @@ SUITES = {
     ),
     "experts": Suite(
         ("tiny-moe",),
-        ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
+        ({"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
         (
             *(AUTO, "data_parallel", "zero3", "megatron", "expert_data", "expert_model", "expert_folded"),
             *("ddp", "fsdp2", *EXPERT_PEERS),
