@@ -1,14 +1,13 @@
 """What the solver chooses for Qwen3-235B-A22B on 64 H100s, beside mappings that people publish for it.
 
 Predicted with the `h100` profile from the meta device: bf16 weights with fp32 copies, 64 sequences of 4,096 tokens, no
-pipeline, nothing computed again, no memory limit. Published are tensor parallelism of 2 with experts over all 64 GPUs
-(Megatron-Bridge, docs/performance-summary-archive.md, 25.09, 64 GB200s), which is MoE Parallel Folding; and experts
-inside a node, as EP 8 of its tables. Their parameters lie in parts over data-parallel ranks, gathered once per step
-(ZeRO-2). The solver is free on each mesh.
+pipeline, within the memory of a device, recomputation as that asks for. Published are tensor parallelism of 2 with
+experts over all 64 GPUs (Megatron-Bridge, docs/performance-summary-archive.md, 25.09, 64 GB200s), which is MoE Parallel
+Folding; and experts inside a node, as EP 8 of that paper's tables. Their parameters lie in parts over data-parallel
+ranks, gathered once per step (ZeRO-2). The solver is free on each mesh.
 
-Models of two depths are planned, and what 94 layers would take lies on the line through both.
-
-    python -m benchmarks.chosen_mappings
+    python -m benchmarks.chosen_mappings                          all 94 layers, within 80 GB
+    python -m benchmarks.chosen_mappings --layers 2 --recompute none      no limit either
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from benchmarks.folding import SEQUENCE, language_model
@@ -57,9 +56,9 @@ def qwen3_235b() -> Any:
     )
 
 
-def planned(axes: dict[str, int], strategy: str | None, layers: int, time_limit: float) -> Plan:
+def planned(axes: dict[str, int], strategy: str | None, given: argparse.Namespace) -> Plan:
     """The plan of the mesh, by a preset or by the solver."""
-    model = language_model(qwen3_235b(), layers)
+    model = language_model(qwen3_235b(), given.layers)
     if strategy is not None:
         batch = tuple(axis for axis in axes if axis != "tp")
         for matrix in STORED:
@@ -73,8 +72,10 @@ def planned(axes: dict[str, int], strategy: str | None, layers: int, time_limit:
         (ids, ids),
         strategy=strategy,
         master_copies=True,
-        recompute="none",
-        time_limit=time_limit,
+        recompute=given.recompute,
+        memory=None if given.recompute == "none" else given.memory,
+        time_limit=given.time_limit,
+        gap=given.gap,
     )
     assert isinstance(plan, Plan)
     return plan
@@ -91,31 +92,27 @@ def choices(plan: Plan) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs=2, default=(1, 2), help="layers that are planned")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="some of them, from 0")
+    parser.add_argument("--memory", default="80GB")
+    parser.add_argument("--recompute", default="auto")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds of the solver for each plan")
+    parser.add_argument("--gap", type=float, default=0.0, help="how far from the best a plan may be proven to be")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="autopar")
-    rows = []
-    for name, axes, strategy in CASES:
+    print(f"date {datetime.date.today()}, torch {torch.__version__}, {given.layers} layers\n")
+    for name, axes, strategy in (CASES[number] for number in given.cases):
         start = time.perf_counter()
-        low, high = (planned(axes, strategy, depth, given.time_limit) for depth in given.depths)
-        far = (LAYERS - given.depths[0]) / (given.depths[1] - given.depths[0])
-        seconds = low.seconds + far * (high.seconds - low.seconds)
-        peak = low.peak_bytes + far * (high.peak_bytes - low.peak_bytes)
-        per_layer = (high.seconds - low.seconds) / (given.depths[1] - given.depths[0])
+        try:
+            plan = planned(axes, strategy, given)
+        except InfeasibleError as error:
+            found = (str(error).splitlines()[0],)
+        else:
+            found = (f"{plan.seconds:.3f} s", f"{plan.peak_bytes / 1e9:.0f} GB", f"gap {plan.gap:.1%}", choices(plan))
         mesh = " × ".join(f"{axis} {size}" for axis, size in axes.items())
-        rows.append(
-            (
-                *(mesh, name, f"{1e3 * per_layer:.2f}", f"{seconds:.2f}", f"{peak / 1e9:.0f}", f"{high.gap:.1%}"),
-                *(f"{time.perf_counter() - start:.0f}", choices(high)),
-            )
-        )
-        print(tabulate(rows[-1:], disable_numparse=True), flush=True)
-    headers = ("mesh", "mapping", "ms a layer", "step s", "peak GB", "gap", "planned in s", "choices")
-    print(f"date {datetime.date.today()}, torch {torch.__version__}, depths {given.depths}")
-    print(tabulate(rows, headers, disable_numparse=True))
+        print("; ".join((mesh, name, *found, f"planned in {time.perf_counter() - start:.0f} s")), flush=True)
 
 
 if __name__ == "__main__":
