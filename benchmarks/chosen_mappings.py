@@ -47,7 +47,7 @@ def qwen3_235b() -> Any:
         num_hidden_layers=LAYERS,
         num_attention_heads=64,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=1536,
         num_experts=128,
         num_experts_per_tok=8,

@@ -63,7 +63,7 @@ def dispatch_by_hand(stacked: Sequence[Any], mesh: DeviceMesh) -> None:
     for experts in stacked:
         for name in MATRICES:
             setattr(experts, name, nn.Parameter(_own_part(getattr(experts, name), mesh)))
-        experts.forward = Dispatched(*(getattr(experts, name) for name in MATRICES), experts.act_fn, mesh)
+        experts.forward = Dispatched(experts.gate_up_proj, experts.down_proj, experts.act_fn, mesh)
 
 
 @dataclass(slots=True)

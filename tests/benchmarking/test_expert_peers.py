@@ -71,7 +71,7 @@ def _refused(name: str, hide: str, num_experts: int) -> str:
     model, inputs = subject() if num_experts else (Perceptron(1, 4, 4), (torch.zeros(4, 4),))
     for module in model.modules():
         if hasattr(module, "act_fn"):
-            module.num_experts = num_experts  # pyright: ignore[reportAttributeAccessIssue]
+            module.num_experts = num_experts  # pyright: ignore[reportArgumentType]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InapplicableError) as refused:
         if hide:
             patch.setitem(sys.modules, hide, None)
