@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import autopar
+from autopar.benchmarking import expert_peers
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.timing import BRIEF
 from autopar.hardware.load import load, parse
@@ -184,8 +184,7 @@ def planned(options: Options, tokens: int, mesh: DeviceMesh, wanted: Mapping[Any
 def shared_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """transformers' expert parallelism by all_reduce: every rank has all tokens, and runs its own experts on them."""
     model, inputs = model_of(options), batch_of(options, tokens)
-    for experts in _experts_of(model):
-        _split_experts(experts, mesh, mesh, "all_reduce")
+    expert_peers.sum_of_experts(_experts_of(model), mesh)
 
     def forward_and_backward() -> Tensor:
         loss = model(*inputs)
@@ -198,71 +197,20 @@ def shared_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
 def own_batch(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """transformers' expert parallelism by all_to_all, every rank with its own samples."""
     model = model_of(options)
-    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "tp"))["tp"]
-    for experts in _experts_of(model):
-        _split_experts(experts, mesh, alone, "all_to_all")
+    expert_peers.send_to_experts(_experts_of(model), mesh)
     return _on_own_samples(options, tokens, mesh, model)
 
 
 def by_hand(options: Options, tokens: int, mesh: DeviceMesh) -> Trained:
     """Tokens are sent to their experts and home again as torchtitan does, every rank with its own samples."""
     model = model_of(options)
-    for experts in _experts_of(model):
-        for name in ("gate_up_proj", "down_proj"):
-            setattr(experts, name, nn.Parameter(_own_part(getattr(experts, name), mesh)))
-        experts.forward = Dispatched(experts.gate_up_proj, experts.down_proj, mesh)
+    expert_peers.dispatch_by_hand(_experts_of(model), mesh)
     return _on_own_samples(options, tokens, mesh, model)
-
-
-@dataclass(slots=True)
-class Dispatched:
-    """Experts of one rank, to which all ranks send their tokens."""
-
-    gate_up: Tensor
-    """(experts of this rank, 2 · features, hidden)"""
-    down: Tensor
-    mesh: DeviceMesh
-
-    def __call__(self, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        group, num_ranks, per_rank = self.mesh.get_group(), self.mesh.size(), self.gate_up.shape[0]
-        experts_R, order_R = index_TK.flatten().sort(stable=True)
-        sent = torch.bincount(experts_R, minlength=num_ranks * per_rank)
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=group)
-        sent_sizes, got_sizes = (each.view(num_ranks, per_rank).sum(1).tolist() for each in (sent, got))
-        rows = all_to_all_single_autograd(x_TD[order_R // index_TK.shape[1]], got_sizes, sent_sizes, group)
-        ids = torch.arange(per_rank).repeat(num_ranks).repeat_interleave(got, output_size=sum(got_sizes))
-        by_expert = ids.argsort(stable=True)
-        ends = got.view(num_ranks, per_rank).sum(0).cumsum(0, dtype=torch.int32)
-        gate, up = F.grouped_mm(rows[by_expert], self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        rows = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        rows = torch.empty_like(rows).index_copy(0, by_expert, rows)
-        rows = all_to_all_single_autograd(rows, sent_sizes, got_sizes, group)
-        rows = rows * weights_TK.flatten()[order_R].unsqueeze(-1)
-        return torch.zeros_like(x_TD).index_add(0, order_R // index_TK.shape[1], rows)
 
 
 def _experts_of(model: Regression) -> list[Any]:
     layers: list[Any] = list(model.layers)
     return [layer.mlp.experts for layer in layers]
-
-
-def _split_experts(experts: Any, mesh: DeviceMesh, tp_mesh: DeviceMesh, implementation: str) -> None:
-    from torch.distributed.tensor import Shard
-    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
-
-    names = [name for name, _ in experts.named_parameters(recurse=False)]
-    for name in names:
-        own = nn.Parameter(_own_part(getattr(experts, name), mesh))
-        MoEParamShard(Shard(0), shards_expert_dim=name == names[0]).shard_param(experts, name, mesh)
-        with torch.no_grad():
-            getattr(experts, name).to_local().copy_(own)
-    EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=tp_mesh, ep_implementation=implementation)
-
-
-def _own_part(weight: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The experts of this rank."""
-    return weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
 
 
 def _on_own_samples(options: Options, tokens: int, mesh: DeviceMesh, model: Regression) -> Trained:

@@ -9,7 +9,7 @@ dtensor-tp+sp   the same with norms on parts of the sequence
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,14 @@ def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Basel
             "DistributedDataParallel waits for the results of its collectives; a fake world has none"
         )
     flat = flattened(mesh)
-    part = _rows(inputs, flat)
+    part = own_samples(inputs, flat)
     return Baseline(DistributedDataParallel(model, process_group=flat.get_group(), gradient_as_bucket_view=True), part)
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
     """`fully_shard` of every layer and of the root."""
     flat = flattened(mesh)
-    part = _rows(inputs, flat)
+    part = own_samples(inputs, flat)
     return Baseline(_sharded(model, flat), part)
 
 
@@ -69,14 +69,6 @@ def dtensor_sequence(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, .
     return _dtensor(model, mesh, inputs, sequence=True)
 
 
-PEERS: Mapping[str, Callable[[nn.Module, DeviceMesh, tuple[Tensor, ...]], Baseline]] = {
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-    "dtensor-tp": dtensor,
-    "dtensor-tp+sp": dtensor_sequence,
-}
-
-
 def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], sequence: bool) -> Baseline:
     names = mesh.mesh_dim_names
     assert names, "a mesh of autopar names its axes"
@@ -87,7 +79,7 @@ def _dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], seq
     part = inputs
     outer = flattened(mesh[names[:-1]]) if len(names) > 1 else None
     if outer is not None:
-        part = _rows(inputs, outer)
+        part = own_samples(inputs, outer)
     parallelize_module(model, inner, dict(plan.styles))
     if outer is not None:
         _sharded(model, outer)
@@ -99,8 +91,8 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten(FLAT)
 
 
-def _rows(inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    """This rank's rows of the global batch; InapplicableError where they do not divide."""
+def own_samples(inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    """This rank's part of the global batch; InapplicableError where they do not divide."""
     num_parts = mesh.size()
     uneven = sorted({x.shape[0] for x in inputs if x.shape[0] % num_parts})
     if uneven:

@@ -101,8 +101,9 @@ def bench(
         models: built-in names, or "module:function" that returns a model, or a model and its example inputs (a tuple of
             tensors, the batch in dim 0).
         meshes: each on so many ranks as it has devices.
-        strategies: "auto" (autopar's plan), names of presets, and the peers "ddp", "fsdp2", "dtensor-tp" and
-            "dtensor-tp+sp"; all of them where none is given.
+        strategies: "auto" (autopar's plan), names of presets, and the peers "ddp", "fsdp2", "dtensor-tp",
+            "dtensor-tp+sp", "transformers-ep", "transformers-ep-reduce" and "ep-by-hand"; all of them where none is
+            given.
         steps: rounds that count; two more come before.
         batch, sequence, layers: of the built-in models; a strategy takes the global batch apart as it needs it.
         device: "cpu" with gloo and one thread per rank, or "cuda" with NCCL, which has not been run.

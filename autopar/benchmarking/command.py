@@ -2,7 +2,7 @@
 
 autopar bench demo --mesh 2                                  all strategies on two processes of this machine
 autopar bench mine:model --mesh 2x2 --strategies auto ddp    a model of your own, some strategies
-autopar bench --suite small --csv small.csv --plots plots    the built-in suite
+autopar bench --suite small --csv small.csv --plots plots    a built-in suite; "experts" is another
 autopar bench llama-1b --layers 2 --fake-world 64            what one rank of 64 computes, nothing moves
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autopar.benchmarking.bench import BenchResult, bench
 from autopar.benchmarking.plots import require_pyplot
-from autopar.benchmarking.trainers import strategy_names
+from autopar.benchmarking.trainers import AUTO, EXPERT_PEERS, strategy_names
 from autopar.errors import InputError
 from autopar.sharding.mesh import Mesh
 
@@ -36,8 +36,16 @@ SUITES = {
     "small": Suite(
         ("tiny-gpt2", "tiny-llama", "tiny-vit", "tiny-cnn", "tiny-mlp"),
         ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}),
-        tuple(name for name in strategy_names() if name not in LEFT_OUT),
-    )
+        tuple(name for name in strategy_names() if name not in (*LEFT_OUT, *EXPERT_PEERS)),
+    ),
+    "experts": Suite(
+        ("tiny-moe",),
+        ({"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
+        (
+            *(AUTO, "data_parallel", "zero3", "megatron", "expert_data", "expert_model", "expert_folded"),
+            *("ddp", "fsdp2", *EXPERT_PEERS),
+        ),
+    ),
 }
 
 

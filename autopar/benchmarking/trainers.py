@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import api
-from autopar.benchmarking.baselines import PEERS, Context
+from autopar.benchmarking import baselines, expert_peers
+from autopar.benchmarking.baselines import Baseline, Context
 from autopar.benchmarking.meters import held_in_training
 from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
@@ -21,6 +23,19 @@ from autopar.runtime.module.module import ParallelModule
 from autopar.strategies.presets import PRESETS
 
 AUTO = "auto"
+Peer = Callable[[nn.Module, DeviceMesh, tuple[Tensor, ...]], Baseline]
+EXPERT_PEERS: Mapping[str, Peer] = {
+    "transformers-ep": expert_peers.transformers_ep,
+    "transformers-ep-reduce": expert_peers.transformers_ep_reduce,
+    "ep-by-hand": expert_peers.ep_by_hand,
+}
+PEERS: Mapping[str, Peer] = {
+    "ddp": baselines.ddp,
+    "fsdp2": baselines.fsdp2,
+    "dtensor-tp": baselines.dtensor,
+    "dtensor-tp+sp": baselines.dtensor_sequence,
+    **EXPERT_PEERS,
+}
 LEARNING_RATE = 1e-3
 
 

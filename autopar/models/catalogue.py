@@ -212,6 +212,23 @@ BUILT_IN: Mapping[str, BuiltIn | Plain] = {
             "max_position_embeddings": 512,
         },
     ),
+    "tiny-moe": BuiltIn(
+        LanguageModel,
+        "Qwen3MoeConfig",
+        {
+            "vocab_size": 512,
+            "hidden_size": 192,
+            "moe_intermediate_size": 256,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "max_position_embeddings": 512,
+        },
+    ),
     "tiny-gpt2": BuiltIn(
         LanguageModel,
         "GPT2Config",

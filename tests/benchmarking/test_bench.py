@@ -17,13 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.benchmarking import bench as bench_module
 from autopar.benchmarking import command as bench_command
-from autopar.benchmarking.baselines import PEERS
 from autopar.benchmarking.bench import BenchResult, bench
 from autopar.benchmarking.dtensor_plans import tensor_parallel_plan
 from autopar.benchmarking.measurement import Measurement
 from autopar.benchmarking.meters import CollectiveCounter, peak_bytes
 from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_programs, _tried
-from autopar.benchmarking.trainers import AUTO, Terms, Trainer, contestant, strategy_names
+from autopar.benchmarking.trainers import AUTO, PEERS, Terms, Trainer, contestant, strategy_names
 from autopar.cli import main
 from autopar.errors import AutoparError, InputError
 from autopar.hardware.load import PROFILES, load
