@@ -27,7 +27,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
 from autopar.plans.verification import Verification
 from autopar.program.recompute_segments import MODES
-from autopar.solver.hub_relaxation import lower_bound
+from autopar.solver.relaxation.levelling import lower_bound
 from autopar.solver.problem import Problem
 from autopar.units import format_seconds
 

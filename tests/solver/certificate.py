@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.solver.hub_relaxation import lower_bound
+from autopar.solver.relaxation.levelling import lower_bound
 from autopar.solver.problem import Problem
 
 
