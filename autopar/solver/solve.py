@@ -117,7 +117,7 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bo
 
 
 def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution:
-    """The graph is wide: a bound with copies of its nodes decides most strategies, and the rest is narrow, or narrower."""
+    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower."""
     searching = deadline - SEARCHING * max(0.0, deadline - time.monotonic())
     levelling = Levelling(problem, loose, searching)
     relaxed = _relaxed(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)

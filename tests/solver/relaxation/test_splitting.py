@@ -87,7 +87,8 @@ def test_what_a_split_problem_proves_is_no_more_than_the_optimum(seed: int, pric
         for node, copies in loose.copies.items():
             assert copies[0] == node
             together = sum(loose.problem.nodes[copy].seconds for copy in copies)
-            np.testing.assert_allclose(together, problem.nodes[node].seconds, atol=1e-12)
+            possible = np.isfinite(together)  # a copy may prove that some choices have no others beside them
+            np.testing.assert_allclose(together[possible], problem.nodes[node].seconds[possible], atol=1e-12)
             assert sum(loose.problem.nodes[copy].num_bytes for copy in copies).tolist() == (
                 problem.nodes[node].num_bytes.tolist()
             )
@@ -99,8 +100,8 @@ def test_what_a_split_problem_proves_is_no_more_than_the_optimum(seed: int, pric
         loose = loose.levelled(excesses(loose.problem, elimination, weighted), 1e-9, 0.25)
 
 
-@settings(deadline=None, max_examples=12)
-@given(seed=seeds, num_layers=st.integers(1, 3), budget=st.one_of(st.none(), st.floats(0.0, 1.0)))
+@settings(deadline=None, max_examples=10)
+@given(seed=seeds, num_layers=st.integers(1, 2), budget=st.one_of(st.none(), st.floats(0.0, 1.0)))
 def test_the_optimum_is_found_where_the_graph_is_wide(seed: int, num_layers: int, budget: float | None) -> None:
     problem = _feasible(seed, num_layers, 3, budget) if budget is not None else _feasible(seed, num_layers)
     if problem is None:
@@ -152,6 +153,6 @@ def test_when_time_runs_out_what_is_proven_is_said(small_bags: None, monkeypatch
     clock = iter(range(10**9))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     with pytest.warns(RuntimeWarning, match="the time limit passed before the plan was proven best"):
-        found = solve(problem, time_limit=8.0)
+        found = solve(problem, time_limit=4.0)
     assert found.bound < found.seconds and found.bound <= best + 1e-9 <= found.seconds + 2e-9
     assert 0 < found.gap < math.inf
