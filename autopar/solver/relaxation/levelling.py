@@ -91,7 +91,8 @@ class Levelling:
                 if agreed != self._held:
                     self._held = agreed
                     best, found = min((best, found), self._with_held(price), key=lambda each: each[0])
-            stuck = self._step < LEAST_STEP or 0 < gained < WORTHWHILE * (best - bound)
+            slow = best < np.inf and 0 < gained < WORTHWHILE * (best - bound)
+            stuck = self._step < LEAST_STEP or slow
             if _is_closed(best, bound) or stuck or time.monotonic() > self.deadline:
                 break
             self.loose = start[0].levelled(start[1], GRID * abs(bound), self._step)
