@@ -27,8 +27,8 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
 from autopar.plans.verification import Verification
 from autopar.program.recompute_segments import MODES
-from autopar.solver.hub_relaxation import lower_bound
 from autopar.solver.problem import Problem
+from autopar.solver.relaxation.levelling import lower_bound
 from autopar.units import format_seconds
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much

@@ -134,10 +134,10 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
     eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
     """
-    return _compiled(problem, tables, _order(problem, balanced, by_growth)[0])
+    return compile_order(problem, tables, _order(problem, balanced, by_growth)[0])
 
 
-def _compiled(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
+def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
     sizes = [node.num_strategies for node in problem.nodes]
     position = {node: place for place, node in enumerate(order)}
     factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
@@ -171,7 +171,7 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
         order, largest = _order(problem, balanced, by_growth)
         if largest > MAX_TABLE:
             continue
-        found.append(_compiled(problem, tables, order))
+        found.append(compile_order(problem, tables, order))
         if found[-1].work <= CHEAP_WORK:
             return found[-1]
     return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)

@@ -21,10 +21,10 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
-from autopar.solver.hub_relaxation import lower_bound
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.problem import Node, Problem
 from autopar.solver.reductions.reduction import prune
+from autopar.solver.relaxation.levelling import lower_bound
 from autopar.units import format_bytes
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal

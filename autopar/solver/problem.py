@@ -219,7 +219,7 @@ class Solution:
     num_bytes: int
     bound: float
     solver: str
-    """What produced it, for reports: "elimination", "multiplier + counts", "hubs", "ilp" …"""
+    """What produced it, for reports: "elimination", "multiplier + counts", "relaxation", "ilp" …"""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
 

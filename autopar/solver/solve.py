@@ -26,7 +26,6 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
-from autopar.solver.hub_relaxation import DEAR_WORK, Hubs, Loosened, TooWideError, loosen
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import Least, LeastByElimination, Point, Relaxation, maximise_bound, point
@@ -35,6 +34,8 @@ from autopar.solver.neighbourhoods import good_solution
 from autopar.solver.problem import Floats, Problem, Solution
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune, reduce_problem
+from autopar.solver.relaxation.levelling import DEAR_WORK, Levelling, loosen
+from autopar.solver.relaxation.loosened import Loosened
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
@@ -42,6 +43,8 @@ TIME_PASSED = "the time limit passed before the plan was proven best"
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
+SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
+WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
 FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
@@ -106,46 +109,62 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bo
         if only_narrow:
             return None
         loose = loosen(problem)
-        solution = _by_hubs(problem, loose, deadline, gap) if loose is not None else None
-        if solution is not None:
-            return solution
+        if loose is not None:
+            return _by_relaxation(problem, loose, deadline, gap)
     if elimination is None:
         return _by_reduced_ilp(problem, deadline, gap)
     return _by_elimination(problem, tables, elimination, deadline, gap)
 
 
-def _by_hubs(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution | None:
-    """The graph is wide for its hubs: what a bound without them leaves is narrow. None where too much is left."""
-    hubs = Hubs(problem, loose)
-    try:
-        relaxed = _relaxed(problem, hubs.least, lambda: _smallest_by_hubs(problem), deadline)
-        if relaxed is None or time.monotonic() > deadline:
-            return None
-        best, price = relaxed.incumbent, relaxed.multiplier
-        if _is_closed(best.seconds, relaxed.bound, gap):
-            return _solution(best, relaxed.bound, "hubs", price)
-        # Excesses carry the rounding of long sums; a strategy too many does no harm.
-        most = best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0)
-        left = hubs.without(price, most)
-    except TooWideError:
-        return None
-    tables = Tables(left.problem)
-    elimination = narrow_elimination(left.problem, tables)
-    if elimination is None or elimination.work > DEAR_WORK:
-        return None
-    solution = _by_elimination(left.problem, tables, elimination, deadline, gap)
+def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution:
+    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower."""
+    searching = deadline - SEARCHING * max(0.0, deadline - time.monotonic())
+    levelling = Levelling(problem, loose, searching)
+    relaxed = _relaxed(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)
+    if relaxed is None:
+        return _by_dear_search(problem, None, deadline, gap)
+    best, price = relaxed.incumbent, relaxed.multiplier
+    if _is_closed(best.seconds, relaxed.bound, gap):
+        return _solution(best, relaxed.bound, "relaxation", price)
+    # Excesses carry the rounding of long sums; a strategy too many does no harm.
+    left = levelling.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
+    if time.monotonic() > searching:
+        _warn(best.seconds, relaxed.bound)
+        return _solution(best, relaxed.bound, "relaxation", price)
+    if _num_choices(left.problem) > SHRUNK * _num_choices(problem):
+        start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
+        solution = _by_dear_search(left.problem, start, deadline, gap)
+    else:
+        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False)
+        assert found is not None
+        solution = found
     exact = point(problem, left.extend(solution.choices))
     best = min(best, exact, key=lambda each: each.seconds)
     # What is left out costs more than the best of before, and so than this.
-    return _solution(best, solution.bound, f"hubs, {solution.solver}", solution.multiplier)
+    bound = min(max(solution.bound, relaxed.bound), best.seconds)
+    return _solution(best, bound, f"relaxation, {solution.solver}", solution.multiplier)
 
 
-def _smallest_by_hubs(problem: Problem) -> Point | None:
+def _num_choices(problem: Problem) -> float:
+    """How many choices a problem has, as a logarithm."""
+    return sum(math.log(node.num_strategies) for node in problem.nodes)
+
+
+def _by_dear_search(problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float) -> Solution:
+    """The graph stays wide: a long elimination if there is time for one, or the ILP from what is known."""
+    tables = Tables(problem)
+    elimination = narrow_elimination(problem, tables)
+    if elimination is not None and elimination.work < WORK_PER_S * (deadline - time.monotonic()):
+        return _by_elimination(problem, tables, elimination, deadline, gap)
+    return _by_reduced_ilp(problem, deadline, gap, relaxed)
+
+
+def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
     """Choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are none."""
     in_bytes = problem.in_bytes()
     loose = loosen(in_bytes)
     assert loose is not None and problem.budget is not None
-    least, found = Hubs(in_bytes, loose).least(0.0)
+    least, found = Levelling(in_bytes, loose, deadline).least(0.0)
     if found is not None and problem.fits(problem.bytes_of(found.choices)):
         return point(problem, found.choices)
     if least > problem.budget * (1 + TOLERANCE):
@@ -276,17 +295,20 @@ def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None =
     return IlpResult(choices, reduction.constant + result.bound, result.status)
 
 
-def _by_reduced_ilp(problem: Problem, deadline: float, gap: float) -> Solution:
-    """The graph is too wide for elimination: a good solution from neighbourhoods, and the ILP from there."""
-    left = deadline - time.monotonic()
-    start = good_solution(problem, _narrow_solution, time.monotonic() + SEARCHING * left)
+def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Relaxation | None = None) -> Solution:
+    """The graph is too wide for elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
+    if relaxed is None:
+        left = deadline - time.monotonic()
+        start = good_solution(problem, _narrow_solution, time.monotonic() + SEARCHING * left)
+    else:
+        start = relaxed.incumbent
     result = _solve_residual(problem, deadline, start, gap)
     if start is None:
         return _from_ilp(problem, result, "reduction + ilp")
     if result.status == "infeasible":  # below the solution that is there, up to the tolerance
         return _solution(start, start.seconds, "neighbourhoods + ilp")
     found = start if result.choices is None else min(start, point(problem, result.choices), key=lambda p: p.seconds)
-    bound = max(result.bound, _sum_of_least(problem))
+    bound = max(result.bound, _sum_of_least(problem), -math.inf if relaxed is None else relaxed.bound)
     if not _is_closed(found.seconds, bound, max(gap, ILP_ROUNDING)):
         _warn(found.seconds, bound)
     return _solution(found, bound, "neighbourhoods + ilp")

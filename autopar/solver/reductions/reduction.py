@@ -228,6 +228,10 @@ class Pruned:
         """Choices of the original problem from those of the smaller one."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
+    def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the smaller problem from those of the original one, all of which it kept."""
+        return tuple(int(np.searchsorted(kept, choice)) for kept, choice in zip(self.kept, choices, strict=True))
+
 
 def prune(problem: Problem) -> Pruned:
     """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed."""

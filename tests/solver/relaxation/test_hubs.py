@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import hub_relaxation
 from autopar.solver import solve as solving
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
-from autopar.solver.hub_relaxation import Loosened, loosen, lower_bound
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation import levelling
+from autopar.solver.relaxation.hubs import MANY, hubs_apart
+from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.loosened import Loosened
 from autopar.solver.solve import solve
 
 seeds = st.integers(0, 2**31 - 1)
@@ -65,7 +67,7 @@ def _levelled(loose: Loosened) -> Loosened:
 def test_shares_add_up_and_what_they_prove_is_no_more_than_the_optimum(seed: int, num_hubs: int, price: float) -> None:
     problem = _with_hubs(seed, 9, num_hubs, 3, 0.5)
     best = solve(problem, solver="ilp").seconds
-    loose = loosen(problem)
+    loose = hubs_apart(problem)
     assert loose is not None and len(loose.copies) == num_hubs
     for _ in range(3):
         for hub, copies in loose.copies.items():
@@ -89,30 +91,30 @@ def test_the_optimum_is_found_with_hubs(seed: int, num_hubs: int, budget: float 
     expected = solve(problem, solver="ilp").seconds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solving, "DEAR_WORK", cheap)
-        patch.setattr(hub_relaxation, "DEAR_WORK", cheap)
+        patch.setattr(levelling, "DEAR_WORK", cheap)
         found = solve(problem)
         assert found.seconds == pytest.approx(expected, rel=1e-7) and problem.fits(found.num_bytes)
         assert found.gap == 0 and problem.seconds_of(found.choices) == pytest.approx(found.seconds)
         proven = lower_bound(problem, found.multiplier)
     assert proven <= expected + 1e-9
-    if found.solver == "hubs":
+    if found.solver == "relaxation":
         assert proven == pytest.approx(expected, rel=1e-7)
 
 
 def test_copies_that_want_different_things_are_levelled(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _with_hubs(0, 16, 2, 4, None)
-    best, loose = solve(problem).seconds, loosen(problem)
+    best, loose = solve(problem).seconds, hubs_apart(problem)
     assert loose is not None
     apart, level = _bound(loose, 0.0), _bound(_levelled(loose), 0.0)
     assert apart < best * (1 - 1e-4) and apart < level <= best * (1 + 1e-12)
     monkeypatch.setattr(solving, "DEAR_WORK", 1000)
     found = solve(problem)
-    assert found.solver.startswith("hubs") and found.seconds == pytest.approx(best)
+    assert found.solver.startswith("relaxation") and found.seconds == pytest.approx(best)
 
 
 def test_a_graph_without_hubs_has_nothing_to_loosen() -> None:
-    problem = _with_hubs(0, hub_relaxation.MANY, 1, 2, None)
-    assert loosen(problem) is None
+    problem = _with_hubs(0, MANY, 1, 2, None)
+    assert hubs_apart(problem) is None
 
 
 def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +129,8 @@ def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_bound_is_proven_at_its_price_alone_as_after_other_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "DEAR_WORK", 0)
-    monkeypatch.setattr(hub_relaxation, "DEAR_WORK", 0)
+    monkeypatch.setattr(levelling, "DEAR_WORK", 0)
     problem = _with_hubs(91808757, 10, 3, 3, 0.0)
     found = solve(problem)
-    assert found.solver == "hubs" and found.multiplier > 0
+    assert found.solver == "relaxation" and found.multiplier > 0
     assert lower_bound(problem, found.multiplier) == pytest.approx(found.seconds, rel=1e-7)
