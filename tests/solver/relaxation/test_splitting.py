@@ -97,7 +97,7 @@ def test_what_a_split_problem_proves_is_no_more_than_the_optimum(seed: int, pric
         loose = loose.levelled(excesses(loose.problem, elimination, weighted), 1e-9, 0.25)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(seed=seeds, num_layers=st.integers(1, 2), budget=st.one_of(st.none(), st.floats(0.0, 1.0)))
 def test_the_optimum_is_found_where_the_graph_is_wide(seed: int, num_layers: int, budget: float | None) -> None:
     problem = _feasible(seed, num_layers, 3, budget) if budget is not None else _feasible(seed, num_layers)
