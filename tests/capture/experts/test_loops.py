@@ -28,7 +28,7 @@ from tests.support.simulation.training import Steps, fault_of, train_alone, trai
 IDS_BS = torch.randint(1, 64, (4, 16), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS_BS, "labels": IDS_BS}
 PAIRS = {**TEXT, "decoder_input_ids": IDS_BS, **dict.fromkeys(("attention_mask", "decoder_attention_mask"), IDS_BS > 0)}
-SWITCH = {
+SWITCH: dict[str, Any] = {
     **{"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "num_experts": 4},
     **{"num_decoder_layers": 1, "num_sparse_encoder_layers": 1, "use_cache": False, "pad_token_id": 0},
     **{"expert_capacity": 3, "router_jitter_noise": 0.0, "dropout_rate": 0.0},
@@ -41,14 +41,16 @@ def switch(**changed: Any) -> nn.Module:
     return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**{**SWITCH, **changed})).train()
 
 
+DBRX: dict[str, Any] = {
+    **{"vocab_size": 64, "d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+}
+
+
 def dbrx() -> nn.Module:
-    config = DbrxConfig(
-        **{"vocab_size": 64, "d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64},
-        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
-        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-    )
     torch.manual_seed(0)
-    return DbrxForCausalLM(config).train()
+    return DbrxForCausalLM(DbrxConfig(**DBRX)).train()
 
 
 class Experts(nn.Module):

@@ -83,12 +83,11 @@ def test_what_a_split_problem_proves_is_no_more_than_the_optimum(seed: int, pric
     for _ in range(4):
         for node, copies in loose.copies.items():
             assert copies[0] == node
-            together = sum(loose.problem.nodes[copy].seconds for copy in copies)
+            together = np.sum([loose.problem.nodes[copy].seconds for copy in copies], axis=0)
             possible = np.isfinite(together)  # a copy may prove that some choices have no others beside them
             np.testing.assert_allclose(together[possible], problem.nodes[node].seconds[possible], atol=1e-12)
-            assert sum(loose.problem.nodes[copy].num_bytes for copy in copies).tolist() == (
-                problem.nodes[node].num_bytes.tolist()
-            )
+            num_bytes = np.sum([loose.problem.nodes[copy].num_bytes for copy in copies], axis=0)
+            assert num_bytes.tolist() == problem.nodes[node].num_bytes.tolist()
         tables = Tables(loose.problem)
         elimination = compile_order(loose.problem, tables, loose.order)
         assert elimination.largest <= 3**3, "an edge of three nodes is the largest bag"
