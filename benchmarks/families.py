@@ -124,6 +124,10 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "mamba2",
             "trocr",
             "youtu",
+            "dbrx",
+            "glm4_moe",
+            "llama4_text",
+            "ernie4_5_moe",
         ]
     }
     | {
@@ -215,6 +219,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 4},
     "deepseek_v2": {"first_k_dense_replace": 0, "num_key_value_heads": 4},
     "dots1": {"first_k_dense_replace": 0},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "llama4_text": {"intermediate_size_mlp": 32, "num_experts_per_tok": 1},
+    "ernie4_5_moe": {"moe_layer_start_index": 0, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16},
+    },
     "mamba": {"state_size": 4, "conv_kernel": 2, "expand": 2},
     "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 4, "n_groups": 1, "chunk_size": 4},
     "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},

@@ -18,13 +18,14 @@ from autopar.solver.problem import Problem
 from autopar.solver.reductions.reduction import prune, with_fixed
 
 NARROW = 50_000_000  # entries of a bag while one node is let go
+STEP, GROWTH = 4, 1.25  # nodes more, or times as many, until the width is looked for again
 Solve = Callable[[Problem, float], Point | None]
 """(narrow problem, deadline) → its best solution, None if there is none."""
 
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
     """The best solution found; None where none was."""
-    held = _separators(problem)
+    held = _separators(problem, deadline)
     best: Point | None = None
     for start in _starts(problem, held):
         best = solve(with_fixed(problem, start), deadline)
@@ -46,20 +47,27 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     return best
 
 
-def _separators(problem: Problem) -> tuple[int, ...]:
-    """Nodes to hold, those with the most neighbours first, until the rest stays narrow with any one of them let go."""
+def _separators(problem: Problem, deadline: float) -> tuple[int, ...]:
+    """Nodes to hold, those with the most neighbours first, until the rest stays narrow with any one of them let go.
+
+    Widths are dear to find, and a few nodes too many do no harm: it is looked for them ever more rarely, and after the
+    deadline once no node has more than two neighbours.
+    """
     around: dict[int, set[int]] = {node: set() for node in range(len(problem.nodes))}
     for edge in problem.edges:
         for end in edge.ends:
             around[end] |= set(edge.ends) - {end}
     left = sorted(around, key=lambda node: (-len(around[node]), -problem.nodes[node].num_strategies, node))
     held: list[int] = []
+    due = STEP
     while left:
         held.append(left.pop(0))
-        if len(around[held[-1]]) > 2 and len(held) % 4:
-            continue  # widths are dear to find; a few nodes too many do no harm
+        is_due = len(held) >= due and time.monotonic() < deadline
+        if len(around[held[-1]]) > 2 and not is_due:
+            continue
         if _width(problem, held[1:]) <= NARROW:
             break
+        due = max(len(held) + STEP, int(len(held) * GROWTH))
     return tuple(held)
 
 
