@@ -27,9 +27,10 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import TOGETHER
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.regions import OUTER, ROW, Regions, product_of
+from autopar.strategies.presets.rows import in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions, in_blocks
-from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram, Value
+from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram
 
 
 def expert_data(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -149,24 +150,19 @@ def exchanged_factors(graph: RoledProgram, parted: str) -> Mapping[str, str]:
     `parted` is the role of the dim of tokens that the axis splits at both ends.
     """
     found: dict[str, str] = {}
-    rows: set[Value] = set()
+    blocks = in_blocks_of_experts(graph)
     for call in graph.learned:
         if call.weight_only:
             continue
-        tokens, expert = call.factor_of("data"), call.factor_of(EXPERT)
-        held = [term.dims[0][0] for value, term in zip(call.inputs, call.in_terms, strict=True) if value in rows]
+        tokens, expert, block = call.factor_of("data"), call.factor_of(EXPERT), blocks.get(call.name)
         if call.call.target in (DISPATCH, COMBINE):
             tokens = call.factor_of(parted)
             found[call.name] = f"{tokens}{TOGETHER}{expert}" if tokens else f"{expert}"
         elif expert:
             kept = all(term.dim_of(expert) is not None for term in call.out_terms)
-            found[call.name] = expert if kept or held or not tokens else tokens
-        elif held:
-            found[call.name] = held[0]
-        if call.call.target is DISPATCH:
-            rows.update(((call.name, 0), (call.name, 2)))
-        elif held and call.call.target is not COMBINE:
-            rows.update((call.name, position) for position in range(len(call.out_terms)))
+            found[call.name] = expert if kept or block or not tokens else tokens
+        elif block and block.rows:
+            found[call.name] = block.rows
     return found
 
 

@@ -8,6 +8,7 @@ from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.regions import LOSS, regions_of
+from autopar.strategies.presets.rows import along_rows
 from autopar.strategies.presets.split import Split, data
 from autopar.strategies.roles import RoledCall, RoledProgram
 
@@ -63,7 +64,7 @@ def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: s
 
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
-        split.along(axis, wish if axis == sequence else data)
+        split.along(axis, along_rows(graph, wish) if axis == sequence else data)
     return split.annotations()
 
 

@@ -10,7 +10,8 @@ from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.regions import COLUMN, OUTER, Regions, regions_of
-from autopar.strategies.presets.split import Split, Wish, data
+from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
+from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
 
 
@@ -99,13 +100,23 @@ def found_regions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> 
 
 
 def in_blocks(graph: RoledProgram, regions: Regions, between: str) -> Wish:
-    """Columns, rows, what lies between, and the largest table that the inputs look up (the vocabulary)."""
-    rows = vocabulary(graph)
+    """Columns, rows, what lies between, and the largest table that the inputs look up (the vocabulary).
+
+    Where tokens lie in parts between blocks, how they come to columns of experts and home again is left to the planner.
+    """
+    table, experts = vocabulary(graph), in_blocks_of_experts(graph)
+    with_columns = {experts[name].dispatch for name in regions.factors if name in experts} if between else set()
 
     def wish(call: RoledCall) -> str | None:
-        return "k" if call.name in rows else regions.factors.get(call.name, call.factor_of(between))
+        if call.name in table:
+            return "k"
+        if call.name in regions.factors:
+            return regions.factors[call.name]
+        if call.name in experts and experts[call.name].dispatch in with_columns:
+            return FREE
+        return call.factor_of(between)
 
-    return wish
+    return along_rows(graph, wish) if between else wish
 
 
 def vocabulary(graph: RoledProgram) -> frozenset[str]:

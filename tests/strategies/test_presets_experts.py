@@ -76,6 +76,10 @@ def test_every_preset_for_experts_has_formulas() -> None:
         ("expert_folded", "sorted", {"dp": 2, "tp": 2}),
         ("expert_data", "einsum", {"dp": 2, "ep": 2}),
         ("expert_model", "bmm", GRID),
+        pytest.param("ulysses", "sorted", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("megatron_sequence", "sorted", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("gather_kv", "sorted", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("megatron_sequence", "sorted", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("expert_data", "sorted", {"dp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param("expert_data_model", "sorted", CUBE, marks=pytest.mark.slow),
         pytest.param("expert_folded", "sorted", CUBE, marks=pytest.mark.slow),
@@ -91,6 +95,18 @@ def test_experts_train_on_ranks_as_on_one_process(strategy: str, form: str, mesh
     steps = Steps(token_batches(2, batch=8 if mesh is CUBE else 4))
     found = train_on_ranks(decoder(form), steps, mesh, {"strategy": strategy})
     assert fault_of(found, train_alone(decoder(form), steps)) == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ends", "products"),
+    [("ulysses", "b0", "rrr"), ("gather_kv", "b0", "rrr"), ("megatron_sequence", None, "ook")],
+)
+def test_rows_of_experts_follow_the_positions_that_a_preset_splits(
+    strategy: str, ends: str | None, products: str
+) -> None:
+    found = choices(strategy, {"tp": 2})
+    assert "".join(choice for operation, choice in found if "grouped_mm" in operation) == products
+    assert ends is None or {c for operation, c in found if operation.endswith(("dispatch", "combine"))} == {ends}
 
 
 def choices(strategy: str, mesh: Mapping[str, int], form: str = "sorted") -> list[tuple[str, str]]:
