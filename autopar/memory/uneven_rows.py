@@ -20,8 +20,8 @@ def excess(tensors: TensorBytes, rows: ExpertRows) -> np.ndarray:
     menu = space.decisions[rows.counts].menu
 
     def make() -> np.ndarray:
-        ranks = [space.ranks_by_expert(rows, choice) for choice in range(len(menu.strategies))]
-        return np.minimum(space.imbalance, ranks) - 1.0
+        choices = range(len(menu.strategies))
+        return np.array([space.excess_at(rows, choice, space.imbalance) for choice in choices])
 
     return tensors.cached(("excess", id(menu), rows.position), make)
 

@@ -128,9 +128,11 @@ class Space:
         All that are divided by expert may come to one rank, and no more. Without an imbalance, that of the space.
         """
         asked = self.imbalance if imbalance is None else imbalance
-        if rows is None or asked == 1:
-            return 0.0
-        return min(asked, self.ranks_by_expert(rows, choices[rows.counts])) - 1.0
+        return 0.0 if rows is None or asked == 1 else self.excess_at(rows, choices[rows.counts], asked)
+
+    def excess_at(self, rows: ExpertRows, choice: int, imbalance: float) -> float:
+        """The same by the strategy of the decision on the counts."""
+        return min(imbalance, self.ranks_by_expert(rows, choice)) - 1.0
 
     def share(self, rows: ExpertRows | None, choices: Sequence[int], imbalance: float | None = None) -> float:
         """How many times its share of the rows the busiest rank has, and what they cost is more: 1 of other tensors."""
