@@ -21,7 +21,7 @@ from autopar.errors import AnnotationError
 from autopar.program.calls import module_of
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.constraint import is_constraint
-from autopar.sharding.layout import I, Layout, Placement, R, S
+from autopar.sharding.layout import I, Layout, Placement, R, S, Z
 from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
@@ -288,7 +288,8 @@ def _gives(strategy: Strategy, decision: Decision, axis: int, said: int | None) 
     ]
     if said is None:
         return all(placement in (I, R) for placement, _ in placements)
-    return all(placement is S(said % ndim) for placement, ndim in placements if -ndim <= said < ndim)
+    split = [(each, said % ndim) for each, ndim in placements if -ndim <= said < ndim]
+    return all(placement in (S(dim), Z(dim)) for placement, dim in split)
 
 
 def _fits(decision: Decision, slices: Sequence[Sequence[int]]) -> bool:

@@ -155,6 +155,10 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     # A collective over several links uses one protocol: all links list the same.
     protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
+    hidden = stamp.number(
+        timer.hidden_share(device_mesh.get_group(innermost)),
+        f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
+    )
     profile = {
         "name": name,
         **_computing(timer, stamp, min(node, ranks)),
@@ -163,10 +167,8 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
             for level in levels
         ],
         "overlap": {
-            "gradient_reduction": stamp.number(
-                timer.hidden_share(device_mesh.get_group(innermost)),
-                f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
-            ),
+            "gradient_reduction": hidden,
+            "ring": hidden,
             "weight_gathering": WEIGHT_GATHERING,
             "bucket_latency": BUCKET_LATENCY,
         },

@@ -71,14 +71,15 @@ class MovedTensor:
         for dim, size in enumerate(self.shape):
             axes = layout.axes_of(dim)
             parts = math.prod(sizes[axis] for axis in axes)
-            uneven = self.ragged or self.fixed or (dim in self.padded and len(axes) == 1 and size >= parts)
-            if size % parts and not uneven:
+            padded = not layout.is_dealt(dim) and dim in self.padded and len(axes) == 1 and size >= parts
+            if size % layout.num_pieces(dim, sizes) and not (self.ragged or self.fixed or padded):
                 return False
         return True
 
     def can_move(self, source: Placement, target: Placement) -> bool:
         """Whether one axis's placement may change so."""
-        return not (self.fixed or (self.ragged and S(0) in (source, target)))
+        dealt_anew = source.is_split and source.dim == target.dim  # which goes by way of the whole
+        return not (self.fixed or (self.ragged and S(0) in (source, target)) or dealt_anew)
 
 
 def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tuple[Transfer, ...]:

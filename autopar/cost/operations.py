@@ -87,6 +87,14 @@ def backward_share(call: Call, op: OpRule) -> float:
     return op.backward if needed and op.backward is not None else needed
 
 
+def hidden_share(implementation: Implementation | None, hardware: Hardware) -> float:
+    """The share of an implementation's own collectives that pass while it computes, as far as it computes as long."""
+    if implementation is None:
+        return 0.0
+    overlapped = getattr(hardware.overlap, implementation.hidden_as) if implementation.hidden_as else 1.0
+    return implementation.hidden_share * overlapped
+
+
 def optimizer_seconds(
     info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware, optimizer: Optimizer
 ) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cost.moves import Move, MovedTensor, in_bucket, regathered, transfers
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
-from autopar.sharding.layout import I, Layout, P, Placement, R, S
+from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.sharding.mesh import Mesh
 
 LOCAL_MOVE_SECONDS = 1e-9  # breaks ties in favour of fewer moves; far below any real cost
@@ -99,9 +99,11 @@ class ReshardTable:
 
 
 @functools.lru_cache(maxsize=4096)
-def reshard_table(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware) -> ReshardTable:
-    """The table of a kind of tensor; cached by value."""
-    layouts = _layouts(tensor, dims, mesh)
+def reshard_table(
+    tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardware: Hardware, dealt: frozenset[int] = frozenset()
+) -> ReshardTable:
+    """The table of a kind of tensor that splits `dims`, or deals some by zigzag; cached by value."""
+    layouts = _layouts(tensor, dims, dealt, mesh)
     shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
     # Where nothing is padded, the number of elements says all that a transfer depends on.
     local = shapes if tensor.padded else list(map(math.prod, shapes))
@@ -131,10 +133,10 @@ def reshard_table(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh, hardwar
     return ReshardTable(layouts, ways, in_buckets, tensor, mesh)
 
 
-def _layouts(tensor: MovedTensor, dims: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
-    """Every layout of the tensor that splits only `dims`."""
+def _layouts(tensor: MovedTensor, dims: frozenset[int], dealt: frozenset[int], mesh: Mesh) -> tuple[Layout, ...]:
+    """Every layout of the tensor that splits only `dims` and deals only those of `dealt`."""
     kinds = (I, R, P) if tensor.requires_grad else (I, P)
-    placements = (*kinds, *(S(dim) for dim in sorted(dims)))
+    placements = (*kinds, *(S(dim) for dim in sorted(dims)), *(Z(dim) for dim in sorted(dealt)))
     candidates = (Layout(each) for each in itertools.product(placements, repeat=mesh.ndim))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
 

@@ -232,7 +232,7 @@ class _Ledger:
 
     def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial, share: str) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
-        hidden = strategy.implementation.hidden_share if strategy.implementation is not None else 0.0
+        hidden = operations.hidden_share(strategy.implementation, self.space.hardware)
         if not hidden:
             for transfer in work.transfers:
                 self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed=0)))

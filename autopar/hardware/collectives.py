@@ -22,11 +22,13 @@ of a node, each with a card of 50 GB/s, send 400 GB/s to the next node, or what 
     ring        all_reduce                   twice that                             2 (n-1)/n / g_ℓ
     tree        all_reduce                   2 (r - 1) in a node, 2 ⌈log₂ r⌉ else   2 / g_ℓ,  r = g_ℓ₊₁ / g_ℓ
     messages    all_to_all                   g_ℓ₊₁ - g_ℓ                            (n - g_ℓ)/n
+    messages    permute                      1 over the outermost, else 0           1
 
 where efficiency_ℓ is the protocol's, times what the link's `efficiencies` say of the collective (NCCL: no difference);
 its latency is the protocol's, times what the link's `latencies` say of it.
 The steps of a ring pass add up to n - 1. In an all_to_all each device sends to its peers alone: the (n - g_ℓ)/n that
-leave its block take its own port, one message to each peer, by the protocols of the ring.
+leave its block take its own port, one message to each peer, by the protocols of the ring. In a permute each sends all
+that it has to the next one; what the links say of an all_to_all holds for it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from autopar.sharding.mesh import Mesh
 
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""Passes around the ring; the other collective is "all_to_all"."""
+"""Passes around the ring; the other collectives are of messages."""
+MESSAGES = ("all_to_all", "permute")
 HIDDEN_AS = {"all_reduce": "gradient_reduction", "reduce_scatter": "gradient_reduction"}
 """Collective of a bucketed parameter → field of `hardware.Overlap`; it is weight_gathering for the other ones."""
 
@@ -166,6 +169,8 @@ def steps_and_share(collective: str, algorithm: str, level: Level, size: int) ->
     """Steps over a level, and bytes that each member's port carries there per byte of the collective."""
     if collective == "all_to_all":
         return level.outer - level.inner, (size - level.inner) / size
+    if collective == "permute":
+        return int(level.outer == size), 1.0
     passes = PASSES[collective]
     if algorithm == "ring":
         return passes * (size // level.inner - size // level.outer), passes * (size - 1) / size / level.inner
@@ -176,26 +181,27 @@ def steps_and_share(collective: str, algorithm: str, level: Level, size: int) ->
 
 
 def _algorithms(collective: str) -> tuple[str, ...]:
-    assert collective in PASSES or collective == "all_to_all", f"no cost for a collective {collective!r}"
+    assert collective in PASSES or collective in MESSAGES, f"no cost for a collective {collective!r}"
     return ("ring", "tree") if collective == "all_reduce" else ("ring",)
 
 
 def _ways(collective: str, algorithm: str, levels: tuple[Level, ...]) -> list[tuple[float, float]]:
     """One piece for each protocol of the algorithm that all levels know."""
     size = levels[-1].outer
+    said = "all_to_all" if collective in MESSAGES else collective
     found = []
     for name in [p.name for p in levels[0].link.protocols if p.algorithm == algorithm]:
         protocols = [level.link.protocol(algorithm, name) for level in levels]
         known = [protocol for protocol in protocols if protocol is not None]
         if len(known) < len(levels):
             continue
-        factors = [getattr(level.link.latencies, collective) for level in levels]
+        factors = [getattr(level.link.latencies, said) for level in levels]
         latency = max(protocol.base_latency_s * factor for protocol, factor in zip(known, factors, strict=True))
         seconds_per_byte = 0.0
         for level, protocol, factor in zip(levels, known, factors, strict=True):
             steps, share = steps_and_share(collective, algorithm, level, size)
             latency += steps * protocol.step_latency_s * factor
-            efficiency = protocol.efficiency * getattr(level.link.efficiencies, collective)
+            efficiency = protocol.efficiency * getattr(level.link.efficiencies, said)
             seconds_per_byte = max(seconds_per_byte, share / (efficiency * level.link.bytes_per_s))
         found.append((latency, seconds_per_byte))
     return found

@@ -116,13 +116,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What the collectives of parameters, which run in buckets, do not cost; assumptions of the profile, in [0, 1]."""
+    """What collectives beside computation do not cost: those of parameters, which run in buckets, and of rings.
+
+    Assumptions of the profile, in [0, 1].
+    """
 
     gradient_reduction: float = 0.0
     """Share of the seconds that its bytes take which computation hides; the next is the same of gathers."""
     weight_gathering: float = 0.0
     bucket_latency: float = 0.0
     """Share of a message's latency that is not hidden; the parameters of the message share it."""
+
+    ring: float = 0.0
+    """Share of the seconds in which keys and values travel around a ring that attending to others hides."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.program.program import TensorInfo
-from autopar.sharding.layout import Layout
+from autopar.sharding.layout import I, Layout, P, Placement, R
 from autopar.space.space import Decision, Space, Wire
 
 SAME, SLICED, COPIED, COMMUNICATED = range(4)  # how a moved tensor lies in memory beside what it was made of
@@ -25,6 +25,7 @@ Bytes = np.ndarray
 Modes = tuple[Bytes, ...]
 """An array per mode of recomputation; one array where the mode does not matter."""
 _INVARIANT, _REPLICATED, _PARTIAL, _FIRST_DIM = range(4)  # S(d) is _FIRST_DIM + d
+_DEALT = 1000  # and Z(d) so much more
 
 
 class TensorBytes:
@@ -157,5 +158,6 @@ class TensorBytes:
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:
     """Layouts as numbers, one row each."""
-    codes = {"I": _INVARIANT, "R": _REPLICATED, "P": _PARTIAL}
-    return np.array([[codes[p.kind] if p.kind in codes else _FIRST_DIM + p.dim for p in each] for each in layouts])
+    codes: dict[Placement, int] = {I: _INVARIANT, R: _REPLICATED, P: _PARTIAL}
+    codes |= {p: _FIRST_DIM + p.dim + _DEALT * p.zigzag for each in layouts for p in each if p.is_split}
+    return np.array([[codes[p] for p in each] for each in layouts])

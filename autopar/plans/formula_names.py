@@ -19,11 +19,11 @@ from autopar.sharding.mesh import Mesh
 WHOLE, FIXED = "whole", "fixed: "
 """The formula of what must be whole; before a symbol, the reason why it cannot vary."""
 MEMORY = "memory"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 MAX_RATE, MAX_TOGETHER = 1000, 2**19
 """Characters of the formula of a collective's seconds, which is computed for each call of it, and of all formulas."""
 _RATE = re.compile(rf"(?:bucketed([0-9]{{1,6}})_)?({'|'.join(COLLECTIVES)})_over_(\w+)")
-_NEEDED = ("seconds", "flops", WHOLE, *COLLECTIVES)
+_NEEDED = ("seconds", "flops", WHOLE, "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def rate_name(collective: str, axis: str, bucketed: int) -> str:

@@ -5,11 +5,13 @@ A tensor has one placement per mesh axis. Each placement says both, so that the 
 
     placement   the value on the axis's ranks    its gradient
     S(d)        dim d split                      split the same way
+    Z(d)        dim d dealt by zigzag            dealt the same way
     I           equal everywhere                 equal everywhere
     R           equal everywhere                 partial: to be summed
     P           partial: to be summed            equal everywhere
 
 When several axes split one dim, the earlier mesh axis is the outer one, as in DTensor.
+By zigzag, rank r of n has pieces r and 2n-1-r of 2n: parts of positions of which later ones do more work, all alike.
 A dim that does not divide is padded at its end to equal local sizes; only dims that come from a parameter may be.
 """
 
@@ -25,18 +27,21 @@ from autopar.errors import LayoutError
 
 
 class Placement:
-    """One of S(d), I, R, P. Instances are unique, so `is` and `==` agree."""
+    """One of S(d), Z(d), I, R, P. Instances are unique, so `is` and `==` agree."""
 
-    __slots__ = ("dim", "kind")
+    __slots__ = ("dim", "kind", "zigzag")
     kind: str
+    """"S", which Z(d) is as well, "I", "R" or "P"."""
     dim: int
+    zigzag: bool
 
-    def __init__(self, kind: str, dim: int = -1) -> None:
+    def __init__(self, kind: str, dim: int = -1, zigzag: bool = False) -> None:
         self.kind = kind
         self.dim = dim
+        self.zigzag = zigzag
 
     def __repr__(self) -> str:
-        return f"S({self.dim})" if self.kind == "S" else self.kind
+        return f"{'Z' if self.zigzag else 'S'}({self.dim})" if self.kind == "S" else self.kind
 
     def __reduce__(self) -> tuple[object, ...]:
         return (parse_placement, (repr(self),))
@@ -53,7 +58,7 @@ class Placement:
 
     @property
     def transposed(self) -> Placement:
-        """The placement of the gradient, read as a value: S(d) → S(d), I → I, R → P, P → I."""
+        """The placement of the gradient, read as a value: S(d) → S(d), Z(d) → Z(d), I → I, R → P, P → I."""
         return {"S": self, "I": I, "R": P, "P": I}[self.kind]
 
 
@@ -70,14 +75,22 @@ def S(dim: int) -> Placement:
     return Placement("S", dim)
 
 
+@functools.cache
+def Z(dim: int) -> Placement:
+    """The placement that deals dim `dim` by zigzag: never of a parameter, and in whole pieces only."""
+    if dim < 0:
+        raise LayoutError(f"Z({dim}): the dim of a split counts from 0.")
+    return Placement("S", dim, zigzag=True)
+
+
 def parse_placement(text: str) -> Placement:
     """Read what `repr` of a placement prints."""
     if text in ("I", "R", "P"):
         return {"I": I, "R": R, "P": P}[text]
-    match = re.fullmatch(r"S\((\d+)\)", text)
+    match = re.fullmatch(r"([SZ])\((\d+)\)", text)
     if not match:
-        raise LayoutError(f"{text!r} is no placement; a placement is S(dim), I, R or P.")
-    return S(int(match.group(1)))
+        raise LayoutError(f"{text!r} is no placement; a placement is S(dim), Z(dim), I, R or P.")
+    return (S if match.group(1) == "S" else Z)(int(match.group(2)))
 
 
 class Layout(tuple[Placement, ...]):
@@ -131,6 +144,14 @@ class Layout(tuple[Placement, ...]):
         """Into how many parts `dim` is split on a mesh of these axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes_of(dim))
 
+    def is_dealt(self, dim: int) -> bool:
+        """Whether some axis deals `dim` by zigzag, so that parts are whole pieces, two of each rank."""
+        return any(placement.zigzag and placement.dim == dim for placement in self)
+
+    def num_pieces(self, dim: int, sizes: Sequence[int]) -> int:
+        """What the size of `dim` is a multiple of, where nothing is padded."""
+        return self.num_parts(dim, sizes) * (2 if self.is_dealt(dim) else 1)
+
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """The shape each rank holds (padded when a dim does not divide) on a mesh of these axis sizes."""
         local = list(shape)
@@ -141,7 +162,7 @@ class Layout(tuple[Placement, ...]):
 
     def divides(self, shape: Sequence[int], sizes: Sequence[int]) -> bool:
         """Whether every split dim divides evenly."""
-        return all(shape[dim] % self.num_parts(dim, sizes) == 0 for dim in {p.dim for p in self if p.kind == "S"})
+        return all(shape[dim] % self.num_pieces(dim, sizes) == 0 for dim in {p.dim for p in self if p.kind == "S"})
 
 
 @functools.cache

@@ -35,7 +35,11 @@ class Collective:
 
 
 LocalSizes = Mapping[str, int]
-"""The size on one device of every factor of a rule."""
+"""The size on one device of every factor of a rule.
+
+Under "+x" stands the number of parts of x that go with those of another factor, under "~s", that s is dealt by zigzag.
+"""
+ZIGZAG = "~"
 Traffic = Callable[["Call", LocalSizes], tuple[Collective, ...]]
 """The collectives of a strategy that splits an implementation's factors."""
 MovedBytes = Callable[[int, int], int]
@@ -69,6 +73,10 @@ class Implementation:
     padded: frozenset[str] = frozenset()
     """Those of its factors whose padding the function leaves out of its results."""
     traffic: Traffic | None = None
+    ordered: frozenset[str] | None = None
+    """Those of its factors of which it must know which part a rank has; None: all of them."""
+    zigzag: bool = False
+    """Whether it is told which are dealt by zigzag, where some are, by the keyword `zigzag`; `random` ones are."""
     random: bool = False
     wraps: bool = False
     """Whether it runs the ATen call itself, and is given that as `op`."""
@@ -82,9 +90,16 @@ class Implementation:
     efficiency: Efficiency | None = None
     hidden_share: float = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
+    hidden_as: Literal["", "ring"] = ""
+    """Of which a device hides as much as this field of its profile's `overlap` says; all of it where there is none."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"
+
+    @property
+    def told_apart(self) -> frozenset[str]:
+        """Those of its factors of which it must know which part a rank has."""
+        return (self.factors or frozenset()) if self.ordered is None else self.ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,8 @@ class OpRule:
     """The work of the whole backward over that of the forward; None: once for each input that needs a gradient."""
     moved_bytes: MovedBytes = read_and_written
     efficiency: Efficiency = "matmul"
+    only_together: frozenset[str] = frozenset()
+    """Factors that an axis splits only together with another one, as one of `choices` says."""
     choices: tuple[Choice, ...] = ()
     """What a mesh axis may do that the notation cannot say; one of a factor's name takes the place of its own."""
 

@@ -26,13 +26,14 @@ from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
-from autopar.sharding.layout import Layout, P, replicated
+from autopar.sharding.layout import Layout, P, S, Z, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledProgram, Value
+from autopar.strategies.zigzag import dealt
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 
@@ -80,6 +81,8 @@ class _Builder:
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
         self.padded = Padding.of(self.roled).dims
+        self.dealt = dealt(self.roled, space.mesh.sizes, input_layouts)
+        """The dims that are dealt by zigzag where they are split."""
         self.rows: set[Value] = set()
         """Rows of experts."""
         self.uses: dict[Value, list[_Use]] = defaultdict(list)
@@ -118,7 +121,16 @@ class _Builder:
         padded = tuple([self.padded[key] for key in found.inputs])
         only_weights = found.learned and found.weight_only
         infinite = frozenset(place for place, (name, _) in enumerate(found.inputs) if name in self.infinite)
-        menu = menu_of(found.ruled, padded, self.space.mesh, self.space.hardware, only_weights, infinite)
+        dims = self.dealt.inputs(found, self.roled), self.dealt.outputs(found)
+        menu = menu_of(
+            found.ruled,
+            padded,
+            self.space.mesh,
+            self.space.hardware,
+            only_weights,
+            infinite,
+            dims if any(map(any, dims)) else None,
+        )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
         if is_cast(node) and found.inputs[0][0] in self.roled.parameters:
@@ -147,9 +159,17 @@ class _Builder:
             info = self.roled.infos[source.name, position]
             returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
             layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
+            if number < sent:
+                layouts = self._dealt_layouts((source.name, position), info, layouts)
             roles = _roles_by_placement(self.roled.dims[source.name, position])
             decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
+
+    def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """The layouts with Z(d) in place of S(d) of the dims that are dealt."""
+        dims = self.dealt.of(value)
+        found = (Layout(Z(p.dim) if p.is_split and p.dim in dims else p for p in layout) for layout in layouts)
+        return tuple(layout for layout in found if layout.divides(info.shape, self.space.mesh.sizes))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:
         """Connect a tensor with its consumers, through hubs where there are several."""
@@ -259,5 +279,5 @@ def _auxiliary(menu: Menu) -> Menu:
 
 
 def _roles_by_placement(roles: Roles) -> dict[str, str]:
-    named = {f"S({dim})": role for dim, role in enumerate(roles) if role}
+    named = {repr(placed(dim)): role for dim, role in enumerate(roles) if role for placed in (S, Z)}
     return {"I": "replicated", "R": "replicated", "P": "partial", **named}

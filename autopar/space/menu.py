@@ -15,17 +15,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds
+from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds, hidden_share
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
-from autopar.sharding.layout import I, Layout, P, R, S
+from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.sharding.mesh import Mesh, joined_name
-from autopar.sharding.operation import Call, Implementation, OpRule
+from autopar.sharding.operation import ZIGZAG, Call, Implementation, OpRule
 from autopar.sharding.padding import padded_factors
 from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
+
+DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
+"""Of each input, and of each output, the dims that are dealt by zigzag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Strategy:
     """What runs in place of the ATen call."""
     transfers: tuple[Transfer, ...] = ()
     """The collectives that the implementation runs itself."""
+    zigzag: frozenset[str] = frozenset()
+    """The factors that are dealt by zigzag, of those that are split."""
     waits: tuple[float, ...] = ()
     """Seconds of each of them, as far as computing does not hide them."""
     kept: bool = False
@@ -58,6 +63,7 @@ class Strategy:
             factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
             for factor, size in sizes.items()
         }
+        local.update((ZIGZAG + factor, 1) for factor in self.zigzag)
         for size, choice in zip(mesh.sizes, self.choices, strict=True):
             for factor in factors_of(choice)[1:]:
                 local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
@@ -152,19 +158,20 @@ def menu_of(
     hardware: Hardware,
     weight_only: bool = False,
     infinite: frozenset[int] = frozenset(),
+    dealt: DealtDims | None = None,
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
-    multiplied with them.
+    multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     """
     call, op, bound = found.call, found.op, found.bound
     offered = {
         each: _Offer(
             tuple(
-                choice
+                choice if dealt is None else _dealt(choice, dealt)
                 for choice in bound.choices(each.joined if each else frozenset(), weight_only, op.choices)
-                if not _multiplies_zeros(choice, infinite)
+                if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
             ),
             padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
         )
@@ -220,9 +227,24 @@ def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware)
     """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide."""
     seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
     total = sum(seconds)
-    assert strategy.implementation is not None, "only implementations run collectives of their own"
-    hidden = min(strategy.implementation.hidden_share * total, computing)
+    hidden = min(hidden_share(strategy.implementation, hardware) * total, computing)
     return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+
+
+def _dealt(choice: Choice, dims: DealtDims) -> Choice:
+    """The choice with Z(d) in place of S(d) of the dims that are dealt."""
+
+    def placed(placements: Sequence[Placement], of: Sequence[frozenset[int]]) -> tuple[Placement, ...]:
+        each = zip(placements, of, strict=True)
+        return tuple(Z(p.dim) if p.is_split and p.dim in dealt else p for p, dealt in each)
+
+    return replace(choice, inputs=placed(choice.inputs, dims[0]), outputs=placed(choice.outputs, dims[1]))
+
+
+def _zigzag(choices: Sequence[Choice]) -> frozenset[str]:
+    """The factors that some choice deals by zigzag."""
+    dealt = [each for each in choices if any(placement.zigzag for placement in (*each.inputs, *each.outputs))]
+    return frozenset(factor for choice in dealt for factor in choice.factors)
 
 
 def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[str], mesh: Mesh) -> bool:
@@ -230,9 +252,13 @@ def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[st
     for axis, choice in enumerate(choices):
         for factor in choice.factors:
             parts.setdefault(factor, []).append(mesh.sizes[axis])
+    dealt = _zigzag(choices)
     for factor, sizes in parts.items():
         size, whole = bound.sizes[factor], math.prod(sizes)
-        if size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
+        if factor in dealt:
+            if size % (2 * whole):
+                return False
+        elif size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
             return False
     return True
 
@@ -252,6 +278,7 @@ def _strategy(
         layouts(call.inputs, "inputs"),
         layouts(call.outputs, "outputs"),
         implementation,
+        zigzag=_zigzag(choices),
     )
     transfers = own_transfers(strategy, call, bound.sizes, mesh)
     return replace(strategy, transfers=transfers) if transfers else strategy

@@ -144,9 +144,9 @@ class Space:
         `kept` is the table of a parameter that is not gathered again in the backward.
         """
         menus = self.decisions[wire.source].menu, self.decisions[wire.target].menu
-        dims = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
+        dims, dealt = _split_dims(menus[0], wire.source_output, menus[1], wire.target_input)
         tensor = replace(wire.tensor, regather=False) if kept and wire.tensor.regather else wire.tensor
-        return reshard_table(tensor, dims, self.mesh, self.hardware)
+        return reshard_table(tensor, dims, self.mesh, self.hardware, dealt)
 
     def reshard_seconds(self, wire: Wire) -> np.ndarray:
         """Seconds of the reshard for every pair of strategies at the two ends of a wire."""
@@ -187,10 +187,14 @@ class Space:
 
 
 @functools.lru_cache(maxsize=16384)
-def _split_dims(source: Menu, output: int, target: Menu, position: int) -> frozenset[int]:
-    """The dims that some strategy at either end splits; menus are shared by equal calls and hashed by identity."""
+def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The dims that some strategy at either end splits in order, and those that one deals by zigzag.
+
+    Menus are shared by equal calls and hashed by identity.
+    """
     layouts = {s.outputs[output] for s in source.strategies} | {s.inputs[position] for s in target.strategies}
-    return frozenset(p.dim for layout in layouts for p in layout if p.is_split)
+    split = {placement for layout in layouts for placement in layout if placement.is_split}
+    return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
 
 
 def outputs_without_gradient(space: Space) -> frozenset[int]:

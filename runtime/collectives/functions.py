@@ -16,6 +16,7 @@
 
 An axis is named; `use_mesh` says which process group that is, so that one graph serves every rank. A dim that does not
 divide is padded with zeros to equal parts; functions that gather take the dim's true size and cut the padding off.
+Functions of a split dim take `zigzag`, which says that it is dealt so: Z(dim) in place of S(dim).
 Each function is an `autograd.Function` over `torch.ops._c10d_functional`; its backward uses what its forward resolved.
 """
 
@@ -33,6 +34,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.zigzag import parts_of, whole_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -52,14 +54,14 @@ def raw_sum(x: Tensor, axes: Iterable[Axis]) -> Tensor:
     return x
 
 
-def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
-    """The parts of all ranks in a row along `dim`, cut to `size`."""
+def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = False) -> Tensor:
+    """The whole of `dim` of the parts of all ranks, cut to `size`."""
     if axis.size == 1:
         return x
     count("all_gather", axis, x.numel() * x.itemsize * axis.size)
     parts = gathered_rows(x.contiguous(), axis)
-    if dim:
-        parts = torch.cat(parts.chunk(axis.size), dim)
+    if dim or zigzag:
+        parts = whole_of(parts.chunk(axis.size), dim, zigzag)
     return parts.narrow(dim, 0, size) if parts.shape[dim] != size else parts
 
 
@@ -74,50 +76,60 @@ def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(x, axis.size, axis.group, out=whole))
 
 
-def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
     """This rank's part of the sum, split along `dim`."""
     if axis.size == 1:
         return x
     x = padded(x, dim, axis.size)
     count("reduce_scatter", axis, x.numel() * x.itemsize)
-    if dim:
-        x = torch.cat(x.chunk(axis.size, dim))
+    if dim or zigzag:
+        x = torch.cat(list(parts_of(x, dim, axis.size, zigzag)))
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group))
 
 
-def raw_all_to_all(x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int) -> Tensor:
-    """From a split along `source_dim` to one along `target_dim`; `size` is the whole of `source_dim`."""
+def raw_all_to_all(
+    x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int, zigzag: tuple[bool, bool] = (False, False)
+) -> Tensor:
+    """From a split along `source_dim` to one along `target_dim`; `size` is the whole of `source_dim`.
+
+    `zigzag` is of both.
+    """
     if axis.size == 1:
         return x
     if x.is_complex():  # of which gloo knows no all-to-all: pairs of real numbers, along a dim behind the others
         pairs = torch.view_as_real(x.resolve_conj())
-        return torch.view_as_complex(raw_all_to_all(pairs, axis, source_dim, target_dim, size).contiguous())
+        return torch.view_as_complex(raw_all_to_all(pairs, axis, source_dim, target_dim, size, zigzag).contiguous())
     x = padded(x, target_dim, axis.size)
     count("all_to_all", axis, x.numel() * x.itemsize)
-    sent = torch.stack(x.chunk(axis.size, target_dim))
+    sent = torch.stack(list(parts_of(x, target_dim, axis.size, zigzag[1])))
     counts = [1] * axis.size
     got = _c10d.wait_tensor(_c10d.all_to_all_single(sent.contiguous(), counts, counts, axis.group))
-    parts = torch.cat(got.unbind(), source_dim)
+    parts = whole_of(got.unbind(), source_dim, zigzag[0])
     return parts.narrow(source_dim, 0, size) if parts.shape[source_dim] != size else parts
 
 
-def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def local_slice(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:
     """This rank's part of a tensor that is equal everywhere, without communication."""
     if axis.size == 1:
         return x
     x = padded(x, dim, axis.size)
     part = x.shape[dim] // axis.size
+    if zigzag:
+        half = part // 2
+        last = x.shape[dim] - (axis.rank + 1) * half
+        return torch.cat([x.narrow(dim, axis.rank * half, half), x.narrow(dim, last, half)], dim)
     return x.narrow(dim, axis.rank * part, part).contiguous()
 
 
-def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+def scatter_into_zeros(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """This rank's part in its place among zeros."""
     if axis.size == 1:
         return x
     index = torch.arange(x.shape[dim] * axis.size, device=x.device) // x.shape[dim]
     mine = (index == axis.rank).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
     repeated = torch.cat([x] * axis.size, dim)
-    return torch.where(mine, repeated, torch.zeros((), dtype=x.dtype, device=x.device)).narrow(dim, 0, size)
+    placed = torch.where(mine, repeated, torch.zeros((), dtype=x.dtype, device=x.device))
+    return whole_of(placed.chunk(axis.size, dim), dim, True) if zigzag else placed.narrow(dim, 0, size)
 
 
 def on_first(x: Tensor, axis: Axis) -> Tensor:
@@ -165,70 +177,73 @@ class _AllReduceGradient(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, invariant: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, invariant: bool, zigzag: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dim, ctx.invariant = axis, dim, invariant
-        return raw_all_gather(x, axis, dim, size)
+        ctx.axis, ctx.dim, ctx.invariant, ctx.zigzag = axis, dim, invariant, zigzag
+        return raw_all_gather(x, axis, dim, size, zigzag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         back = local_slice if ctx.invariant else raw_reduce_scatter
-        return back(grad, ctx.axis, ctx.dim), None, None, None, None
+        return back(grad, ctx.axis, ctx.dim, ctx.zigzag), None, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, zigzag: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return raw_reduce_scatter(x, axis, dim)
+        ctx.axis, ctx.dim, ctx.size, ctx.zigzag = axis, dim, x.shape[dim], zigzag
+        return raw_reduce_scatter(x, axis, dim, zigzag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return raw_all_gather(grad, ctx.axis, ctx.dim, ctx.size), None, None
+        return raw_all_gather(grad, ctx.axis, ctx.dim, ctx.size, ctx.zigzag), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, replicated: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, replicated: bool, zigzag: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dim, ctx.size, ctx.replicated = axis, dim, x.shape[dim], replicated
-        return local_slice(x, axis, dim)
+        ctx.axis, ctx.dim, ctx.size, ctx.replicated, ctx.zigzag = axis, dim, x.shape[dim], replicated, zigzag
+        return local_slice(x, axis, dim, zigzag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         back = scatter_into_zeros if ctx.replicated else raw_all_gather
-        return back(grad, ctx.axis, ctx.dim, ctx.size), None, None, None
+        return back(grad, ctx.axis, ctx.dim, ctx.size, ctx.zigzag), None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dim = axis, dim
-        return scatter_into_zeros(x, axis, dim, size)
+        ctx.axis, ctx.dim, ctx.zigzag = axis, dim, zigzag
+        return scatter_into_zeros(x, axis, dim, size, zigzag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return local_slice(grad, ctx.axis, ctx.dim), None, None, None
+        return local_slice(grad, ctx.axis, ctx.dim, ctx.zigzag), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, source_dim: int, target_dim: int, size: int, zigzag: tuple[bool, bool]
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.size = axis, (source_dim, target_dim), x.shape[target_dim]
-        return raw_all_to_all(x, axis, source_dim, target_dim, size)
+        ctx.axis, ctx.dims, ctx.size, ctx.zigzag = axis, (source_dim, target_dim), x.shape[target_dim], zigzag
+        return raw_all_to_all(x, axis, source_dim, target_dim, size, zigzag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        source_dim, target_dim = ctx.dims
-        return raw_all_to_all(grad, ctx.axis, target_dim, source_dim, ctx.size), None, None, None, None
+        (source_dim, target_dim), (source, target) = ctx.dims, ctx.zigzag
+        back = raw_all_to_all(grad, ctx.axis, target_dim, source_dim, ctx.size, (target, source))
+        return back, None, None, None, None, None
 
 
 class _OnFirst(torch.autograd.Function):
@@ -254,39 +269,47 @@ def all_reduce_gradient(x: Tensor, axis: str) -> Tensor:
     return _AllReduceGradient.apply(x, axis_of(axis))
 
 
-def all_gather(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+def all_gather(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → R: the whole of `dim`, `size` long; the gradient is reduce-scattered. Moves the whole's bytes twice."""
-    return _AllGather.apply(x, axis_of(axis), dim, size, False)
+    return _AllGather.apply(x, axis_of(axis), dim, size, False, zigzag)
 
 
-def all_gather_invariant(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+def all_gather_invariant(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → I: the whole of `dim`, `size` long; the gradient is sliced. Moves the whole's bytes."""
-    return _AllGather.apply(x, axis_of(axis), dim, size, True)
+    return _AllGather.apply(x, axis_of(axis), dim, size, True, zigzag)
 
 
-def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """P → S(dim): this rank's part of the sum; the gradient is gathered. Moves the whole's bytes twice."""
-    return _ReduceScatter.apply(x, axis_of(axis), dim)
+    return _ReduceScatter.apply(x, axis_of(axis), dim, zigzag)
 
 
-def split(x: Tensor, axis: str, dim: int) -> Tensor:
+def split(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """I → S(dim): this rank's part; the gradient is gathered. Moves the whole's bytes backward."""
-    return _Split.apply(x, axis_of(axis), dim, False)
+    return _Split.apply(x, axis_of(axis), dim, False, zigzag)
 
 
-def split_replicated(x: Tensor, axis: str, dim: int) -> Tensor:
+def split_replicated(x: Tensor, axis: str, dim: int, zigzag: bool = False) -> Tensor:
     """R → S(dim): this rank's part; the gradient stands in its place among zeros. Moves nothing."""
-    return _Split.apply(x, axis_of(axis), dim, True)
+    return _Split.apply(x, axis_of(axis), dim, True, zigzag)
 
 
-def scatter(x: Tensor, axis: str, dim: int, size: int) -> Tensor:
+def scatter(x: Tensor, axis: str, dim: int, size: int, zigzag: bool = False) -> Tensor:
     """S(dim) → P: this rank's part in its place among zeros, `size` long; the gradient is sliced. Moves nothing."""
-    return _Scatter.apply(x, axis_of(axis), dim, size)
+    return _Scatter.apply(x, axis_of(axis), dim, size, zigzag)
 
 
-def all_to_all(x: Tensor, axis: str, source_dim: int, target_dim: int, size: int) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    axis: str,
+    source_dim: int,
+    target_dim: int,
+    size: int,
+    zigzag: bool = False,
+    target_zigzag: bool = False,
+) -> Tensor:
     """S(source_dim) → S(target_dim); `size` is the whole of `source_dim`. Moves the part's bytes twice."""
-    return _AllToAll.apply(x, axis_of(axis), source_dim, target_dim, size)
+    return _AllToAll.apply(x, axis_of(axis), source_dim, target_dim, size, (zigzag, target_zigzag))
 
 
 def keep_on_first(x: Tensor, axis: str) -> Tensor:

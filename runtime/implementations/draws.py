@@ -7,7 +7,7 @@ the inputs, draws the whole result from the default generator as one device woul
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,33 @@ SIZE = "size"
 
 
 @torch.compiler.disable
-def seeded(*args: Any, op: torch._ops.OpOverload, key: int, axes: Axes, sizes: Mapping[str, int], **kwargs: Any) -> Any:
+def seeded(
+    *args: Any,
+    op: torch._ops.OpOverload,
+    key: int,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
+    **kwargs: Any,
+) -> Any:
     """As `op`, whose factors are called a, b, c … after the dims of its result. Moves nothing outside tests.
 
     Under torch.compile it stands between compiled regions.
     """
     if randomness().deterministic:
-        return _of_whole(op, args, kwargs, axes, sizes) if axes else op(*args, **kwargs)
+        return _of_whole(op, args, kwargs, axes, sizes, zigzag) if axes else op(*args, **kwargs)
     split = [axis for factor in sizes for axis in axes_of(axes.get(factor, ()))]
     with _seeded_generator(_device_of(args, kwargs), key, part_of(split)):
         return op(*args, **kwargs)
 
 
 def _of_whole(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes, sizes: Mapping[str, int]
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str],
 ) -> Any:
     """This rank's part of what one device would draw; InputError where factors need not be called after dims."""
     if op.namespace != "aten":
@@ -52,26 +65,30 @@ def _of_whole(
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if position is None else args[position]
     factors = names(len(shape))
-    split = [(dim, sizes[factor], axes_of(axes[factor])) for dim, factor in enumerate(factors) if factor in axes]
+    split = [
+        (dim, sizes[factor], axes_of(axes[factor]), factor in zigzag)
+        for dim, factor in enumerate(factors)
+        if factor in axes
+    ]
 
     def gathered(x: Tensor) -> Tensor:
-        for dim, size, over in split:
+        for dim, size, over, dealt in split:
             place = dim - len(shape) + x.ndim  # inputs are broadcast to the result
             if place >= 0 and x.shape[place] == shape[dim]:
                 for axis in reversed(over):  # one device draws nothing for padding, which only one axis splits
-                    x = all_gather_invariant(x, axis.name, place, min(x.shape[place] * axis.size, size))
+                    x = all_gather_invariant(x, axis.name, place, min(x.shape[place] * axis.size, size), dealt)
         return x
 
     args, kwargs = pytree.tree_map_only(Tensor, gathered, (tuple(args), dict(kwargs)))
     if position is not None:
         whole = list(shape)
-        for dim, size, _ in split:
+        for dim, size, *_ in split:
             whole[dim] = size
         args = (*args[:position], whole, *args[position + 1 :])
     result = op(*args, **kwargs)
-    for dim, _, over in split:
+    for dim, _, over, dealt in split:
         for axis in over:
-            result = split_replicated(result, axis.name, dim)
+            result = split_replicated(result, axis.name, dim, dealt)
     return result
 
 

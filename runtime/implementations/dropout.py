@@ -7,7 +7,7 @@ default generator, exactly as one device would, and takes its part: slower, for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,15 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives.functions import local_slice
-from autopar.runtime.implementations.attention import seen_keys
+from autopar.runtime.implementations.attention.places import Dealing, Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
 
-def dropout(x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
+def dropout(
+    x: Tensor, p: float, train: bool, *, key: int, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
+) -> Tensor:
     """As `aten.dropout.default`; the factors of `sizes` are the dims of `x` in order. Moves nothing."""
-    return _dropped(x, p if train else 0.0, key, axes, sizes)
+    return _dropped(x, p if train else 0.0, key, axes, sizes, zigzag)
 
 
 def attention_with_dropout(
@@ -36,6 +38,7 @@ def attention_with_dropout(
     key: int,
     axes: Axes,
     sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -51,7 +54,8 @@ def attention_with_dropout(
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
     scores = (query.to(wide) * root) @ (keys.to(wide) * root).transpose(-2, -1)
     if is_causal:
-        scores = scores.masked_fill(~seen_keys(*scores.shape[-2:], axes, scores.device), -math.inf)
+        queries = Dealing(axes_of(axes.get("s", ())), "s" in zigzag)
+        scores = scores.masked_fill(~_seen_keys(*scores.shape[-2:], queries, scores.device), -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     # Safe: a query that may look at no key gets zeros.
@@ -61,26 +65,44 @@ def attention_with_dropout(
     if query.ndim > 2:
         whole["h"] = sizes["h"] * sizes.get("r", 1)
     whole |= {"s": sizes["s"], "keys": keys.shape[-2]}
-    probabilities = _dropped(probabilities, dropout_p, key, axes, whole)
+    probabilities = _dropped(probabilities, dropout_p, key, axes, whole, zigzag)
     return (probabilities @ value.to(wide)).to(query.dtype)
 
 
-def _dropped(x: Tensor, p: float, key: int, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
+def _seen_keys(num_queries: int, num_keys: int, queries: Dealing, device: torch.device) -> Tensor:
+    """Which of all keys each of this rank's queries sees, where none sees what comes behind it: [queries, keys]."""
+    size = num_queries * num_parts_of(queries.axes)
+
+    def compute(ranks: Ranks) -> list[Tensor]:
+        pieces = queries.pieces(size, ranks)
+        positions = torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
+        return [torch.arange(num_keys, device=device) <= positions.unsqueeze(-1)]
+
+    (seen,) = on_each_rank(compute, queries.axes, ())
+    return seen
+
+
+def _dropped(x: Tensor, p: float, key: int, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str]) -> Tensor:
     """Zero with probability `p`, else scaled; the factors of `sizes` are the dims in order."""
     if p == 0:
         return x
     split = [axes_of(axes.get(factor, ())) for factor in sizes]
-    kept = _kept_of_whole(x, list(sizes.values()), p, split) if randomness().deterministic else _kept(x, p, key, split)
+    if randomness().deterministic:
+        kept = _kept_of_whole(x, list(sizes.values()), p, split, [factor in zigzag for factor in sizes])
+    else:
+        kept = _kept(x, p, key, split)
     # Multiplied by a mask of zeros and 1 / (1 - p), bit by bit as PyTorch does it.
     return x * (kept.to(x.dtype).div_(1 - p) if p < 1 else kept.to(x.dtype))
 
 
-def _kept_of_whole(x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]]) -> Tensor:
+def _kept_of_whole(
+    x: Tensor, shape: list[int], p: float, split: Sequence[tuple[Axis, ...]], zigzag: Sequence[bool]
+) -> Tensor:
     """This rank's part of what one device would keep of a whole of that shape; of padding nothing is kept."""
     kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     for dim, axes in enumerate(split):
         for axis in axes:
-            kept = local_slice(kept, axis, dim)
+            kept = local_slice(kept, axis, dim, zigzag[dim])
     return kept
 
 

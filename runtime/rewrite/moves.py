@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.moves import Move
@@ -10,8 +11,28 @@ from autopar.runtime.collectives import functions
 from autopar.sharding.mesh import Mesh, joined_name
 
 
-def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The collective that carries out a move of one axis, or of joined ones, with its arguments after the tensor."""
+@dataclass(frozen=True, slots=True)
+class MoveCall:
+    """The collective that carries out a move."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    """After the tensor."""
+    kwargs: dict[str, Any]
+
+
+def move_call(move: Move, shape: Sequence[int], mesh: Mesh) -> MoveCall:
+    """The collective that carries out a move of one axis, or of joined ones."""
+    function, args = _function(move, shape, mesh)
+    source, target = move.source.zigzag, move.target.zigzag
+    if move.source.is_split and move.target.is_split:
+        said = {"zigzag": source, "target_zigzag": target}
+    else:
+        said = {"zigzag": source or target}
+    return MoveCall(function, args, {name: zigzag for name, zigzag in said.items() if zigzag})
+
+
+def _function(move: Move, shape: Sequence[int], mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     axis = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
     after = move.after.local_shape(shape, mesh.sizes)

@@ -27,7 +27,7 @@ from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradie
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
 from autopar.runtime.rewrite.bucketing import Bucket, buckets_of
-from autopar.runtime.rewrite.moves import move_call
+from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement
@@ -179,6 +179,8 @@ class _Rewriter:
             target = _runtime_function(strategy.implementation.function)
             split = strategy.axes_by_factor(self.mesh)
             kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes)}
+            if strategy.zigzag and (strategy.implementation.zigzag or strategy.implementation.random):
+                kwargs["zigzag"] = tuple(sorted(strategy.zigzag))
             if strategy.implementation.random:
                 kwargs["key"] = self.next_key
                 self.next_key += 1
@@ -243,13 +245,13 @@ class _Rewriter:
     def _move(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         if move.num_parts(self.mesh.sizes) == 1:
             return value
-        function, args = move_call(move, tensor.shape, self.mesh)
+        call = move_call(move, tensor.shape, self.mesh)
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
             key = (value, move.axes, move.target)
             if key not in self.slices:
-                self.slices[key] = self._emit_move(function, (value, *args), move.after)
+                self.slices[key] = self._emit_move(call, value, move.after)
             return self.slices[key]
-        return self._emit_move(function, (value, *args), move.after)
+        return self._emit_move(call, value, move.after)
 
     def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
         """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
@@ -280,13 +282,13 @@ class _Rewriter:
         for end, value in zip(bucket.ends, values, strict=True):
             self.by_wire[end] = value
 
-    def _emit_move(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:
-        """A move of a tensor, args[0]."""
-        if args[0] in self.weights:
-            return self._emit_weight(function, args, layout)
-        new = self._emit(function, args, {}, layout)
-        if self.segment is not None:
-            self._mark(new, function in COMMUNICATING)
+    def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout) -> fx.Node:
+        """A move of a tensor."""
+        new = self._emit(call.function, (value, *call.args), call.kwargs, layout)
+        if value in self.weights:
+            self.weights.add(new)
+        elif self.segment is not None:
+            self._mark(new, call.function in COMMUNICATING)
         return new
 
     def _emit_weight(self, function: Callable[..., Any], args: tuple[Any, ...], layout: Layout) -> fx.Node:

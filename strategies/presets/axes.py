@@ -9,6 +9,9 @@ data        all the others
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from autopar.errors import StrategyError
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.roles import RoledProgram
@@ -47,8 +50,8 @@ def need_exactly(strategy: str, mesh: Mesh, count: int, what: str) -> None:
         )
 
 
-def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> None:
-    """Raise StrategyError where no input has a dim of positions, or these do not divide over the axis."""
+def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequence[str]) -> None:
+    """Raise StrategyError where no input has a dim of positions, or these do not divide over the axes."""
     given = {
         name: graph.infos[name, 0] for name in graph.program.inputs if name is not None and (name, 0) in graph.infos
     }
@@ -60,10 +63,11 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) ->
             "itself, as a vision transformer its patches, are not split: embed them outside the model, or use another "
             "preset."
         )
-    if graph.positions % mesh.size(axis):
+    parts = math.prod(map(mesh.size, axes))
+    if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
         raise StrategyError(
-            f"{strategy} splits the positions of a sequence into {mesh.size(axis)} parts over {axis}; found "
+            f"{strategy} splits the positions of a sequence into {parts} parts over {', '.join(axes)}; found "
             f"{graph.positions} positions, if dim 1 of the input {source} is that of positions. Pad the sequences, or "
             "use an axis whose size divides them; where another dim is meant, as that of points in [batch, channels, "
             "points], use another preset."

@@ -1,16 +1,23 @@
-"""Presets that split the positions of every sequence over one axis, and differ in what attention does."""
+"""Presets that split the positions of every sequence, and differ in what attention does."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 from autopar.errors import StrategyError
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
+from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.regions import LOSS, regions_of
 from autopar.strategies.presets.rows import along_rows
-from autopar.strategies.presets.split import Split, data
+from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
+
+HEADS, QUERIES, RING = "column", "sequence", "ring"
+"""What an axis splits in attention: the roles of heads and of queries, or queries and keys together."""
 
 
 def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -26,7 +33,7 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 3·R/d
         all_reduce/d = H/c + 16
     """
-    return _sequence_split("ulysses", program, mesh, "column")
+    return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS})
 
 
 def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -41,48 +48,112 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 3·R/d
         all_reduce/d = H/c + 16
     """
-    return _sequence_split("gather_kv", program, mesh, "sequence")
+    return _split_over("gather_kv", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): QUERIES})
 
 
-def _sequence_split(strategy: str, program: Program, mesh: Mesh, in_attention: str) -> tuple[Annotation, ...]:
+def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split, also in attention, where keys and values travel around the ranks while these compute (Liu et
+    al., "Ring Attention with Blockwise Transformers", 2023).
+
+    Causal attentions of self-attention have their positions dealt by zigzag, so that all ranks compute alike. Over an
+    axis c of positions and an axis d of the batch, keys and values c-1 times forward and backward, and their gradients
+    as often, in float32:
+
+        permute/c = 6·L·K·(c-1)/(c·d)
+        all_gather/c = A/d
+        reduce_scatter/c = A/d
+        all_reduce/d_c = P - H
+        all_reduce/c = 3·R/d
+        all_reduce/d = H/c + 16
+    """
+    return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING})
+
+
+def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split over two axes, of which attention has heads on one and a ring on the other ("USP", Fang and Zhao
+    2024; 2D attention, "LoongTrain", Gu et al. 2024).
+
+    Heads over an axis named "sp" or "ulysses", else the last one; the ring over one named "cp", "context" or "ring",
+    else the last of the others. Over axes c of the ring, u of the heads and d of the batch:
+
+        all_to_all/u = 4·L·(A + K)/(c·d·u)
+        permute/c = 6·L·K·(c-1)/(c·d·u)
+        all_gather/c_u = A/d
+        reduce_scatter/c_u = A/d
+        all_reduce/d_c_u = P - H
+        all_reduce/c_u = 3·R/d
+        all_reduce/d = H/(c·u) + 16
+    """
+    axes.need_axes("usp", mesh, 2, "one for heads and one for the ring")
+    heads = axes.axis_of(mesh, ("sp", "ulysses"))
+    rest = axes.others(mesh, heads)
+    around = next((axis for axis in rest if axis in ("cp", "context", "ring")), rest[-1])
+    return _split_over("usp", program, mesh, {around: RING, heads: HEADS})
+
+
+def context_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split, and in attention what takes the least time: a ring, gathered keys and values, or heads.
+
+    Megatron's context parallelism, with the planner in place of its `cp_comm_type` (Megatron-LM; Dubey et al., "The
+    Llama 3 Herd", 2024). A step moves what `ring`, `gather_kv` or `ulysses` says, or less.
+    """
+    return _split_over("context_parallel", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): ""})
+
+
+def _split_over(strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, str]) -> tuple[Annotation, ...]:
+    """Positions split over some axes, with what each does to attention; "" leaves that to the planner."""
     graph = RoledProgram.of(program)
-    sequence = axes.axis_of(mesh, axes.SEQUENCE)
-    batch = axes.others(mesh, sequence)
+    batch = axes.others(mesh, *ways)
     axes.need_batch(strategy, graph.samples, mesh, batch)
-    axes.need_positions(strategy, graph, mesh, sequence)
+    axes.need_positions(strategy, graph, mesh, tuple(ways))
     attentions = [call for call in graph.learned if call.is_attention]
     if not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
     for call in attentions:
-        _check_attention(strategy, call, in_attention, mesh, sequence)
-    classes = _class_factors(graph, mesh.size(sequence))
+        for axis, way in ways.items():
+            _check_attention(strategy, call, way, mesh, axis)
+    classes = _class_factors(graph, math.prod(map(mesh.size, ways)))
 
-    def wish(call: RoledCall) -> str | None:
-        if call.name in classes:
-            return classes[call.name]
-        return call.factor_of(in_attention if call.is_attention else "sequence")
+    def along(way: str) -> Wish:
+        def wish(call: RoledCall) -> str | None:
+            if call.name in classes:
+                return classes[call.name]
+            return _in_attention(call, way) if call.is_attention else call.factor_of("sequence")
+
+        return wish
 
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
-        split.along(axis, along_rows(graph, wish) if axis == sequence else data)
+        split.along(axis, along_rows(graph, along(ways[axis])) if axis in ways else data)
     return split.annotations()
 
 
-def _check_attention(strategy: str, call: RoledCall, role: str, mesh: Mesh, axis: str) -> None:
-    """Raise StrategyError where a call cannot be split by its heads, or by its queries."""
-    what = "heads" if role == "column" else "queries"
-    factor = call.factor_of(role)
+def _in_attention(call: RoledCall, way: str) -> str | None:
+    """The factor of a call that an axis splits, or factors that it splits together."""
+    if way == RING:
+        return next((choice.name for choice in call.op.choices if TOGETHER in choice.name), None)
+    return call.factor_of(way) if way else FREE
+
+
+def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis: str) -> None:
+    """Raise StrategyError where a call cannot be split by its heads, by its queries, or as a ring."""
+    if not way:
+        return
+    what = {HEADS: "heads", QUERIES: "queries", RING: "queries and keys, as many of both and without dropout,"}[way]
+    others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
+    factor = _in_attention(call, way)
     if factor is None:
         raise StrategyError(
             f"{strategy} splits the {what} of attention over {axis}; {call.name} has none. "
-            f"Use {'ulysses' if role == 'sequence' else 'gather_kv'} or megatron_sequence."
+            f"Use {others} or megatron_sequence."
         )
-    if call.bound.sizes[factor] % mesh.size(axis):
-        raise StrategyError(
-            f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {call.name} has "
-            f"{call.bound.sizes[factor]} of them{' (of keys and values)' if what == 'heads' else ''}. "
-            "Use an axis whose size divides them."
-        )
+    for each in factors_of(factor):
+        if call.bound.sizes[each] % mesh.size(axis):
+            raise StrategyError(
+                f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {call.name} has "
+                f"{call.bound.sizes[each]} of them{' (of keys and values)' if way == HEADS else ''}. "
+                "Use an axis whose size divides them."
+            )
 
 
 def _class_factors(graph: RoledProgram, parts: int) -> dict[str, str]:

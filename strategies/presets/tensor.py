@@ -59,7 +59,7 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """
     tensor = axes.axis_of(mesh, axes.TENSOR)
     graph = RoledProgram.of(program)
-    axes.need_positions("megatron_sequence", graph, mesh, tensor)
+    axes.need_positions("megatron_sequence", graph, mesh, (tensor,))
     return _tensor_split("megatron_sequence", program, mesh, between="sequence").annotations()
 
 

@@ -54,7 +54,7 @@ def mean(argument: str | None = None) -> Callable[[Call], OpRule]:
         text = rule([term(dims, "~")], [term(reduced(call, dims, gone))])
         if not gone:
             return OpRule(text)
-        return OpRule(text, (Implementation("mean:mean", frozenset(dims[i] for i in gone)),))
+        return OpRule(text, (Implementation("mean:mean", frozenset(dims[i] for i in gone), ordered=frozenset()),))
 
     return entry
 

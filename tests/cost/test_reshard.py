@@ -95,8 +95,8 @@ def check_paths(source: Layout, targets: tuple[Layout, ...]) -> None:
             moved: torch.Tensor = given_value
             with use_mesh(mesh):
                 for move in paths.path(source, target).moves:
-                    function, args = move_call(move, SHAPE, MESH)
-                    moved = function(moved, *args)
+                    call = move_call(move, SHAPE, MESH)
+                    moved = call.function(moved, *call.args, **call.kwargs)
             torch.testing.assert_close(gather(local_values(moved), target, False), whole, msg=f"{source} → {target}")
             moved.backward(from_ranks(scatter(grad, target, True)))
             found = gather(local_values(given_value.grad), source, True)

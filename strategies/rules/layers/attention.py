@@ -1,7 +1,8 @@
-"""Scaled dot product attention: batch, heads and queries are free.
+"""Scaled dot product attention: batch, heads and queries are free, and keys where the call runs by blocks.
 
-Query heads share key and value heads in groups of r, "(h r)", or all of them share one. The key sequence is always
-whole; where a causal call's queries are split, each part builds its own mask. Biases and masks are broadcast.
+Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis may split queries, with
+whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there are others than queries. With
+dropout, or a mask that has a gradient, keys are whole. Biases and masks are broadcast.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule
-from autopar.sharding.rule import WHOLE
+from autopar.sharding.layout import R, S
+from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
 
 aten = torch.ops.aten
@@ -23,6 +25,9 @@ FUSED_BACKWARD = 2.5
 """Five products backward for two forward, of which one are the scores again (Dao, "FlashAttention-2", 2023)."""
 WRITTEN_OUT_BACKWARD = 2.0
 """Where probabilities are kept, as with dropout or where a mask has a gradient: two products for each forward."""
+
+WIDE_BYTES = 4
+"""Of a number in float32, in which results and gradients are summed."""
 
 
 def _heads(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -37,30 +42,53 @@ def attention(call: Call) -> OpRule:
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     batch = batch_names(len(query) - 3)
     heads, key_heads = _heads(query, key) if len(query) > 2 else ([], [])
+    dropout = call["dropout_p"] > 0
+    fused = not dropout and (call["attn_mask"] is None or not call["attn_mask"].requires_grad)
+    keys = "t" if fused else WHOLE
     dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])
     terms = [
         term(dims),
-        term(broadcast(key, (*query[:-3], *key[-3:]), [*batch, *key_heads, WHOLE, WHOLE])),
-        term(broadcast(value, (*query[:-3], *value[-3:]), [*batch, *key_heads, WHOLE, WHOLE]), "~"),
+        term(broadcast(key, (*query[:-3], *key[-3:]), [*batch, *key_heads, keys, WHOLE])),
+        term(broadcast(value, (*query[:-3], *value[-3:]), [*batch, *key_heads, keys, WHOLE]), "~"),
     ]
     if call["attn_mask"] is not None:
-        terms.append(term(broadcast(call["attn_mask"].shape, scores, dims)))
+        terms.append(term(broadcast(call["attn_mask"].shape, scores, [*dims[:-1], keys])))
     text = rule(terms, [term(dims)])
-    ways: tuple[Implementation, ...] = ()
-    if call["dropout_p"] > 0:
+    flops = _flops(call, causal=call["is_causal"] and fused)
+    if not fused:
         ways = (Implementation("dropout:attention_with_dropout", factors=None, random=True),)
-    elif call["is_causal"]:
-        split = frozenset({"s"})
-        ways = (Implementation("attention:causal_attention", split, padded=split, flops=_masked_flops),)
-    fused = call["dropout_p"] == 0 and (call["attn_mask"] is None or not call["attn_mask"].requires_grad)
+        return OpRule(text, ways if dropout else (), flops=flops, backward=WRITTEN_OUT_BACKWARD, efficiency="attention")
+    causal, around = call["is_causal"], query[-2] == key[-2]
+    by_blocks = Implementation(
+        "attention.by_blocks:attention",
+        frozenset({"s", "t"}) if causal else frozenset({"t"}),
+        joined=frozenset({"t"}),
+        padded=frozenset({"s"}) if causal else frozenset(),
+        traffic=_traffic,
+        zigzag=True,
+        flops=_flops_by_blocks,
+        saved_bytes=_lse_bytes,
+        hidden_share=1.0 if around else 0.0,
+        hidden_as="ring" if around else "",
+    )
     return OpRule(
         text,
-        ways,
-        flops=_flops(call, causal=call["is_causal"] and fused),
-        backward=FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD,
+        (by_blocks,),
+        flops=flops,
+        backward=FUSED_BACKWARD,
         efficiency="attention",
+        only_together=frozenset({"t"}) if around else frozenset(),
+        choices=(_ring(call),) if around else (),
     )
+
+
+def _ring(call: Call) -> Choice:
+    """Queries and keys divided alike: keys and values travel. A mask has a rank's queries and all keys."""
+    mask = call["attn_mask"]
+    masked = () if mask is None else (S(len(mask.shape) - 2) if mask.shape[-2] > 1 else R,)
+    queries, keys = (S(len(call[name].shape) - 2) for name in ("query", "key"))
+    return Choice(f"s{TOGETHER}t", (queries, keys, keys, *masked), (queries,))
 
 
 def _flops(call: Call, causal: bool) -> int:
@@ -76,12 +104,51 @@ def _flops(call: Call, causal: bool) -> int:
     return math.prod(query[:-2]) * twice_seen * (query[-1] + value[-1])
 
 
-def _masked_flops(call: Call, sizes: LocalSizes) -> int:
-    """Of a device's queries and all keys: a mask leaves nothing out."""
+def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
+    """Of the busiest device: where causal positions are split in order, the last one sees nearly all keys."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    free = (*batch_names(len(query) - 3), "h", "r", "s")
-    scores = math.prod(sizes[name] for name in free if name in sizes) * key[-2]
-    return 2 * scores * (query[-1] + value[-1])
+    queries, keys = sizes["s"], sizes["t"]
+    if not call["is_causal"]:
+        twice_seen = 2 * queries * (key[-2] if TOGETHER + "t" in sizes else keys)
+    elif ZIGZAG + "s" in sizes:
+        twice_seen = queries * (key[-2] + 1)
+    else:
+        twice_seen = queries * (2 * key[-2] + 1 - queries)
+    heads = math.prod(sizes[name] for name in (*batch_names(len(query) - 3), "h", "r") if name in sizes)
+    return heads * twice_seen * (query[-1] + value[-1])
+
+
+def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged."""
+    value, heads = call["value"], _key_heads(call, sizes)
+    keys = heads * sizes["t"] * (call["key"].shape[-1] + value.shape[-1])
+    hops = sizes.get(TOGETHER + "t", 1) - 1
+    wide = max(WIDE_BYTES, value.dtype.itemsize)
+    around = TOGETHER + "t"
+    rows = _query_rows(call, sizes)
+    merged = [Collective("all_reduce", "t", rows * wide * each) for each in (1, 1, value.shape[-1])]
+    if not hops:
+        return tuple(merged)
+    travelling = [
+        Collective("permute", around, keys * value.dtype.itemsize),
+        Collective("permute", around, keys * value.dtype.itemsize, backward=True),
+        Collective("permute", around, keys * wide, backward=True),
+    ]
+    return tuple(each for each in travelling for _ in range(hops))
+
+
+def _lse_bytes(call: Call, sizes: LocalSizes) -> int:
+    return _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
+
+
+def _query_rows(call: Call, sizes: LocalSizes) -> int:
+    names = (*batch_names(len(call["query"].shape) - 3), "h", "r", "s")
+    return math.prod(sizes[name] for name in names if name in sizes)
+
+
+def _key_heads(call: Call, sizes: LocalSizes) -> int:
+    names = (*batch_names(len(call["query"].shape) - 3), "h")
+    return math.prod(sizes[name] for name in names if name in sizes)
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

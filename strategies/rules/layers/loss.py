@@ -43,8 +43,9 @@ def cross_entropy(call: Call) -> Answer:
     dims = ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)]
     kept = [name for name in dims if name != "v"]
     joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
+    classes = frozenset({"v"})
     vocabulary_parallel = Implementation(
-        "loss:cross_entropy", joined, joined=joined, padded=frozenset({"v"}), traffic=cross_entropy_traffic
+        "loss:cross_entropy", joined, joined=joined, padded=classes, traffic=cross_entropy_traffic, ordered=classes
     )
     return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
 
@@ -64,7 +65,11 @@ def _of_probabilities(call: Call) -> OpRule:
 
 def _means(function: str, free: list[str], call: Call) -> tuple[Implementation, ...]:
     """The implementation of a mean over the samples named `free`, each of which counts as one."""
-    return (Implementation(f"mean:{function}", frozenset(free)),) if call["reduction"] == MEAN and free else ()
+    return (
+        (Implementation(f"mean:{function}", frozenset(free), ordered=frozenset()),)
+        if call["reduction"] == MEAN and free
+        else ()
+    )
 
 
 def with_probabilities(inputs: int, outputs: int) -> int:

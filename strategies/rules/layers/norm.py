@@ -57,7 +57,9 @@ def batch_norm(call: Call) -> OpRule:
     text = rule([term(dims), *affine(call, [channel]), *statistics], [term(dims)])
     if not by_batch:
         return OpRule(text)
-    implementation = Implementation("normalization:batch_norm", frozenset({"n"}), traffic=batch_norm_traffic)
+    implementation = Implementation(
+        "normalization:batch_norm", frozenset({"n"}), traffic=batch_norm_traffic, ordered=frozenset()
+    )
     return OpRule(text, (implementation,))
 
 

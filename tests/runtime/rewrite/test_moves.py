@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cost.moves import Move
 from autopar.runtime.collectives import functions
-from autopar.runtime.rewrite.moves import move_call
+from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 
@@ -28,4 +28,4 @@ def test_a_move_is_carried_out_over_its_axes(
     axes: tuple[int, ...], before: str, after: str, function: Any, arguments: tuple[Any, ...]
 ) -> None:
     move = Move(axes, Layout.parse(before), Layout.parse(after))
-    assert move_call(move, (256, 32), MESH) == (function, arguments)
+    assert move_call(move, (256, 32), MESH) == MoveCall(function, arguments, {})

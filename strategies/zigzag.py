@@ -1,0 +1,128 @@
+"""Which dims of a program are dealt by zigzag: those of positions whose later ones do more work, and what shares them.
+
+A causal attention computes for a late query more keys than for an early one. Its positions run through the program
+along the factors of the rules, and a factor that a rule lets be split is independent of the order of its parts. So all
+dims that positions run through are dealt alike, from where they are made up to where they are summed, or an operation
+needs them whole, and in order; and results are what they would be in order.
+
+They stay in order where one of them is a class, or anything else whose parts an implementation must tell apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.program.operators.experts import COMBINE, DISPATCH
+from autopar.sharding.layout import Layout
+from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram, Value
+
+Dim = tuple[Value, int]
+"""A dim of a tensor."""
+QUERIES = "s"
+_ROUTE = 3
+"""The output of a dispatch that has tokens; the others are rows of experts, which have no order of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """What is dealt by zigzag."""
+
+    dims: Mapping[Value, frozenset[int]]
+
+    def of(self, value: Value) -> frozenset[int]:
+        """The dims of a tensor."""
+        return self.dims.get(value, frozenset())
+
+    def inputs(self, call: RoledCall, graph: RoledProgram) -> tuple[frozenset[int], ...]:
+        """The dims of a call's inputs; a weight is dealt for a call where its other tensors are."""
+        factors = {name for name, value, dim in _splits(call) if dim in self.of(value)}
+        of_weights: dict[Value, set[int]] = defaultdict(set)
+        for name, value, dim in _splits(call):
+            if name in factors and graph.is_weight(value):
+                of_weights[value].add(dim)
+        return tuple(self.of(value) | of_weights.get(value, set()) for value in call.inputs)
+
+    def outputs(self, call: RoledCall) -> tuple[frozenset[int], ...]:
+        """The dims of a call's outputs."""
+        return tuple(map(self.of, _outputs(call)))
+
+
+def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layout]) -> Dealt:
+    """What is dealt on a mesh of these axis sizes; `received` are the layouts of what comes from an earlier stage."""
+    rows = _rows_of_experts(graph)
+    together: dict[Dim, Dim] = {}
+
+    def root(dim: Dim) -> Dim:
+        path = []
+        while (above := together.get(dim, dim)) != dim:
+            path.append(dim)
+            dim = above
+        together.update(dict.fromkeys(path, dim))
+        return dim
+
+    wanted: list[Dim] = [
+        ((name, 0), placement.dim) for name, layout in received.items() for placement in layout if placement.zigzag
+    ]
+    told_apart: list[Dim] = []
+    for call in graph.calls.values():
+        if call.weight_only:
+            continue
+        ordered = _ordered(call)
+        found: dict[str, list[Dim]] = defaultdict(list)
+        for name, value, dim in _splits(call):
+            if value not in rows and not graph.is_weight(value):
+                found[name].append((value, dim))
+        for name, dims in found.items():
+            for other in dims[1:]:
+                together[root(other)] = root(dims[0])
+            if name in ordered:
+                told_apart += dims[:1]
+        if call.call.target in ATTENTION and call.call["is_causal"]:
+            wanted += found[QUERIES][:1]
+    refused = {root(dim) for dim in told_apart}
+    pieces = 2 * max(sizes, default=1)
+    size_of = {root(dim): graph.infos[dim[0]].shape[dim[1]] for dim in wanted}
+    kept = {each for each, size in size_of.items() if size % pieces == 0} - refused
+    dims: dict[Value, set[int]] = defaultdict(set)
+    for dim in {*together, *kept}:
+        if root(dim) in kept:
+            dims[dim[0]].add(dim[1])
+    return Dealt({value: frozenset(found) for value, found in dims.items()})
+
+
+def _ordered(call: RoledCall) -> frozenset[str]:
+    """The factors whose parts some implementation must tell apart, and is not told how they are dealt."""
+    return frozenset().union(*(each.told_apart for each in call.op.implementations if not each.zigzag))
+
+
+def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
+    """Every choice of a call by name, with a tensor that it splits, and the dim."""
+    splittable, outputs = call.bound.splittable, _outputs(call)
+    for value, term in (*zip(call.inputs, call.in_terms, strict=True), *zip(outputs, call.out_terms, strict=True)):
+        for factor in splittable:
+            dim = term.dim_of(factor)
+            if dim is not None:
+                yield factor, value, dim
+    for choice in call.op.choices:
+        placed = (*zip(call.inputs, choice.inputs, strict=True), *zip(outputs, choice.outputs, strict=True))
+        for value, placement in placed:
+            if placement.is_split:
+                yield choice.name, value, placement.dim
+
+
+def _outputs(call: RoledCall) -> list[Value]:
+    return [(call.name, position) for position in range(len(call.call.outputs))]
+
+
+def _rows_of_experts(graph: RoledProgram) -> frozenset[Value]:
+    """Rows of experts, what says where they are, and what is made of them."""
+    rows: set[Value] = set()
+    for call in graph.calls.values():
+        outputs = set(_outputs(call))
+        if call.call.target is DISPATCH:
+            rows |= outputs - {(call.name, _ROUTE)}
+        elif call.call.target is not COMBINE and not rows.isdisjoint(call.inputs):
+            rows |= outputs
+    return frozenset(rows)
