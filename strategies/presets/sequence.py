@@ -78,10 +78,13 @@ def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_to_all/u = 4·L·(A + K)/(c·d·u)
         permute/c = 6·L·K·(c-1)/(c·d·u)
-        all_gather/c_u = A/d
-        reduce_scatter/c_u = A/d
+        all_gather/c = A/d
+        all_gather/u = A/(c·d)
+        reduce_scatter/c = A/d
+        reduce_scatter/u = A/(c·d)
         all_reduce/d_c_u = P - H
-        all_reduce/c_u = 3·R/d
+        all_reduce/c = 3·R/d
+        all_reduce/u = 3·R/d
         all_reduce/d = H/(c·u) + 16
     """
     axes.need_axes("usp", mesh, 2, "one for heads and one for the ring")

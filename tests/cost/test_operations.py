@@ -26,8 +26,8 @@ from autopar.hardware.profile import Hardware, Link
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call, OpRule, is_contraction, is_view
-from autopar.sharding.rule import Rule
+from autopar.sharding.operation import ZIGZAG, Call, OpRule, is_contraction, is_view
+from autopar.sharding.rule import TOGETHER, Rule
 from autopar.strategies import rule_of
 from tests.support.eager import calls
 from tests.support.planned import call_menu
@@ -210,16 +210,21 @@ def test_a_causal_call_computes_what_its_queries_see(queries: int, keys: int) ->
     assert op is not None and op.flops == 2 * 2 * 4 * queries * keys * (16 + 8), "dropout computes all of them"
 
 
-def test_where_queries_are_split_a_mask_hides_what_is_computed() -> None:
-    op = rule_of(attention(8, 8, is_causal=True))
-    assert op is not None
-    (by_queries,) = op.implementations
-    assert by_queries.flops is not None
+def test_the_busiest_device_has_the_last_queries_in_order_and_an_equal_share_by_zigzag() -> None:
     call = attention(8, 8, is_causal=True)
+    op = rule_of(call)
+    assert op is not None
+    (by_blocks,) = op.implementations
+    assert by_blocks.flops is not None
     bound = Rule.parse(op.rule).bind([each.shape for each in call.inputs], [each.shape for each in call.outputs])
-    sizes = {**bound.sizes, "s": 4}
-    assert by_queries.flops(call, sizes) == 2 * 2 * 4 * 4 * 8 * (16 + 8)
-    assert by_queries.flops(call, {**sizes, "h": 1}) == 2 * 2 * 1 * 4 * 8 * (16 + 8)
+    sizes = {**bound.sizes, "s": 2}
+    seen = [sum(key <= query for key in range(8)) for query in range(8)]
+    features = 2 * 4 * 2 * (16 + 8)
+    assert by_blocks.flops(call, sizes) == sum(seen[6:]) * features
+    assert by_blocks.flops(call, {**sizes, "h": 1}) == sum(seen[6:]) * features // 4
+    assert by_blocks.flops(call, {**sizes, ZIGZAG + "s": 1}) == sum(seen) // 4 * features
+    full = attention(8, 8)
+    assert by_blocks.flops(full, {**sizes, "t": 2, TOGETHER + "t": 4}) == 2 * 8 * features
 
 
 def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:

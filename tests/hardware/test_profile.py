@@ -84,7 +84,7 @@ def test_numbers_are_read_with_their_units() -> None:
     assert all([str(protocol) for protocol in link.protocols] == names for link in h100.links)
     assert h100.links[0].protocol("ring", "LL") == Protocol("LL", "ring", 6.6e-6, 6e-7, 0.195)
     assert h100.links[0].protocol("ring", "LL64") is None
-    assert h100.overlap == Overlap(0.5, 0.5)
+    assert h100.overlap == Overlap(0.5, 0.5, ring=1.0)
 
 
 def test_the_ranks_of_a_host_hide_nothing() -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import autopar.sharding.layout
 from autopar.errors import LayoutError
-from autopar.sharding.layout import I, Layout, P, Placement, R, S, parse_placement, replicated
+from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z, parse_placement, replicated
 
-placements = st.one_of(st.sampled_from([I, R, P]), st.integers(0, 4).map(S))
+placements = st.one_of(st.sampled_from([I, R, P]), st.integers(0, 4).map(S), st.integers(0, 4).map(Z))
 layouts = st.lists(placements, max_size=4).map(Layout)
 
 
-@pytest.mark.parametrize("placement", [I, R, P, S(0), S(12)])
+@pytest.mark.parametrize("placement", [I, R, P, S(0), S(12), Z(0), Z(12)])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copied_placement_is_the_same_object(placement: Placement, copied: Any) -> None:
     assert copied(placement) is placement
@@ -61,13 +61,14 @@ def test_a_layout_prints_its_placements() -> None:
 def test_a_text_that_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_placement(text)
-    assert str(caught.value) == f"{text!r} is no placement; a placement is S(dim), I, R or P."
+    assert str(caught.value) == f"{text!r} is no placement; a placement is S(dim), Z(dim), I, R or P."
 
 
-def test_a_negative_dim_is_refused() -> None:
+@pytest.mark.parametrize("placed", [S, Z])
+def test_a_negative_dim_is_refused(placed: Any) -> None:
     with pytest.raises(LayoutError) as caught:
-        S(-1)
-    assert str(caught.value) == "S(-1): the dim of a split counts from 0."
+        placed(-1)
+    assert str(caught.value) == f"{placed.__name__}(-1): the dim of a split counts from 0."
 
 
 def test_the_gradient_of_a_replicated_value_is_partial_and_the_other_way_round() -> None:

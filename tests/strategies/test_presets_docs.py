@@ -22,6 +22,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "megatron_sequence": (2,),
     "ulysses": (2,),
     "gather_kv": (2,),
+    "ring": (2,),
+    "usp": (2, 2),
     "fsdp_megatron": (2, 2),
     "tensor_2d": (2, 2),
     "tensor_2_5d": (2, 2, 2),
@@ -39,14 +41,18 @@ DRAWN = (
 
 
 def held(layout: str, sizes: tuple[int, ...], place: tuple[int, ...], ndim: int) -> str:
-    """Which part of each dim a device holds: a letter, or "*" for all of it."""
-    part, parts = [0] * ndim, [1] * ndim
+    """Which part of each dim a device holds: a letter, two of what is dealt by zigzag, or "*" for all of it."""
+    part, parts, dealt = [0] * ndim, [1] * ndim, [False] * ndim
     for placement, size, position in zip(layout.split(), sizes, place, strict=True):
-        if placement.startswith("S("):
+        if placement.startswith(("S(", "Z(")):
             dim = int(placement[2:-1])
-            part[dim], parts[dim] = part[dim] * size + position, parts[dim] * size
-    letters = ("*" if count == 1 else string.ascii_lowercase[number] for number, count in zip(part, parts, strict=True))
-    return f"`{' '.join(letters)}`"
+            part[dim], parts[dim], dealt[dim] = part[dim] * size + position, parts[dim] * size, placement[0] == "Z"
+    letters = string.ascii_lowercase
+    held = (
+        "*" if count == 1 else letters[number] + (letters[2 * count - 1 - number] if zigzag else "")
+        for number, count, zigzag in zip(part, parts, dealt, strict=True)
+    )
+    return f"`{' '.join(held)}`"
 
 
 def picture(plan: Plan) -> str:

@@ -20,6 +20,7 @@ WORLDS: tuple[World, ...] = ((2,), (4,), (2, 2))
 CUBE: World = (2, 2, 2)
 
 ANYWHERE = ("fully_replicated", "data_parallel", "zero1", "zero2", "zero3", "megatron")
+OF_POSITIONS = ("megatron_sequence", "gather_kv", "ring", "context_parallel")
 ON_TWO_AXES = ("hsdp", "fsdp_megatron", "tensor_2d")
 ON_THREE_AXES = ("tensor_2_5d", "tensor_3d")
 
@@ -30,6 +31,8 @@ FAST: tuple[tuple[str, str, World], ...] = (
     ("megatron_sequence", "gpt2", (2,)),
     ("ulysses", "gpt2", (2,)),
     ("gather_kv", "gpt2", (2,)),
+    ("ring", "llama", (4,)),
+    ("usp", "gpt2", (2, 2)),
     ("tensor_2d", "gpt2", (2, 2)),
 )
 
@@ -40,14 +43,15 @@ def matrix() -> Iterator[tuple[str, str, World]]:
         for world in WORLDS:
             yield from ((strategy, family, world) for strategy in ANYWHERE)
             if family != "vit":
-                yield "megatron_sequence", family, world
-                yield "gather_kv", family, world
+                yield from ((strategy, family, world) for strategy in OF_POSITIONS)
             if family == "gpt2" or (family == "llama" and world != (4,)):
                 yield "ulysses", family, world
         yield from ((strategy, family, (2, 2)) for strategy in ON_TWO_AXES)
+        if family != "vit":
+            yield "usp", family, (2, 2)
         yield from ((strategy, family, CUBE) for strategy in ON_THREE_AXES)
     for world in WORLDS:
-        yield "gather_kv", "bert", world
+        yield from ((strategy, "bert", world) for strategy in ("gather_kv", "ring"))
 
 
 def named(cases: Iterator[tuple[str, str, World]] | tuple[tuple[str, str, World], ...]) -> list[Any]:

@@ -40,6 +40,8 @@ LETTERS: Mapping[str, str] = {
     "fsdp_megatron": "dt",
     "ulysses": "dc",
     "gather_kv": "dc",
+    "ring": "dc",
+    "usp": "dcu",
     "tensor_2d": "rc",
     "tensor_2_5d": "zrc",
     "tensor_3d": "sio",
@@ -66,6 +68,9 @@ CASES = [
     ("ulysses", (4,)),
     ("ulysses", (2, 2)),
     ("gather_kv", (2, 2)),
+    ("ring", (4,)),
+    ("ring", (2, 2)),
+    ("usp", (2, 2, 2)),
     ("tensor_2d", (4, 2)),
     ("tensor_2_5d", (4, 2, 2)),
     ("tensor_3d", (2, 2, 2)),
@@ -181,5 +186,5 @@ def test_what_is_made_of_a_parameter_alone_is_summed_as_the_parameter(shape: tup
 
 def test_every_preset_has_formulas_except_those_that_say_so() -> None:
     with_formulas = {name for name, preset in PRESETS.items() if LINE.search(preset.__doc__ or "")}
-    assert set(PRESETS) - with_formulas == {"fully_replicated", "zero1"}
+    assert set(PRESETS) - with_formulas == {"fully_replicated", "zero1", "context_parallel"}
     assert {name for name in with_formulas if not name.startswith("expert_")} < {strategy for strategy, _ in CASES}

@@ -242,9 +242,12 @@ def test_a_rule_made_from_arguments(text: str, target: Any, args: tuple[Any, ...
 def test_query_heads_share_key_heads_and_queries_may_be_split() -> None:
     query, key = x(2, 8, 5, 4), x(2, 4, 5, 4)
     causal = rule_text(aten.scaled_dot_product_attention.default, query, key, key, is_causal=True, enable_gqa=True)
-    assert causal == "a0 (h r) s _, a0 h _ _, ~a0 h _ _ -> a0 (h r) s _"
-    full = rule_text(aten.scaled_dot_product_attention.default, query, query, query, x(1, 8, 1, 5))
-    assert full == "a0 h s _, a0 h _ _, ~a0 h _ _, 1 h 1 _ -> a0 h s _"
+    assert causal == "a0 (h r) s _, a0 h t _, ~a0 h t _ -> a0 (h r) s _"
+    mask = x(1, 8, 1, 5)
+    learned = rule_text(aten.scaled_dot_product_attention.default, query, query, query, mask)
+    assert learned == "a0 h s _, a0 h _ _, ~a0 h _ _, 1 h 1 _ -> a0 h s _"
+    given = rule_text(aten.scaled_dot_product_attention.default, query, query, query, mask.detach())
+    assert given == "a0 h s _, a0 h t _, ~a0 h t _, 1 h 1 t -> a0 h s _"
 
 
 def test_attention_has_the_flops_of_its_two_products() -> None:
@@ -285,7 +288,7 @@ def test_all_queries_may_share_one_head_of_keys() -> None:
     query, key = x(2, 8, 5, 4), x(2, 1, 5, 4)
     for grouped in (True, False):
         found = rule_text(aten.scaled_dot_product_attention.default, query, key, key, enable_gqa=grouped)
-        assert found == "a0 h s _, a0 1 _ _, ~a0 1 _ _ -> a0 h s _"
+        assert found == "a0 h s _, a0 1 t _, ~a0 1 t _ -> a0 h s _"
 
 
 def test_probabilities_are_split_by_samples_and_linear_unless_they_are_smoothed() -> None:
