@@ -150,7 +150,9 @@ def _storages(plan: Plan) -> dict[str, str]:
 
 def _storage(layout: str, axes: Sequence[str]) -> str:
     """A layout as people say it: "S(0) on dp" (one axis a line), "whole"."""
-    split = [f"{part} on {axis}" for part, axis in zip(layout.split(), axes, strict=True) if part.startswith(("S", "Z"))]
+    split = [
+        f"{part} on {axis}" for part, axis in zip(layout.split(), axes, strict=True) if part.startswith(("S", "Z"))
+    ]
     return ",\n".join(split) or "whole"
 
 

@@ -17,20 +17,21 @@ from autopar.cost.reshard import ReshardPath, reshard_table
 from autopar.hardware.load import load
 from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.rewrite.moves import move_call
-from autopar.sharding.layout import I, Layout, P, Placement, R, S
+from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.sharding.mesh import Mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 MESH = Mesh({"dp": 2, "tp": 2})
 SHAPE = (4, 8)
 HARDWARE = load("cpu")
-PLACEMENTS = (I, R, P, S(0), S(1))
+PLACEMENTS = (I, R, P, S(0), S(1), Z(1))
 LAYOUTS = tuple(Layout(pair) for pair in itertools.product(PLACEMENTS, repeat=2))
-KEPT = tuple(Layout(pair) for pair in itertools.product((I, R, S(0), S(1)), repeat=2))
+KEPT = tuple(Layout(pair) for pair in itertools.product((I, R, S(0), S(1), Z(1)), repeat=2))
 
 
 def table(requires_grad: bool = True):
-    return reshard_table(MovedTensor(SHAPE, torch.float32, requires_grad), frozenset((0, 1)), MESH, HARDWARE)
+    tensor = MovedTensor(SHAPE, torch.float32, requires_grad)
+    return reshard_table(tensor, frozenset((0, 1)), MESH, HARDWARE, dealt=frozenset((1,)))
 
 
 def coordinates(rank: int) -> tuple[int, int]:
@@ -44,7 +45,10 @@ def scatter(whole: torch.Tensor, layout: Layout, gradient: bool) -> list[torch.T
         placement: Placement = layout[axis].transposed if gradient else layout[axis]
         found: list[torch.Tensor] = []
         for part in parts:
-            if placement.is_split:
+            if placement.zigzag:
+                first, second, third, last = part.chunk(4, placement.dim)
+                found += [torch.cat([first, last], placement.dim), torch.cat([second, third], placement.dim)]
+            elif placement.is_split:
                 found += part.chunk(2, placement.dim)
             elif placement is P:
                 noise = torch.randn_like(part)
@@ -61,6 +65,9 @@ def gather(parts: list[torch.Tensor], layout: Layout, gradient: bool) -> torch.T
 
     def joined(pieces: list[torch.Tensor], axis: int) -> torch.Tensor:
         placement = layout[axis].transposed if gradient else layout[axis]
+        if placement.zigzag:
+            first, last, second, third = (each for piece in pieces for each in piece.chunk(2, placement.dim))
+            return torch.cat([first, second, third, last], placement.dim)
         if placement.is_split:
             return torch.cat(pieces, placement.dim)
         if placement is P:

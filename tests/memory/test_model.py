@@ -35,7 +35,9 @@ def whole(space: Space) -> tuple[int, ...]:
     found = []
     for decision in space.decisions:
         names = [set(s.choices) | {str(p) for layout in s.outputs for p in layout} for s in decision.menu.strategies]
-        found.append(next(i for i, name in enumerate(names) if not any(each.startswith(("S", "Z", "P")) for each in name)))
+        found.append(
+            next(i for i, name in enumerate(names) if not any(each.startswith(("S", "Z", "P")) for each in name))
+        )
     return tuple(found)
 
 

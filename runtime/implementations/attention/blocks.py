@@ -138,9 +138,11 @@ class Gradients:
         """The part of some blocks more."""
         for each in pairs:
             mine, theirs = slice(*each.queries), slice(*each.keys)
-            given = (x[:, :, mine] for x in (grad, q))
-            kept = (x[:, :, mine] for x in (out, lse))
-            dq, dk, dv = attend_backward(*given, *_keys(each, k, v), *kept, _block(each, block))
+            rows = [x[:, :, mine] for x in (grad, q, out)]
+            lse_of_rows = lse[:, :, mine].contiguous()  # kernels of a GPU read it as if it were
+            dq, dk, dv = attend_backward(
+                rows[0], rows[1], *_keys(each, k, v), rows[2], lse_of_rows, _block(each, block)
+            )
             self.q_BHSD[:, :, mine] += dq
             self.k_BGTD[:, :, theirs] += dk
             self.v_BGTD[:, :, theirs] += dv
