@@ -50,15 +50,40 @@ class Pair:
     queries: Range
     keys: Range
     columns: Range
-    """The places of the keys in a mask."""
+    """The places of the keys in a mask, where there is one."""
     causal: bool = False
 
 
 def pairs_of(
     queries: Sequence[Piece], keys: Sequence[Piece], columns: Sequence[Piece], causal: bool
 ) -> tuple[Pair, ...]:
-    """The blocks of some pieces, of which none is empty; `columns` are the positions of a mask's keys."""
-    return tuple(pair for q in queries for k in keys for pair in _pairs(q, k, _around(k, columns), causal))
+    """The blocks of some pieces, of which none is empty; `columns` are the positions of a mask's keys.
+
+    Causal calls have no mask; where queries and keys are the same positions, in order, all of them are one block.
+    """
+    if causal and tuple(queries) == tuple(keys):
+        whole = 0, sum(piece.size for piece in queries)
+        return (Pair(whole, whole, whole, causal=True),)
+    found = [pair for q in queries for k in keys for pair in _pairs(q, k, _around(k, columns), causal)]
+    return tuple(_joined(found)) if causal else tuple(found)
+
+
+def _joined(pairs: Sequence[Pair]) -> list[Pair]:
+    """Blocks of causal calls that lie beside each other as one: fewer, larger calls of a kernel."""
+    found: list[Pair] = []
+    for pair in pairs:
+        for place, other in enumerate(found):
+            if pair.causal or other.causal:
+                continue
+            if pair.queries == other.queries and other.keys[1] == pair.keys[0]:
+                found[place] = replace(other, keys=(other.keys[0], pair.keys[1]))
+                break
+            if pair.keys == other.keys and other.queries[1] == pair.queries[0]:
+                found[place] = replace(other, queries=(other.queries[0], pair.queries[1]))
+                break
+        else:
+            found.append(pair)
+    return found
 
 
 def _around(piece: Piece, pieces: Sequence[Piece]) -> Piece:
