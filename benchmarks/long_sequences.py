@@ -291,7 +291,7 @@ def _llama(positions: int, layers: int, num_ranks: int, options: Mapping[str, An
         dist.all_gather_object(ranks, (seconds, peak))
         seconds, peak = (max(each) for each in zip(*ranks, strict=True))
         loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-    return float(loss), seconds, int(peak), predicted
+    return float(loss.detach()), seconds, int(peak), predicted
 
 
 def _facts() -> str:

@@ -82,6 +82,8 @@ class _Pins:
     def annotate(self, annotation: Annotation, found: Found) -> None:
         """Everything an annotation says about what it matches."""
         for axis, said in annotation.axes:
+            if self.space.mesh.size(axis) == 1:
+                continue  # an axis of one device splits nothing, whatever is said
             if isinstance(said, str) and said.startswith(FACTOR):
                 self._factor(annotation, found, axis, said.removeprefix(FACTOR))
             elif isinstance(said, str):
@@ -150,7 +152,7 @@ class _Pins:
 
     def _storage(self, annotation: Annotation, found: Found) -> None:
         """Parameters too small for the axes stay free, unless none of those matched can be split."""
-        axes = [self.space.mesh.index(axis) for axis in annotation.storage]
+        axes = [self.space.mesh.index(axis) for axis in annotation.storage if self.space.mesh.size(axis) > 1]
         masks = {
             number: _mask(self._decision(number), lambda strategy: all(strategy.outputs[0][a].is_split for a in axes))
             for number in found.parameters
@@ -181,7 +183,7 @@ class _Pins:
         text = f"constrain({call.inputs[0]}, {said}) in {module_of(decision.node) or 'the model'}"
         for axis in dims:
             _check_axis(axis, text, self.space)
-        indices = {self.space.mesh.index(axis): dim for axis, dim in dims.items()}
+        indices = {self.space.mesh.index(axis): dim for axis, dim in dims.items() if self.space.mesh.size(axis) > 1}
         mask = _mask(decision, lambda s: all(_gives(s, decision, axis, dim) for axis, dim in indices.items()))
         if not mask.any():
             raise AnnotationError(f"{text}: {refusals.why_no_layout(self.space, decision, dims)}")
@@ -193,7 +195,9 @@ class _Pins:
             placeholder = self.space.program.parameters.get(name)
             if placeholder is not None:
                 number = self.space.index[placeholder]
-                mask = _mask(self._decision(number), lambda strategy, wanted=layout: strategy.outputs[0] == wanted)
+                sizes = self.space.mesh.sizes
+                whole = Layout(I if size == 1 else placement for size, placement in zip(sizes, layout, strict=True))
+                mask = _mask(self._decision(number), lambda strategy, wanted=whole: strategy.outputs[0] == wanted)
                 assert mask.any(), f"{name} is stored as {layout}, which its menu lacks"
                 self.masks[number] = mask
 

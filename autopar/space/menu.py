@@ -24,7 +24,7 @@ from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import ZIGZAG, Call, Implementation, OpRule
 from autopar.sharding.padding import padded_factors
-from autopar.sharding.rule import PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
+from autopar.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
 
 DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
@@ -134,7 +134,7 @@ def split_layouts(
     """Every layout of I and S in which `info` divides, or is padded in a dim that one axis splits."""
     options = (I, *(S(d) for d, size in enumerate(info.shape) if size > 1 and (dims is None or d in dims)))
     found = []
-    for each in itertools.product(options, repeat=mesh.ndim):
+    for each in itertools.product(*(options if size > 1 else (I,) for size in mesh.sizes)):
         layout = Layout(each)
         if layout.divides(info.shape, mesh.sizes) or (padded and _pads_once(layout, info.shape, mesh)):
             found.append(layout)
@@ -180,7 +180,10 @@ def menu_of(
     num_choices = len(offered[None].choices)
     total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
-    for numbers in itertools.product(range(num_choices), repeat=mesh.ndim):
+    # An axis of one device splits nothing.
+    whole = next(number for number, choice in enumerate(offered[None].choices) if choice.name == NONE)
+    offers = [range(num_choices) if size > 1 else (whole,) for size in mesh.sizes]
+    for numbers in itertools.product(*offers):
         split = {factor for choice in map(offered[None].choices.__getitem__, numbers) for factor in choice.factors}
         for implementation in op.ways(split):
             offer = offered[implementation]
