@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.experts.capacity import limit_rows
+from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.experts.samples import tokens_in_samples
 from autopar.capture.passes.bags import pooled_bags
@@ -132,6 +133,7 @@ PASSES: tuple[Pass, ...] = (
     sorted_experts,
     drop_dead_calls,
     tokens_in_samples,
+    repeated_tokens,
     drop_dead_calls,
     packed_projections_to_separate,
     drop_dead_calls,

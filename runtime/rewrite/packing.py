@@ -22,7 +22,7 @@ from autopar.runtime.recompute.marks import MARK, role_of
 
 aten = torch.ops.aten
 
-OUTPUT_DIM: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1, grouped_mm: 2}
+OUTPUT_DIM: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1, aten.bmm.default: 2, grouped_mm: 2}
 """Product → the weight's dim that becomes the last dim of its output."""
 
 

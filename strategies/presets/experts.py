@@ -20,13 +20,14 @@ import warnings
 from collections.abc import Mapping
 
 from autopar.errors import StrategyError
-from autopar.program.operators.experts import COMBINE, DISPATCH
+from autopar.program.operators.experts import COMBINE, DISPATCH, OF_EXPERT
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import TOGETHER
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.regions import OUTER, ROW, Regions, product_of
+from autopar.strategies.presets.all_tokens import experts_of_all_tokens
+from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, product_of
 from autopar.strategies.presets.rows import in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions, in_blocks
@@ -125,7 +126,7 @@ def _expert_split(
             regions = found_regions(strategy, graph, mesh, axis)
             wish = in_blocks(graph, regions, "")
             if axis not in experts:
-                wish = _left_free(wish, _ways_home(graph, regions))
+                wish = _left_free(wish, _ways_to_columns(graph, regions) | _ways_home(graph, regions))
                 _warn_of_whole_experts(strategy, graph, regions, mesh, axis)
         if axis in experts:
             wish = _at_experts(wish, exchanged_factors(graph, parted[axis]))
@@ -163,7 +164,7 @@ def exchanged_factors(graph: RoledProgram, parted: str) -> Mapping[str, str]:
             found[call.name] = expert if kept or block or not tokens else tokens
         elif block and block.rows:
             found[call.name] = block.rows
-    return found
+    return {**found, **experts_of_all_tokens(graph)}
 
 
 def _at_experts(elsewhere: Wish, exchanged: Mapping[str, str]) -> Wish:
@@ -174,19 +175,34 @@ def _left_free(elsewhere: Wish, names: frozenset[str]) -> Wish:
     return lambda call: FREE if call.name in names else elsewhere(call)
 
 
+def _ways_to_columns(graph: RoledProgram, regions: Regions) -> frozenset[str]:
+    """The calls that send rows to columns of experts: whole, or in parts of their features that are gathered there."""
+    blocks = in_blocks_of_experts(graph)
+    return frozenset(blocks[name].dispatch for name in regions.names(COLUMN) if name in blocks)
+
+
 def _ways_home(graph: RoledProgram, regions: Regions) -> frozenset[str]:
-    """The calls from a row of experts to where tokens are joined, whose outputs may stay partial until then."""
+    """The calls from a row of experts to where tokens are joined, whose outputs may stay partial until then.
+
+    Among them are those that take the biases which are added on the way.
+    """
     found: set[str] = set()
     partial: set[str] = set()
+    blocks = in_blocks_of_experts(graph)
     for call in graph.learned:
-        if EXPERT not in call.roles.values():
+        if EXPERT not in call.roles.values() and call.name not in blocks:
             continue
+        made = {name for name, _ in call.inputs}
         if regions.by_call.get(call.name) == ROW:
             partial.add(call.name)
-        elif any(name in partial for name, _ in call.inputs) and regions.by_call.get(call.name) == OUTER:
-            found.add(call.name)
+        elif made & partial and regions.by_call.get(call.name) == OUTER:
+            found |= {call.name, *(name for name in made if name in blocks and _is_bias(graph.calls[name]))}
             partial.add(call.name)
     return frozenset(found)
+
+
+def _is_bias(call: RoledCall) -> bool:
+    return call.call.target is OF_EXPERT
 
 
 def _products(graph: RoledProgram) -> list[tuple[RoledCall, str]]:

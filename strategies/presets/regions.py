@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.program.operators.experts import OF_EXPERT
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 
@@ -138,10 +139,16 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
         reason = f"{call.name} needs it whole"
     elif not _divides(graph, call, factor, parts):
         reason = f"{call.name} has {call.bound.sizes[factor]} of it, which do not divide into {parts}"
+    biases: dict[str, str] = {}
     for other, value in enumerate(call.inputs):
         if not reason and graph.is_activation(value) and factor in call.in_terms[other].factors:
-            same = other in held and call.in_terms[other].dim_of(factor) == held[other].dim
-            reason = "" if same else f"{call.name} adds to it what is whole"
+            dim = call.in_terms[other].dim_of(factor)
+            same = other in held and dim == held[other].dim
+            taken = None if other in held or dim is None else _taken_by_rows(graph, value, dim)
+            if taken is not None:
+                biases[value[0]] = taken
+            elif not same:
+                reason = f"{call.name} adds to it what is whole"
     joined = call.call.target in CLASS_LOSSES and factor in call.op.padded
     if not reason and not joined and any(term.dim_of(factor) is None for term in call.out_terms):
         reason = f"{call.name} sums over it"
@@ -151,8 +158,18 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
     elif joined:
         _arrive(walk, call, held, LOSS, factor)
     else:
+        for name, taken in biases.items():
+            _enter(walk, graph.calls[name], INNER, taken, _origins(held))
         _enter(walk, call, INNER, factor, _origins(held))
         _go_on(walk, call, factor)
+
+
+def _taken_by_rows(graph: RoledProgram, value: Value, dim: int) -> str | None:
+    """The factor of a dim of what only one call takes: an expert's bias for each of its rows, which can be split so."""
+    call = graph.calls[value[0]]
+    if call.call.target is not OF_EXPERT or len(graph.users[value]) > 1 or not graph.is_weight(call.inputs[0]):
+        return None
+    return call.out_terms[0].dims[dim][0]
 
 
 def _origins(held: Mapping[int, _Split]) -> frozenset[str]:

@@ -2,7 +2,10 @@
 
 A preset says which factor of a call an axis splits, or none. Calls on weights alone (a cast, the slice of a packed
 projection, positions that are looked up) and the parameters follow from their consumers, last to first: they are split
-where all consumers want the same dim split, else whole: their gradients are summed where that costs least.
+where all consumers want the same dim split, else whole: their gradients are summed where that costs least. Matrices of
+experts of which several products take pieces cannot lie split as these want it (a part of gate and up in one is no part
+of both): they are stored split along another dim, and pieces and their gradients move by all-to-all, 2/n of the bytes
+over n devices. Other packed weights are small, and stay whole: one sum more is faster than all-to-alls for each piece.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import NONE, factors_of
 from autopar.strategies.padding import Padding
-from autopar.strategies.roles import RoledCall, RoledProgram, Value
+from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram, Value
 
 WHOLE = "replicated"
 FREE = "?"
@@ -50,7 +53,8 @@ class Split:
             self.factors[call.name][axis] = self._wanted_factor(call, axis)
         for name in self.graph.parameters:
             dim = self._wanted_dim((name, 0), axis)
-            self.dims[name][axis] = dim if dim is not None and self._stores(name, axis, dim) else None
+            dim = dim if dim is not None and self._stores(name, axis, dim) else None
+            self.dims[name][axis] = self._exchanged(name, axis) if dim is None else dim
         return self
 
     def stored_over(self, axes: Iterable[str], regather: bool | None) -> Split:
@@ -103,13 +107,56 @@ class Split:
 
     def _wanted_dim(self, value: Value, axis: str) -> int | None:
         """The dim that every consumer of a tensor wants split on an axis; None where they differ."""
-        wanted: set[int | None] = set()
-        for call, position in self.graph.users.get(value, ()):
-            factor = self.factors[call.name].get(axis)
-            term = call.in_terms[position]
-            dims = [term.dim_of(each) for each in factors_of(factor or NONE)]
-            wanted.add(next((dim for dim in dims if dim is not None), None))
+        wanted = {self._wanted_by(call, position, axis) for call, position in self.graph.users.get(value, ())}
         return wanted.pop() if len(wanted) == 1 else None
+
+    def _wanted_by(self, call: RoledCall, position: int, axis: str) -> int | None:
+        """The dim that a call wants split of one of its inputs."""
+        factor, term = self.factors[call.name].get(axis), call.in_terms[position]
+        dims = [term.dim_of(each) for each in factors_of(factor or NONE)]
+        return next((dim for dim in dims if dim is not None), None)
+
+    def _exchanged(self, name: str, axis: str) -> int | None:
+        """Another dim along which learned matrices of experts are stored, whose pieces are wanted split, and cannot be.
+
+        The calls that take the pieces are split along it, too.
+        """
+        info, users = self.graph.infos[name, 0], self.graph.users.get((name, 0), ())
+        if not info.requires_grad or not users or not all(call.weight_only for call, _ in users):
+            return None
+        for dim in reversed(range(len(info.shape))):
+            calls = self._passing((name, 0), dim, axis) if self._stores(name, axis, dim) else None
+            if calls is not None:
+                for call, factor in calls.items():
+                    self.factors[call][axis] = factor
+                return dim
+        return None
+
+    def _passing(self, value: Value, dim: int, axis: str) -> dict[str, str] | None:
+        """The factors of calls on weights alone that keep a tensor split along a dim, as far as other calls take it.
+
+        None where one of them cannot, or makes more of it than it takes, and where one of the others is no product by
+        experts, or takes it whole.
+        """
+        found: dict[str, str] = {}
+        for call, position in self.graph.users.get(value, ()):
+            if not call.weight_only:
+                if EXPERT not in call.roles.values() or self._wanted_by(call, position, axis) is None:
+                    return None
+                continue
+            factor = call.in_terms[position].dims[dim][0]
+            made = sum(info.num_elements for info in call.call.outputs)
+            repeats = made > call.call.inputs[position].num_elements
+            if repeats or not self._divides(call, axis, factor):
+                return None
+            found[call.name] = factor
+            for output, term in enumerate(call.out_terms):
+                kept = term.dim_of(factor)
+                further = None if kept is None else self._passing((call.name, output), kept, axis)
+                if further is None:
+                    return None
+                found |= further
+        return found
 
     def _stores(self, name: str, axis: str, dim: int) -> bool:
         """Whether a parameter can be stored split: evenly, or padded where one axis splits the dim."""

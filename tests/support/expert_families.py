@@ -66,3 +66,15 @@ def _family(kind: str) -> Family:
 
 
 WITH_EXPERTS: dict[str, Family] = {kind: _family(kind) for kind in FURTHER_SIZES}
+
+
+def _llama4() -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**SIZES, "num_experts_per_tok": 1, "intermediate_size_mlp": EXPERT_HIDDEN, "attention_chunk_size": 64}
+    sizes |= {"num_local_experts": NUM_EXPERTS, "head_dim": HIDDEN // HEADS}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **sizes))
+
+
+LLAMA4 = Family("llama4_text", _seeded(_llama4), _causal_inputs, _of_output)
+"""Every expert on all tokens."""

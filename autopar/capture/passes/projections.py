@@ -16,6 +16,9 @@ from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, sh
 from autopar.capture.passes.views import VIEWS
 from autopar.program.operators.experts import GROUPED_MM
 
+BY_EXPERTS = (GROUPED_MM, aten.bmm.default)
+"""Products with a matrix for each expert."""
+
 
 def flat_projections_to_batched(draft: TracedGraph) -> None:
     """x.view(-1, k) → product → view becomes a product of x itself; addmm becomes matmul and add."""
@@ -39,8 +42,8 @@ def flat_projections_to_batched(draft: TracedGraph) -> None:
 
 def packed_projections_to_separate(draft: TracedGraph) -> None:
     """A product whose output is only taken apart along its last dim becomes one product per piece of its weight."""
-    for node in draft.calls(aten.linear.default, aten.matmul.default, GROUPED_MM):
-        packed = _packed_experts(node) if node.target is GROUPED_MM else _packed(node)
+    for node in draft.calls(aten.linear.default, aten.matmul.default, *BY_EXPERTS):
+        packed = _packed_experts(node) if node.target in BY_EXPERTS else _packed(node)
         if packed is None:
             continue
         pieces = pieces_of(packed.output)
@@ -83,9 +86,10 @@ def _packed(node: fx.Node) -> Packed | None:
 
 
 def _packed_experts(node: fx.Node) -> Packed | None:
-    """A grouped product with the matrices of a parameter, which may be transposed for it."""
+    """A product with the matrices of a parameter, one for each expert, which may be transposed for it."""
     x, weight = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        return None
     if _is_transposed(weight) and isinstance(weight.args[0], fx.Node) and _is_parameter(weight.args[0]):
         return Packed(node, node, x, weight.args[0], None, 1)
     return Packed(node, node, x, weight, None, 2) if _is_parameter(weight) else None
@@ -102,9 +106,9 @@ def _piece_product(draft: TracedGraph, packed: Packed, piece: Piece) -> fx.Node:
     bias = packed.bias
     if bias is not None:
         bias = draft.call(aten.slice.Tensor, bias, 0, piece.start, piece.end, module=module)
-    if packed.product.target is GROUPED_MM:
+    if packed.product.target in BY_EXPERTS:
         weight = weight if dim == 2 else draft.call(aten.transpose.int, weight, 1, 2, module=module)
-        return draft.call(GROUPED_MM, packed.x, weight, *packed.product.args[2:], module=module)
+        return draft.call(packed.product.target, packed.x, weight, *packed.product.args[2:], module=module)  # type: ignore[arg-type]
     if packed.product.target is aten.linear.default:
         return draft.call(aten.linear.default, packed.x, weight, bias, module=module)
     product = draft.call(aten.matmul.default, packed.x, weight, module=module)
