@@ -40,7 +40,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
 from autopar.space.menu import Strategy, own_transfers
-from autopar.space.space import Decision, Space, Wire, outputs_without_gradient
+from autopar.space.space import Decision, Space, Wire, without_gradient
 from autopar.strategies import rule_of
 
 Item = TypeVar("Item")
@@ -161,13 +161,14 @@ class _Ledger:
         self.rates: dict[str, str] = {}
 
     def formulas(self) -> dict[str, str]:
-        unused = outputs_without_gradient(self.space)
+        unused = without_gradient(self.space)
         numbers = range(len(self.space.decisions))
         kinds = [decision.kind for decision in self.space.decisions]
         for number, times in _grouped((n for n in numbers if kinds[n] == "parameter"), self._same_decision):
             self._parameter(number, times)
-        for number, times in _grouped((n for n in numbers if kinds[n] == "call"), self._same_decision):
-            self._call(number, times)
+        calls = (n for n in numbers if kinds[n] == "call")
+        for number, times in _grouped(calls, lambda number: (self._same_decision(number), number in unused)):
+            self._call(number, times, number in unused)
         for wire, times in _grouped(self.space.wires, lambda wire: (*self._same_wire(wire), wire.target in unused)):
             self._wire(wire, times, wire.target in unused)
         found = {"seconds": str(self.seconds), "flops": str(self.flops)}
@@ -212,7 +213,7 @@ class _Ledger:
             self.seconds.add(elements * (moved / hardware.memory_bytes_per_s))
             self.seconds.add(count * hardware.op_latency_s)
 
-    def _call(self, number: int, times: int) -> None:
+    def _call(self, number: int, times: int, unused: bool) -> None:
         decision = self.space.decisions[number]
         menu, shapes = decision.menu, list(map(self.sizes.shape, self._keys(decision)))
         assert menu.call is not None and menu.op is not None and menu.bound is not None
@@ -228,7 +229,8 @@ class _Ledger:
             self.flops.add(computed * work.flops)
         self._own_waits(work, menu.strategies[self.choices[number]], passes, count, share)
         for transfer in work.transfers:
-            self._count(transfer, count)
+            if not (unused and transfer.backward):
+                self._count(transfer, count)
 
     def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial, share: str) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""

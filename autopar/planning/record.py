@@ -18,7 +18,7 @@ from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.recompute_segments import MODES
-from autopar.space.space import Decision, Space, outputs_without_gradient
+from autopar.space.space import Decision, Space, without_gradient
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
     held: dict[int, int] = defaultdict(int)
-    unused = outputs_without_gradient(space)
+    unused = without_gradient(space)
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for wire in space.wires:
         ends, share = (choices[wire.source], choices[wire.target]), space.share(space.rows_on(wire), choices)
@@ -84,7 +84,11 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         own = decision.menu.strategies[choice]
         share = space.share(space.rows.get(number), choices)
-        every = (*moved[number], *((t, wait * share) for t, wait in zip(own.transfers, own.waits, strict=True)))
+        mine = zip(own.transfers, own.waits, strict=True)
+        every = (
+            *moved[number],
+            *((t, wait * share) for t, wait in mine if not (t.backward and number in unused)),
+        )
         for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -197,9 +198,23 @@ def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple
     return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
 
 
-def outputs_without_gradient(space: Space) -> frozenset[int]:
-    """Outputs that no gradient comes back to: where a scalar is returned, the backward begins there and only there."""
+def without_gradient(space: Space) -> frozenset[int]:
+    """Decisions that no gradient comes back to: where a scalar is returned, the backward begins there and only there.
+
+    Among them are other outputs, and all that only these are made of, as a router's logits beside a loss.
+    """
     outputs = [number for number, decision in enumerate(space.decisions) if decision.kind == "output"]
     infos = [space.decisions[number].node.meta["tensor"] for number in outputs]
-    losses = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
-    return frozenset(outputs) - losses if losses else frozenset()
+    reached = {n for n, info in zip(outputs, infos, strict=True) if info.requires_grad and not info.shape}
+    if not reached:
+        return frozenset()
+    inbound: dict[int, list[int]] = defaultdict(list)
+    for wire in space.wires:
+        if wire.tensor.requires_grad:
+            inbound[wire.target].append(wire.source)
+    waiting = list(reached)
+    while waiting:
+        more = set(inbound[waiting.pop()]) - reached
+        reached |= more
+        waiting += more
+    return frozenset(range(len(space.decisions))) - reached
