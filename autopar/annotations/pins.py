@@ -165,7 +165,7 @@ class _Pins:
                 self._add(number, annotation, mask)
 
     def _regather(self, annotation: Annotation, found: Found) -> None:
-        """Parameters whose weight the backward does not need, or that several calls share, have no such choice."""
+        """Parameters whose weight the backward does not need, or that several calls share otherwise than by views, have none."""
         for number in found.parameters:
             strategies = self._decision(number).menu.strategies
             if any(strategy.kept for strategy in strategies) and number not in self.fixed:

@@ -55,6 +55,11 @@ class MovedTensor:
     """A parameter: those of its moves that `in_bucket` tells run with others, and share their latency."""
     regather: bool = False
     """A parameter that the backward needs: gathered again there, and not kept in between."""
+    viewed: bool = False
+    """A weight that is used through views, as pieces of it: to be freed after use it is gathered for these as they take
+    it, and not in another way, in which it would be kept."""
+    view: bool = False
+    """Such a view: the weight is gathered before it is taken, never its views."""
     sharing: Sharing = ALONE
     """With how many it shares its messages, where it is bucketed."""
     ragged: bool = False
@@ -78,6 +83,10 @@ class MovedTensor:
 
     def can_move(self, source: Placement, target: Placement) -> bool:
         """Whether one axis's placement may change so."""
+        if self.view and source.is_split and not target.is_split:
+            return False
+        if self.viewed and self.regather and self.requires_grad:
+            return target is R or (source is I and target.is_split)
         dealt_anew = source.is_split and source.dim == target.dim  # which goes by way of the whole
         return not (self.fixed or (self.ragged and S(0) in (source, target)) or dealt_anew)
 

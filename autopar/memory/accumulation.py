@@ -12,7 +12,9 @@
 
 Approximations: a hub holds its weight once, and adds its gradient up once; each consumer for which it moves that again
 does so, too. A cast is held in the layout in which it is used; what it was made of is there for a moment only, and not
-counted, nor are buckets of messages and outputs for the user.
+counted, nor are buckets of messages and outputs for the user. Views of weights (pieces of packed ones) that move are
+held, and their gradients added up, as the whole weight before they are taken; those of a weight that is gathered again
+in the backward move for each micro-batch, and are priced once.
 """
 
 from __future__ import annotations
@@ -69,15 +71,15 @@ class Accumulation:
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds of a wire for one micro-batch, its share of what is done once a step."""
-        if not self.microbatches.several or not self.is_weight(wire):
+        if not self.holds(wire):
             return seconds
         return np.where(self.each_time(wire), seconds, seconds / self.microbatches.count)
 
     # Weights and their gradients.
 
     def holds(self, wire: Wire) -> bool:
-        """Whether a weight is held as it is moved along the wire, so that no micro-batch keeps it for itself."""
-        return self.microbatches.several and self.is_weight(wire)
+        """Whether a weight, or a view of one, is held as the wire moves it, and no micro-batch keeps it for itself."""
+        return self.microbatches.several and (self.is_weight(wire) or wire.tensor.view)
 
     def held(self, wire: Wire) -> Bytes | None:
         """Bytes of a weight as it was moved, all the time."""
@@ -140,7 +142,8 @@ class Accumulation:
         return np.where(self.each_time(wire), before[:, None], 0)
 
     def _has_gradient(self, wire: Wire) -> bool:
-        return self.holds(wire) and wire.tensor.requires_grad and not self.is_cast(wire.target)
+        learned = wire.tensor.requires_grad and not wire.tensor.view  # counted where the views are taken
+        return self.holds(wire) and learned and not self.is_cast(wire.target)
 
     def _kind(self, wire: Wire) -> tuple[object, ...]:
         return (self.space.kind(wire), self.is_cast(wire.source), self.space.decisions[wire.source].kind)

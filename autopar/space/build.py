@@ -178,7 +178,8 @@ class _Builder:
         number = self.space.index[name]
         weight = self.space.is_weight(number)
         regather = weight and self._is_regathered(self.space.decisions[number].node)
-        assert not regather or len(uses) == 1, f"{name} is gathered again but has {len(uses)} consumers"
+        views = [self._is_view(self.space.decisions[use.decision].node) for use in uses]
+        assert not regather or len(uses) == 1 or all(views), f"{name} is gathered again but has {len(uses)} consumers"
         shared = self.sharing[self.space.weight_casts.get(name, name)] if weight else ALONE
         fixed = self.space.decisions[number].node.target is DISPATCH and key not in self.rows
         tensor = MovedTensor(
@@ -188,7 +189,9 @@ class _Builder:
             self.padded[key],
             weight,
             regather,
-            shared,
+            viewed=weight and all(views),
+            view=not weight and self._is_view(self.space.decisions[number].node),
+            sharing=shared,
             ragged=key in self.rows,
             fixed=fixed,
         )
@@ -203,6 +206,8 @@ class _Builder:
             return
         suffix = f":{position}" if position else ""
         hub = self._hub(f"{name}{suffix}/hub", source, uses, tensor)
+        if regather:  # on the way to the hub
+            tensor = replace(tensor, regather=False, viewed=False, view=True)
         groups: dict[object, list[_Use]] = defaultdict(list)
         for use in uses:
             groups[use.kind].append(use)
@@ -226,12 +231,23 @@ class _Builder:
         return hub
 
     def _is_regathered(self, weight: fx.Node) -> bool:
-        """Whether a weight stored in parts may be gathered again for the backward: its one consumer needs it there."""
+        """Whether a weight stored in parts may be gathered again for the backward, which needs it there.
+
+        It has one consumer, or all of them take views of it, such as the pieces of a packed weight.
+        """
         if weight not in self._regathered:
             uses = sum(each is weight for user in weight.users if user.op != "output" for each in tensor_inputs(user))
             returned = any(user.op == "output" for user in weight.users)
-            self._regathered[weight] = uses == 1 and not returned and backward_needs(weight, self._saved)
+            alone = uses == 1 or (uses > 1 and not returned and all(map(self._is_view, weight.users)))
+            self._regathered[weight] = alone and not returned and backward_needs(weight, self._saved)
         return self._regathered[weight]
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a call takes a view of a weight, such as a piece of it."""
+        found = self.roled.calls.get(node.name)
+        if found is None or not (found.learned and found.weight_only):
+            return False
+        return len(found.inputs) == 1 and bool(self._saved[node].aliases)
 
     def _connect(self, source: tuple[int, int], use: _Use, tensor: MovedTensor) -> None:
         self.space.connect(Wire(source[0], source[1], use.decision, use.position, tensor))

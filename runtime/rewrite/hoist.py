@@ -1,10 +1,10 @@
 """A per-rank graph in two: what is done to weights once per step, and what every micro-batch runs.
 
-Weights are cast and moved (gathered, made ready for a reduction of their gradients) before the first micro-batch. What
-then enters the graph of a micro-batch are leaves: their gradients add up over the micro-batches as each rank computes
-them, and go backward through the moves once, reduced in buckets, at the end of the step. Weights that are to be
-gathered again in the backward are gathered in every micro-batch: they are stored in parts because the wholes would not
-fit. A bucket that gathers some of its weights again becomes two.
+Weights, and views of them, are cast and moved (gathered, exchanged, made ready for a reduction of their gradients)
+before the first micro-batch. What then enters the graph of a micro-batch are leaves: their gradients add up over the
+micro-batches as each rank computes them, and go backward through the moves once, reduced in buckets, at the end of the
+step. Weights that are to be gathered again in the backward are gathered in every micro-batch: they are stored in parts
+because the wholes would not fit. A bucket that gathers some of its weights again becomes two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from torch.fx.node import map_arg
 from autopar.program.calls import is_cast
 from autopar.runtime.collectives import buckets, functions
 
+aten = torch.ops.aten
+
 MODULES = (buckets.__name__, functions.__name__)
 """Where the functions are that move tensors."""
+VIEWS = (aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default)
+"""What weights may be used through."""
 NUM_BEFORE = 3  # arguments of `gather_parameters` before the weights: axis, dims, sizes
 
 
@@ -45,8 +49,11 @@ def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
     once = {node for node in graph.nodes if node.op == "placeholder" and node.name in known}
     for node in graph.nodes:
         takes = node.all_input_nodes
-        if node.op == "call_function" and takes and once.issuperset(takes) and _moves(node):
+        if node.op == "call_function" and takes and once.issuperset(takes) and (_moves(node) or node.target in VIEWS):
             once.add(node)
+    for node in reversed(graph.nodes):  # a view that does not move costs nothing
+        if node.target in VIEWS and once.isdisjoint(node.users):
+            once.discard(node)
     body_uses = {each for node in graph.nodes if node not in once for each in node.all_input_nodes}
     entering = [node for node in graph.nodes if node in once and node in body_uses]
     before = [node for node in graph.nodes if node in once]

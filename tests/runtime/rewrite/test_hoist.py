@@ -104,6 +104,19 @@ def test_what_is_computed_from_weights_is_computed_for_every_micro_batch() -> No
     assert found.parameters == ("w", "unused")
 
 
+def _packed(graph: fx.Graph, given: dict[str, fx.Node]) -> Any:
+    call = graph.call_function
+    up = call(aten.slice.Tensor, (given["w"], 0, 0, 2))
+    gate = call(aten.transpose.int, (call(aten.slice.Tensor, (given["w"], 0, 2, 4)), 0, 1))
+    return call(functions.all_to_all, (call(aten.transpose.int, (up, 0, 1)), "x", 1, 0, 2)), gate
+
+
+def test_a_view_of_a_weight_that_moves_is_moved_once_and_another_is_taken_for_every_micro_batch() -> None:
+    found = hoist(graph_of(_packed, "w"), ["w"])
+    assert targets(found.weights) == ["slice.Tensor", "transpose.int", "all_to_all"]
+    assert targets(found.body) == ["slice.Tensor", "transpose.int"]
+
+
 def test_a_weight_enters_as_it_is_and_as_it_was_moved_where_both_are_used() -> None:
     found = hoist(graph_of(_mixed, "w", "unused"), ["w", "unused"])
     assert len(placeholders(found.body)) == 3  # w, its cast, and the parameter that is an output itself

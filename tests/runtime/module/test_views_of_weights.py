@@ -1,0 +1,99 @@
+"""Weights that are used through views: pieces of packed ones, transposed ones. Mixtral's experts have both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.capture.export import capture, skeleton
+from autopar.planning.record import choices_of
+from autopar.planning.request import PlanRequest
+from autopar.runtime.collectives.axes import record_traffic
+from autopar.runtime.collectives.buckets import gather_parameters
+from autopar.runtime.rewrite.rewrite import rewrite
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
+from tests.strategies.test_presets_volume import BYTES_ALONE
+from tests.support.expert_families import WITH_EXPERTS
+from tests.support.simulation.simulate import from_ranks, simulate
+from tests.support.simulation.training import (
+    SLOW_DEVICES,
+    Steps,
+    fault_of,
+    planning_alone,
+    train_alone,
+    train_on_ranks,
+    unshare,
+)
+
+pytest.importorskip("transformers")
+
+MIXTRAL = WITH_EXPERTS["mixtral"]
+STORED = Annotation("*", storage=("dp",), regather=True)
+
+
+@pytest.mark.parametrize("microbatches", [None, 4])
+def test_weights_of_which_views_are_taken_are_gathered_again_in_the_backward(microbatches: int | None) -> None:
+    program = capture(skeleton(MIXTRAL.build()), (), MIXTRAL.inputs(0)[1], training=True)
+    request = PlanRequest((STORED,), strategy="expert_data", hardware=BYTES_ALONE, microbatches=microbatches)
+    space = request.space(program, Mesh({"dp": 2, "ep": 2}, "cpu"))
+    graph = rewrite(space, choices_of(request.plan(space), space)).module.graph
+    assert _gathered_again(graph) == {"gate_up_proj", "down_proj"}
+
+
+def _gathered_again(graph: fx.Graph) -> set[str]:
+    """The matrices of experts that are; none of them, and no view of one, may move over dp otherwise."""
+    found, moved = set(), set()
+    weights = {node for node in graph.nodes if node.op == "placeholder" and ".experts." in node.name.replace("_", ".")}
+    for node in graph.nodes:
+        if node.op == "call_function" and set(node.all_input_nodes) & weights:
+            if node.target is gather_parameters:
+                numbers = [number for number, each in enumerate(node.args[3:]) if each in weights]
+                assert set(numbers) <= set(node.kwargs.get("regather", ()))
+                found |= {node.args[3 + number].name.rpartition("experts_")[2] for number in numbers}
+            elif "dp" in node.args:
+                moved.add(node)
+            elif len(node.all_input_nodes) == 1:
+                weights.add(node)
+    assert not moved
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "said"),
+    [
+        ("data_parallel", {"dp": 2}, STORED),
+        pytest.param("expert_model", {"ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
+    ],
+    ids=["gathered again", "exchanged"],
+)
+def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], said: Annotation | None) -> None:
+    steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
+
+    def model() -> Any:
+        built = MIXTRAL.build()
+        built.config.output_router_logits = False  # whose loss is not that of the batch's parts
+        return built
+
+    trained = model()
+    if said is not None:
+        autopar.annotate(trained, "*", storage="dp", regather=True)
+    found = train_on_ranks(trained, steps, mesh, {"strategy": strategy, "microbatches": 2})
+    assert fault_of(found, train_alone(model(), steps)) == ""
+
+
+def test_pieces_of_a_packed_weight_are_exchanged_once_for_all_micro_batches() -> None:
+    batch = MIXTRAL.inputs(0)[1]
+    with simulate(4) as mode, planning_alone(mode, lambda space, pins: pins):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        options: dict[str, Any] = {"hardware": SLOW_DEVICES, "strategy": "expert_model", "microbatches": 2}
+        compiled = autopar.compile(MIXTRAL.build(), mesh, batch, **options)
+        unshare(compiled, mode)
+        given = {name: from_ranks([value] * 4) for name, value in batch.items()}
+        with record_traffic() as traffic:
+            compiled.train_step(**given)
+    assert traffic.calls["all_to_all", "tp"] == 4  # gate and up, forward and backward
