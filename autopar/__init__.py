@@ -23,6 +23,7 @@ from autopar.errors import (
 )
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.program.operators.capacity import record_dropped_rows
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.register import register_rule
 from autopar.validation.check_rule import check_rule
@@ -50,5 +51,6 @@ __all__ = [
     "compile",
     "constrain",
     "plan",
+    "record_dropped_rows",
     "register_rule",
 ]

@@ -165,7 +165,10 @@ class _Pins:
                 self._add(number, annotation, mask)
 
     def _regather(self, annotation: Annotation, found: Found) -> None:
-        """Parameters whose weight the backward does not need, or that several calls share otherwise than by views, have none."""
+        """Parameters whose weight the backward does not need have no such choice, nor those that several calls share.
+
+        Unless all of these take views, such as the pieces of a packed weight.
+        """
         for number in found.parameters:
             strategies = self._decision(number).menu.strategies
             if any(strategy.kept for strategy in strategies) and number not in self.fixed:

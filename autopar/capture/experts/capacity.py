@@ -11,8 +11,10 @@ import operator
 
 from torch import fx
 
+from autopar.capture.experts.forms import CASTS
 from autopar.capture.passes.refused_calls import where
-from autopar.capture.passes.traced_graph import TracedGraph, shape_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of
+from autopar.capture.passes.views import VIEWS
 from autopar.errors import CaptureError
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.experts import COMBINE, DISPATCH, OTHER_GROUPED_PRODUCTS
@@ -44,7 +46,7 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
     for node in sent:
         x, index = node.args[:2]
         assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
-        if len(shape_of(index)) < 2 + node.meta[SLOT_DIMS]:
+        if len(shape_of(index)) < 2 + max(node.meta[SLOT_DIMS], 2 if _has_a_row_for_each_slot(x) else 1):
             raise CaptureError(
                 f"{said} sample by sample, and in {where(node.meta['module'])} tokens lie in one list, of shape "
                 f"{list(shape_of(x))}, whose samples are not known. Give the module (samples, positions, "
@@ -52,6 +54,24 @@ def limit_rows(draft: TracedGraph, capacity_factor: float) -> None:
                 "features) is one sample."
             )
         _limit(draft, node, index, capacity_factor)
+
+
+def _has_a_row_for_each_slot(x: fx.Node) -> bool:
+    """Whether tokens are repeated along their last leading dim, once for each of their experts."""
+    dim = len(shape_of(x)) - 2
+    while dim >= 0 and x.target in (*CASTS, *VIEWS, aten.mul.Tensor) and isinstance(x.args[0], fx.Node):
+        factors = [each for each in x.args[:2] if isinstance(each, fx.Node) and shape_of(each) == shape_of(x)]
+        if not factors:
+            return False
+        x = factors[0]
+    if x.target is aten.expand.default:
+        (source,) = x.all_input_nodes
+        return shape_of(source)[-2:-1] == (1,) and shape_of(x)[dim] > 1
+    if x.target is aten.repeat.default:
+        repeats = x.args[1]
+        assert isinstance(repeats, list | tuple)
+        return repeats[dim] != 1
+    return x.target is aten.repeat_interleave.self_int and arguments(x)["dim"] in (dim, -2)
 
 
 def _limit(draft: TracedGraph, sent: fx.Node, index: fx.Node, capacity_factor: float) -> None:

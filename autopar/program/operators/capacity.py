@@ -10,17 +10,21 @@ and, of one token, of its experts.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 
 def capacity(num_slots: int, num_experts: int, capacity_factor: float) -> int:
     """The rows of a sample of so many slots that an expert takes; the factor counts as the decimal that it prints.
 
-    >>> capacity(30, 3, 1.1), math.ceil(1.1 * 30 / 3)
+    >>> capacity(50, 5, 1.1), math.ceil(1.1 * 50 / 5)
     (11, 12)
     """
     return math.ceil(Fraction(str(capacity_factor)) * num_slots / num_experts)
@@ -31,6 +35,48 @@ def slots_of_sample(index: tuple[int, ...]) -> int:
     return math.prod(index[1:])
 
 
+@dataclass(slots=True)
+class DroppedRows:
+    """What each block of experts has dropped, in the order in which they ran; of the samples that this rank looks at.
+
+    Every sample is looked at by equally many ranks: over all of them the sum of `dropped` over that of `rows` is the
+    share of the batch.
+    """
+
+    dropped: list[Tensor] = field(default_factory=list)
+    """One number each, on the device of the model: to look at it is what costs time."""
+    rows: list[int] = field(default_factory=list)
+    """How many rows there were."""
+
+    @property
+    def share(self) -> float:
+        """Of all rows, how many were dropped: 0.0 for none."""
+        return sum(int(each) for each in self.dropped) / max(1, sum(self.rows))
+
+
+_open: list[DroppedRows] = []
+
+
+@contextlib.contextmanager
+def record_dropped_rows() -> Iterator[DroppedRows]:
+    """Count the rows that models with a `capacity_factor` drop inside the block.
+
+    What runs under `torch.compile` is not seen. Put the forward alone into the block: a layer that the backward
+    computes again may be counted again.
+
+    >>> with record_dropped_rows() as found:
+    ...     within = torch.ops.autopar.within_capacity(torch.tensor([[[0], [0], [0], [1]]]), 2, 1.0)
+    >>> within.flatten().tolist(), found.share
+    ([0, 0, 2, 1], 0.25)
+    """
+    found = DroppedRows()
+    _open.append(found)
+    try:
+        yield found
+    finally:
+        _open.remove(found)
+
+
 def _within_capacity(index: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
     expert_BL = index.reshape(index.shape[0], slots_of_sample(tuple(index.shape)))
     limit = capacity(expert_BL.shape[1], num_experts, capacity_factor)
@@ -38,6 +84,10 @@ def _within_capacity(index: Tensor, num_experts: int, capacity_factor: float) ->
     begin_BL = torch.searchsorted(sorted_BL, sorted_BL)
     place_BL = torch.arange(expert_BL.shape[1], device=index.device) - begin_BL
     within_BL = torch.where(place_BL < limit, sorted_BL, num_experts)
+    if _open and not (torch.compiler.is_compiling() or is_fake(index) or index.is_meta):
+        for each in _open:
+            each.dropped.append((within_BL == num_experts).sum())
+            each.rows.append(index.numel())
     return torch.empty_like(expert_BL).scatter_(1, slot_BL, within_BL).view(index.shape)
 
 

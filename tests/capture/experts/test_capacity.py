@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  which defines the grouped product for any dtype
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture
@@ -116,6 +117,39 @@ class Listed(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.experts(x_TD)
+
+
+class Slots(Listed):
+    """Tokens once for each of their experts, as the module itself lays them out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine, top_k = self.experts, self.experts.top_k
+        weight, expert = F.linear(x, mine.router).softmax(-1).topk(top_k)
+        ids_R, perm_R = torch.sort(expert.reshape(-1), stable=True)
+        ends_E = experts.histogram(ids_R, mine.num_experts).cumsum(0, dtype=torch.int32)
+        sizes = [*x.shape[:-1], top_k, x.shape[-1]]
+        slots = x.unsqueeze(-2)
+        if self.how == "expand":
+            slots = slots.expand(sizes)
+        elif self.how == "repeat":
+            slots = slots.repeat(*[1] * (x.ndim - 1), top_k, 1)
+        else:
+            slots = slots.repeat_interleave(top_k, -2)
+        rows = slots.reshape(-1, x.shape[-1])[perm_R]
+        gate, up = grouped(rows, mine.gate_up.transpose(1, 2), ends_E).chunk(2, -1)
+        y = grouped(F.silu(gate) * up, mine.down, ends_E)[torch.argsort(perm_R)]
+        return (y.view(sizes) * weight.unsqueeze(-1)).sum(-2)
+
+
+@pytest.mark.parametrize("how", ["expand", "repeat", "repeat_interleave"])
+def test_slots_that_a_module_lays_out_itself_are_no_samples(how: str) -> None:
+    with pytest.raises(CaptureError, match="in the forward tokens lie in one list"):
+        limited(Slots(how), torch.zeros(12, 8))
+    assert limits(Slots(how), torch.zeros(2, 6, 8)) == [(2, 6, 2, 1)]
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,11 @@ def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
         torch.testing.assert_close(found, saved[0], rtol=1e-4, atol=1e-5)
 
 
-def _under_torch_compile(dtype: torch.dtype, backend: str) -> None:
+def _under_torch_compile(dtype: torch.dtype, backend: str, capacity_factor: float | None = None) -> None:
     example = batches(1, dtype)[0]
+    options: dict[str, Any] = {"hardware": SLOW_DEVICES, "capacity_factor": capacity_factor}
     with divided(("t+x",)):
-        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, hardware=SLOW_DEVICES)
+        model = autopar.compile(with_experts(Form(), dtype), mesh((2,), ("dp",)), example, **options)
     found = []
     for step in (model, torch.compile(model, backend=backend)):
         model.zero_grad()
@@ -184,3 +185,9 @@ def _under_torch_compile(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_compile_gives_the_same_step(ranks: Ranks, dtype: torch.dtype, backend: str) -> None:
     ranks.run(_under_torch_compile, dtype, backend, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_compile_drops_the_same_rows(ranks: Ranks, backend: str) -> None:
+    ranks.run(_under_torch_compile, torch.float32, backend, 0.5, timeout=300)
