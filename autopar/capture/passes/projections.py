@@ -90,9 +90,15 @@ def _packed_experts(node: fx.Node) -> Packed | None:
     x, weight = node.args[:2]
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         return None
-    if _is_transposed(weight) and isinstance(weight.args[0], fx.Node) and _is_parameter(weight.args[0]):
+    if _is_transposed(weight) and isinstance(weight.args[0], fx.Node) and _is_of_experts(weight.args[0]):
         return Packed(node, node, x, weight.args[0], None, 1)
-    return Packed(node, node, x, weight, None, 2) if _is_parameter(weight) else None
+    return Packed(node, node, x, weight, None, 2) if _is_of_experts(weight) else None
+
+
+def _is_of_experts(node: fx.Node) -> bool:
+    """Whether matrices are a parameter, or those of some of its experts."""
+    some = node.target is aten.slice.Tensor and node.args[1] == 0 and isinstance(node.args[0], fx.Node)
+    return _is_parameter(node.args[0]) if some else _is_parameter(node)  # type: ignore[arg-type]
 
 
 def _is_transposed(node: fx.Node) -> bool:

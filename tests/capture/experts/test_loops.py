@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,12 @@ from torch import Tensor, nn
 from transformers import (
     DbrxConfig,
     DbrxForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
@@ -53,6 +60,50 @@ def dbrx() -> nn.Module:
     return DbrxForCausalLM(DbrxConfig(**DBRX)).train()
 
 
+NLLB: dict[str, Any] = {
+    **{"vocab_size": 64, "d_model": 32, "num_experts": 4, "expert_capacity": 20, "max_position_embeddings": 64},
+    **{f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "sparse_step")},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), 0.0),
+    **dict.fromkeys(("decoder_layerdrop", "moe_token_dropout", "router_jitter_noise"), 0.0),
+    **{"use_cache": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+}
+
+
+def nllb(**changed: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return NllbMoeForConditionalGeneration(NllbMoeConfig(**{**NLLB, **changed})).train()
+
+
+LONGCAT: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "ffn_hidden_size": 48, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 8},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "max_position_embeddings": 64},
+    **{"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 24},
+}
+"""Of six experts two give a token back."""
+
+
+def longcat() -> nn.Module:
+    torch.manual_seed(0)
+    return LongcatFlashForCausalLM(LongcatFlashConfig(**LONGCAT)).train()
+
+
+JETMOE: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8},
+    **{"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
+    **{"output_router_logits": True, "use_cache": False},
+}
+
+
+def jetmoe() -> nn.Module:
+    torch.manual_seed(0)
+    model = JetMoeForCausalLM(JetMoeConfig(**JETMOE)).train()
+    for parameter in model.parameters():  # some are made without values
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
 class Experts(nn.Module):
     """A block of Switch Transformers alone, with a loss."""
 
@@ -72,7 +123,15 @@ def experts_of(program: Program) -> dict[object, int]:
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "blocks", "products"), [(switch, PAIRS, 1, 2), (dbrx, TEXT, 1, 3)], ids=["switch", "dbrx"]
+    ("model", "inputs", "blocks", "products"),
+    [
+        (switch, PAIRS, 1, 2),
+        (dbrx, TEXT, 1, 3),
+        (nllb, PAIRS, 2, 4),
+        (longcat, TEXT, 1, 3),
+        (jetmoe, TEXT, 3, 5),  # queries, outputs of attention, and the gated ones
+    ],
+    ids=["switch", "dbrx", "nllb", "longcat", "jetmoe"],
 )
 def test_a_loop_over_the_experts_that_are_hit_is_captured_in_sorted_rows(
     model: type[nn.Module], inputs: dict[str, Tensor], blocks: int, products: int
@@ -83,6 +142,25 @@ def test_a_loop_over_the_experts_that_are_hit_is_captured_in_sorted_rows(
     assert experts_of(program) == {DISPATCH: blocks, GROUPED_MM: products, COMBINE: blocks}
     assert all(kind.forward is forward for kind, forward in forwards.items())
     assert not any("forward" in vars(module) for module in made.modules())
+
+
+@pytest.mark.parametrize("strategy", ["expert_data", pytest.param("data_parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "inputs"), [(nllb, PAIRS), (longcat, TEXT), (jetmoe, TEXT)], ids=["nllb", "longcat", "jetmoe"]
+)
+def test_their_experts_train_on_ranks_as_on_one_process(
+    model: Callable[[], nn.Module], inputs: dict[str, Tensor], strategy: str
+) -> None:
+    steps = Steps([inputs] * 2)
+    found = train_on_ranks(model(), steps, {"ep": 2}, {"strategy": strategy})
+    assert fault_of(found, train_alone(model(), steps)) == ""
+
+
+def test_rows_that_experts_drop_at_random_are_refused_by_name() -> None:
+    with pytest.raises(
+        CaptureError, match=r"drop rows at random \(moe_token_dropout=0\.2\).* Set moe_token_dropout=0\.0"
+    ):
+        capture(nllb(moe_token_dropout=0.2), (), PAIRS, training=True)
 
 
 def test_tokens_beyond_the_capacity_of_their_expert_train_on_ranks_as_on_one() -> None:
