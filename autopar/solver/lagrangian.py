@@ -48,6 +48,11 @@ Least = Callable[[float], tuple[float, Point | None]]
 """Price → a bound on seconds + price · bytes of any choices, and the choices that attain it (None: none found)."""
 
 
+def is_closed(seconds: float, bound: float, gap: float) -> bool:
+    """Whether what takes so long is, but for a share of it, no longer than a bound: none where nothing is found yet."""
+    return seconds < math.inf and seconds - bound <= gap * abs(seconds)
+
+
 class LeastByElimination:
     """Exact at every price, by one evaluation each; the last one is kept."""
 

@@ -28,7 +28,15 @@ from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate
 from autopar.solver.fixing import remaining
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
-from autopar.solver.lagrangian import Least, LeastByElimination, Point, Relaxation, maximise_bound, point
+from autopar.solver.lagrangian import (
+    Least,
+    LeastByElimination,
+    Point,
+    Relaxation,
+    is_closed,
+    maximise_bound,
+    point,
+)
 from autopar.solver.min_marginals import excesses
 from autopar.solver.neighbourhoods import good_solution
 from autopar.solver.problem import Floats, Problem, Solution
@@ -124,7 +132,7 @@ def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: floa
     if relaxed is None:
         return _by_dear_search(problem, None, deadline, gap)
     best, price = relaxed.incumbent, relaxed.multiplier
-    if _is_closed(best.seconds, relaxed.bound, gap):
+    if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return _solution(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     left = levelling.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
@@ -203,9 +211,9 @@ def _by_elimination(
     least = LeastByElimination(problem, elimination, tables)
     relaxed = _relaxed(problem, least, smallest, deadline)
     assert relaxed is not None
-    if relaxed.multiplier == 0 and _is_closed(relaxed.incumbent.seconds, relaxed.bound):
+    if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return _solution(relaxed.incumbent, relaxed.bound, "elimination")
-    if _is_closed(relaxed.incumbent.seconds, relaxed.bound, gap):
+    if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
     return _close_the_gap(problem, elimination, least.evaluated(relaxed.multiplier), relaxed, deadline, gap)
 
@@ -244,7 +252,7 @@ def _close_the_gap(
     rounding = TOLERANCE * abs(incumbent.seconds)
     epsilon = FIRST_EPSILON * abs(bound)
     found, widest = None, 0.0
-    while not _is_closed(incumbent.seconds, bound, gap):
+    while not is_closed(incumbent.seconds, bound, max(TOLERANCE, gap)):
         most = incumbent.seconds - relaxed.bound
         epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
         limit = min(relaxed.bound + epsilon, incumbent.seconds)
@@ -309,7 +317,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
         return _solution(start, start.seconds, "neighbourhoods + ilp")
     found = start if result.choices is None else min(start, point(problem, result.choices), key=lambda p: p.seconds)
     bound = max(result.bound, _sum_of_least(problem), -math.inf if relaxed is None else relaxed.bound)
-    if not _is_closed(found.seconds, bound, max(gap, ILP_ROUNDING)):
+    if not is_closed(found.seconds, bound, max(TOLERANCE, gap, ILP_ROUNDING)):
         _warn(found.seconds, bound)
     return _solution(found, bound, "neighbourhoods + ilp")
 
@@ -354,12 +362,8 @@ def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
 
 
 def _solution(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
-    proven = found.seconds if _is_closed(found.seconds, bound) else bound
+    proven = found.seconds if is_closed(found.seconds, bound, TOLERANCE) else bound
     return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
-
-
-def _is_closed(seconds: float, bound: float, gap: float = 0.0) -> bool:
-    return seconds - bound <= max(TOLERANCE, gap) * abs(seconds)
 
 
 def _warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:

@@ -23,7 +23,7 @@ from autopar.solver.elimination import (
     narrow_elimination,
     optimum,
 )
-from autopar.solver.lagrangian import Point, point
+from autopar.solver.lagrangian import Point, is_closed, point
 from autopar.solver.min_marginals import Excesses, excesses
 from autopar.solver.problem import Floats, Node, Problem
 from autopar.solver.reductions.contraction import contract
@@ -84,7 +84,7 @@ class Levelling:
                 self._step /= 2
             else:
                 bound = reached
-                if _is_closed(best, bound):
+                if is_closed(best, bound, TOLERANCE):
                     return bound, found
                 start = self.loose, excesses(self.loose.problem, elimination, weighted, grid=GRID * abs(bound))
                 agreed = self.loose.agreement(start[1])
@@ -93,7 +93,7 @@ class Levelling:
                     best, found = min((best, found), self._with_held(price), key=lambda each: each[0])
             slow = best < np.inf and 0 < gained < WORTHWHILE * (best - bound)
             stuck = self._step < LEAST_STEP or slow
-            if _is_closed(best, bound) or stuck or time.monotonic() > self.deadline:
+            if is_closed(best, bound, TOLERANCE) or stuck or time.monotonic() > self.deadline:
                 break
             self.loose = start[0].levelled(start[1], GRID * abs(bound), self._step)
         assert start is not None
@@ -151,10 +151,6 @@ class _Narrow:
         return self.pruned.extend(choices_of(self.elimination, weighted))
 
 
-def _is_closed(seconds: float, bound: float) -> bool:
-    return seconds < np.inf and seconds - bound <= TOLERANCE * abs(seconds)
-
-
 def lower_bound(problem: Problem, multiplier: float) -> float:
     """L(λ): a bound on the seconds of every choice within the budget; -inf where the graph is too wide for it."""
     smaller = contract(prune(problem).problem).problem
@@ -173,6 +169,6 @@ def lower_bound(problem: Problem, multiplier: float) -> float:
 def _levelled_bound(levelling: Levelling, price: float) -> float:
     """The bound at a price alone, to which a search has come from other prices: again from the shares so far."""
     bound, again = -np.inf, levelling.least(price)[0]
-    while np.isfinite(again) and not _is_closed(again, bound):
+    while np.isfinite(again) and not is_closed(again, bound, TOLERANCE):
         bound, again = again, max(again, levelling.least(price)[0])
     return again
