@@ -51,7 +51,8 @@ def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
     Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
-    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and come home in parts:
+    Over an axis e of experts and an axis t of columns and rows; rows of tokens meet columns, and come home in parts, or
+    travel in parts of their features, where links along e are the slower ones:
 
         all_to_all/e = 4·L·M/e + 8·L·E
         all_reduce/t = (3·L + 2)·A/e + L·(A + G)/e + 3·R/e

@@ -24,7 +24,14 @@ class InBlock:
 
 
 def in_blocks_of_experts(graph: RoledProgram) -> Mapping[str, InBlock]:
-    """The calls of blocks of sorted experts, both ends among them."""
+    """The calls of blocks of sorted experts, both ends among them; looked for once."""
+    facts = graph.program.facts
+    if "blocks of experts" not in facts:
+        facts["blocks of experts"] = _in_blocks(graph)
+    return facts["blocks of experts"]
+
+
+def _in_blocks(graph: RoledProgram) -> Mapping[str, InBlock]:
     found: dict[str, InBlock] = {}
     begun: dict[Value, str] = {}
     for call in graph.learned:

@@ -13,7 +13,7 @@ from autopar.capture.export import capture
 from autopar.errors import StrategyError
 from autopar.program.operators.experts import COMBINE, DISPATCH, GROUPED_MM
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import PRESETS, annotations_for, experts
+from autopar.strategies.presets import PRESETS, annotations_for, experts, rows
 from tests.strategies.test_presets_volume import BYTES_ALONE, axes_of, formulas, moved, num_bytes
 from tests.support.expert_models import CHOSEN, DENSE, EXPERTS, HIDDEN, Decoder, decoder, token_batches
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
@@ -109,12 +109,20 @@ def test_rows_of_experts_follow_the_positions_that_a_preset_splits(
     assert ends is None or {c for operation, c in found if operation.endswith(("dispatch", "combine"))} == {ends}
 
 
+def test_blocks_of_experts_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, found = capture(decoder(), (), token_batches(1)[0], training=True), []
+    look = rows._in_blocks
+    monkeypatch.setattr(rows, "_in_blocks", lambda graph: found.append(graph) or look(graph))
+    annotations_for("megatron_sequence", program, Mesh({"tp": 2}, "cpu"))
+    assert len(found) == 1
+
+
 def choices(strategy: str, mesh: Mapping[str, int], form: str = "sorted") -> list[tuple[str, str]]:
     """The operations of the experts with their choices, in order."""
     ids = token_batches(1, batch=8)[0]
     plan = autopar.plan(decoder(form), Mesh(dict(mesh), "cpu"), ids, strategy=strategy, hardware=BYTES_ALONE)
-    rows = [row for row in plan.rows if row.kind == "call" and row.module == MOE]
-    return [(row.operation, plan.choices[row.name]) for row in rows]
+    calls = [row for row in plan.rows if row.kind == "call" and row.module == MOE]
+    return [(row.operation, plan.choices[row.name]) for row in calls]
 
 
 def test_experts_are_folded_over_the_axes_of_attention() -> None:

@@ -11,15 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers.integrations.moe  # noqa: F401  which makes the grouped product of every dtype known
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.program.operators.experts import DISPATCH, GROUPED_MM
 from autopar.space.space import Space
+from tests.support.experts import added, placed, scatter_added, sorted_rows
 
 D, BATCH, LENGTH, CLASSES = 8, 8, 2, 3
 End = Literal["index_add", "scatter_add", "sum"]
+ENDS: Mapping[End, Callable[..., Tensor]] = {"index_add": added, "scatter_add": scatter_added, "sum": placed}
 Pins = dict[int, np.ndarray]
 Wanted = Mapping[Any, frozenset[tuple[str, ...]]]
 """Operator → the choices, one for each mesh axis, that a plan may make of it."""
@@ -63,35 +64,17 @@ class SortedExperts(nn.Module):
         form, x_TD = self.form, h_BSD.view(-1, D)
         weights_TK, index_TK = self.router(x_TD).softmax(-1).topk(form.top_k)
         # Else one weight of one expert were 1 whatever the router says.
-        weights_R = (weights_TK + weights_TK / (1 + weights_TK.sum(-1, keepdim=True))).reshape(-1)
-        ids_R, perm_R = torch.sort(index_TK.reshape(-1))
-        rows_RD, weights_R1 = x_TD[perm_R // form.top_k], weights_R[perm_R].unsqueeze(-1)
-        counts_E = torch.histc(ids_R.float(), form.num_experts, 0, form.num_experts - 1)
-        if form.early:
-            rows_RD = rows_RD * weights_R1
-        rows_RD = self._through(rows_RD, ids_R, counts_E.cumsum(0, dtype=torch.int32))
-        if not form.early:
-            rows_RD = rows_RD * weights_R1
-        return self._home(rows_RD, x_TD, perm_R).view(h_BSD.shape)
+        weights_TK = weights_TK + weights_TK / (1 + weights_TK.sum(-1, keepdim=True))
+        forms: dict[str, Any] = {"ending": ENDS[form.end], "weighted": "before" if form.early else "after"}
+        y_TD = sorted_rows(x_TD, weights_TK, index_TK, form.num_experts, self._through, **forms)
+        return y_TD.view(h_BSD.shape)
 
-    def _through(self, rows_RD: Tensor, ids_R: Tensor, ends_E: Tensor) -> Tensor:
+    def _through(self, rows_RD: Tensor, product: Callable[..., Tensor], ids_R: Tensor) -> Tensor:
         """Rows through their experts."""
-        grouped_mm = torch.ops.transformers.grouped_mm_fallback
-        up = grouped_mm(rows_RD, self.w1.transpose(-2, -1), ends_E)
+        up = product(rows_RD, self.w1.transpose(-2, -1))
         gate, up = (up if self.b1 is None else up + self.b1[ids_R]).chunk(2, -1)
-        down = grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), ends_E)
+        down = product(F.silu(gate) * up, self.w2.transpose(-2, -1))
         return down if self.b2 is None else down + self.b2[ids_R]
-
-    def _home(self, rows_RD: Tensor, x_TD: Tensor, perm_R: Tensor) -> Tensor:
-        """Tokens as sums of their rows."""
-        token_R = perm_R // self.form.top_k
-        if self.form.end == "index_add":
-            return torch.zeros_like(x_TD).index_add(0, token_R, rows_RD)
-        if self.form.end == "scatter_add":
-            return torch.zeros_like(x_TD).scatter_add(0, token_R.unsqueeze(-1).expand(-1, D), rows_RD)
-        places_R = torch.arange(perm_R.numel(), device=perm_R.device)
-        slots_R = torch.empty_like(perm_R).index_put((perm_R,), places_R)
-        return rows_RD[slots_R].view(-1, self.form.top_k, D).sum(1)
 
 
 class Layer(nn.Module):

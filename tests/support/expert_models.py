@@ -1,9 +1,11 @@
 """A tiny decoder with experts, in every form in which they are written: sorted rows, and dense ones with a capacity.
 
-transformers is imported when a sorted form is built: its grouped product is captured in any dtype.
+transformers is imported when a sorted form runs: its grouped product is captured in any dtype.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +20,21 @@ class Sorted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import transformers.integrations.moe  # noqa: F401
-
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.w1 = nn.Parameter(0.3 * torch.randn(EXPERTS, INTERMEDIATE, HIDDEN))
         self.w3 = nn.Parameter(0.3 * torch.randn(EXPERTS, INTERMEDIATE, HIDDEN))
         self.w2 = nn.Parameter(0.3 * torch.randn(EXPERTS, HIDDEN, INTERMEDIATE))
 
     def forward(self, h_BSD: Tensor) -> Tensor:
+        from tests.support.experts import sorted_rows  # which needs transformers
+
         x_TD = h_BSD.view(-1, HIDDEN)
         weights_TK, index_TK = self.gate(x_TD).softmax(-1).topk(CHOSEN)
-        ids_R, slots_R = torch.sort(index_TK.reshape(-1))
-        tokens_R, ends_E = slots_R // CHOSEN, torch.histc(ids_R.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0)
+        return sorted_rows(x_TD, weights_TK, index_TK, EXPERTS, self._through).view(h_BSD.shape)
 
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
-            ends = ends_E.to(torch.int32)
-            return torch.ops.transformers.grouped_mm_fallback(rows, weight.transpose(-2, -1), ends)
-
-        rows_RD = x_TD[tokens_R]
-        rows_RD = product(F.silu(product(rows_RD, self.w1)) * product(rows_RD, self.w3), self.w2)
-        rows_RD = rows_RD * weights_TK.reshape(-1)[slots_R].unsqueeze(-1)
-        return torch.zeros_like(x_TD).index_add(0, tokens_R, rows_RD).view(h_BSD.shape)
+    def _through(self, rows_RD: Tensor, product: Callable[..., Tensor], ids_R: Tensor) -> Tensor:
+        gate, up, down = (each.transpose(-2, -1) for each in (self.w1, self.w3, self.w2))
+        return product(F.silu(product(rows_RD, gate)) * product(rows_RD, up), down)
 
 
 class Dense(nn.Module):

@@ -54,6 +54,35 @@ def placed(y_RD: Tensor, token_R: Tensor, perm_R: Tensor, x_TD: Tensor, top_k: i
     return y_RD[inverse_R].view(-1, top_k, y_RD.shape[-1]).sum(1)
 
 
+Through = Callable[[Tensor, Callable[[Tensor, Tensor], Tensor], Tensor], Tensor]
+"""Rows, a product of rows with a matrix of each expert, and the expert of each row → rows."""
+
+
+def sorted_rows(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    num_experts: int,
+    through: Through,
+    *,
+    counting: Callable[..., Tensor] = histogram,
+    ending: Callable[..., Tensor] = added,
+    weighted: str = "after",
+) -> Tensor:
+    """A block of dropless experts behind its router: `counting` and `ending` are two of the functions above."""
+    top_k = expert_TK.shape[-1]
+    ids_R, perm_R = torch.sort(expert_TK.reshape(-1), stable=True)
+    token_R, weight_R1 = perm_R // top_k, weight_TK.reshape(-1)[perm_R].unsqueeze(-1)
+    ends_E = counting(expert_TK.reshape(-1), num_experts).cumsum(0, dtype=torch.int32)
+    rows_RD = x_TD[token_R]
+    if weighted == "before":
+        rows_RD = rows_RD * weight_R1
+    y_RD = through(rows_RD, lambda rows, weight: grouped(rows, weight, ends_E), ids_R)
+    if weighted == "after":
+        y_RD = y_RD * weight_R1
+    return ending(y_RD, token_R, perm_R, x_TD, top_k)
+
+
 class SortedExperts(nn.Module):
     """A block of dropless experts: `counting` and `ending` are two of the functions above."""
 
@@ -84,20 +113,13 @@ class SortedExperts(nn.Module):
     def forward(self, h_BSD: Tensor) -> Tensor:
         x_TD = h_BSD.view(-1, h_BSD.shape[-1])
         weight_TK, expert_TK = F.linear(x_TD, self.router).softmax(-1).topk(self.top_k)
-        ids_R, perm_R = torch.sort(expert_TK.reshape(-1), stable=True)
-        token_R, weight_R1 = perm_R // self.top_k, weight_TK.reshape(-1)[perm_R].unsqueeze(-1)
-        ends_E = self.counting(expert_TK.reshape(-1), self.num_experts).cumsum(0, dtype=torch.int32)
-        rows_RD = x_TD[token_R]
-        if self.weighted == "before":
-            rows_RD = rows_RD * weight_R1
-        y = grouped(rows_RD, self.gate_up.transpose(1, 2), ends_E)
-        if self.bias is not None:
-            y = y + self.bias[ids_R]
-        gate, up = y.chunk(2, -1)
-        y = grouped(F.silu(gate) * up, self.down, ends_E)
-        if self.weighted == "after":
-            y = y * weight_R1
-        return self.ending(y, token_R, perm_R, x_TD, self.top_k).view(h_BSD.shape)
+        forms: dict[str, Any] = {"counting": self.counting, "ending": self.ending, "weighted": self.weighted}
+        return sorted_rows(x_TD, weight_TK, expert_TK, self.num_experts, self._through, **forms).view(h_BSD.shape)
+
+    def _through(self, rows_RD: Tensor, product: Callable[..., Tensor], ids_R: Tensor) -> Tensor:
+        up = product(rows_RD, self.gate_up.transpose(1, 2))
+        gate, up = (up if self.bias is None else up + self.bias[ids_R]).chunk(2, -1)
+        return product(F.silu(gate) * up, self.down)
 
 
 class RepeatedTokens(SortedExperts):

@@ -95,7 +95,7 @@ def test_the_optimum_is_found_with_hubs(seed: int, num_hubs: int, budget: float 
         found = solve(problem)
         assert found.seconds == pytest.approx(expected, rel=1e-7) and problem.fits(found.num_bytes)
         assert found.gap == 0 and problem.seconds_of(found.choices) == pytest.approx(found.seconds)
-        # Levelled until nothing more is gained, which takes long where a gap is left; that it is a bound is shown above.
+        # Levelled until nothing more is gained, which takes long where a gap is left; that it is a bound, see above.
         proven = lower_bound(problem, found.multiplier) if found.solver == "relaxation" else expected
     assert proven == pytest.approx(expected, rel=1e-7)
 
