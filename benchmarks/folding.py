@@ -12,7 +12,7 @@ mapping is said to autopar as a mesh, a preset and annotations, and its step pre
     MCore         TP + EP + DP, in pp stages                 as TP + EP + DP
     Folding       the same                                  whole experts, over tp and a part of dp together
 
-Experts have gate and up as two matrices here: transformers pack them into one, which tp does not part as it computes.
+Experts have gate and up as two matrices here: transformers pack them into one, whose pieces tp would exchange.
 
 What the rows leave open is assumed for all alike: a micro-batch is one sequence per data-parallel rank; stages have
 equal numbers of layers, one stage per rank, by 1F1B; bf16 weights and gradients with fp32 copies; nothing is computed

@@ -70,7 +70,7 @@ def _has_a_row_for_each_slot(x: fx.Node) -> bool:
     if x.target is aten.repeat.default:
         repeats = x.args[1]
         assert isinstance(repeats, list | tuple)
-        return repeats[dim] != 1
+        return bool(repeats[dim] != 1)
     return x.target is aten.repeat_interleave.self_int and arguments(x)["dim"] in (dim, -2)
 
 

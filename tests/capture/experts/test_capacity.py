@@ -126,8 +126,8 @@ class Slots(Listed):
         super().__init__()
         self.how = how
 
-    def forward(self, x: Tensor) -> Tensor:
-        mine, top_k = self.experts, self.experts.top_k
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x, mine, top_k = x_TD, self.experts, self.experts.top_k
         weight, expert = F.linear(x, mine.router).softmax(-1).topk(top_k)
         ids_R, perm_R = torch.sort(expert.reshape(-1), stable=True)
         ends_E = experts.histogram(ids_R, mine.num_experts).cumsum(0, dtype=torch.int32)

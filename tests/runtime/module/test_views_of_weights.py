@@ -75,7 +75,7 @@ def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int],
     steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
 
     def model() -> Any:
-        built = MIXTRAL.build()
+        built: Any = MIXTRAL.build()
         built.config.output_router_logits = False  # whose loss is not that of the batch's parts
         return built
 
