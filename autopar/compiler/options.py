@@ -27,6 +27,9 @@ from autopar.runtime.module.stored import StoredModule
 from autopar.sharding.mesh import Mesh
 
 
+MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
+
+
 @dataclass(frozen=True, slots=True)
 class _Satisfying:
     """What a function says yes to."""
@@ -73,6 +76,13 @@ _FACTOR = _Satisfying(
     "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
 )
 
+_TILES = _Satisfying(
+    lambda found: (
+        found == "auto" or (isinstance(found, int) and not isinstance(found, bool) and 0 < found <= MAX_TILES)
+    ),
+    f'a whole number from 1 to {MAX_TILES}, or "auto"',
+)
+
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
     "strategy": Maybe(_WORD),
@@ -97,6 +107,7 @@ OPTIONS: Mapping[str, Schema] = {
     "inputs": _PARTS,
     "check_inputs": Maybe(Flag()),
     "capacity_factor": Maybe(_FACTOR),
+    "loss_tiles": Maybe(_TILES),
 }
 """Argument → what it may be, beside None where that is its default."""
 

@@ -176,7 +176,8 @@ class MemoryModel(TensorBytes):
     def working(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs backward: its outputs, and gradients of all that it takes and makes.
 
-        That includes what it keeps beside inputs and outputs, as the probabilities of a loss.
+        That includes what it keeps beside inputs and outputs, as the probabilities of a loss, but for gradients that its
+        forward has made.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
@@ -192,7 +193,24 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        return total + self._hidden(decision)
+        kept_alone = np.array(
+            [s.implementation is not None and s.implementation.forward_bytes is not None for s in strategies]
+        )
+        return total + np.where(kept_alone, 0, self._hidden(decision))
+
+    def working_forward(self, number: int) -> Bytes | None:
+        """Bytes that a call works on while it runs forward, where that makes its gradients; None for all other calls."""
+        strategies, bound = self.space.decisions[number].menu.strategies, self.space.decisions[number].menu.bound
+        found = [s.implementation.forward_bytes if s.implementation else None for s in strategies]
+        if bound is None or not any(found):
+            return None
+
+        def make() -> Bytes:
+            call, mesh = _call(self.space.decisions[number]), self.space.mesh
+            pairs = zip(strategies, found, strict=True)
+            return np.array([each(call, s.local_sizes(bound.sizes, mesh)) if each else 0 for s, each in pairs])
+
+        return self.cached(("working forward", id(self.space.decisions[number].menu)), make)
 
     def handed_on(self, number: int) -> Bytes | None:
         """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 
@@ -124,6 +125,9 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
             _go_on(walk, call, product.column)
         elif held:
             _through(walk, graph, call, held, parts)
+        elif call.call.target is LINEAR_CROSS_ENTROPY and (classes := call.factor_of("column")) is not None:
+            split = _divides(graph, call, classes, parts)
+            _enter(walk, call, LOSS if split else OUTER, classes, frozenset({call.name}))
         else:
             walk.regions[call.name] = OUTER
     return walk
