@@ -13,9 +13,9 @@ import argparse
 import os
 import sys
 import traceback
-from typing import Literal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 

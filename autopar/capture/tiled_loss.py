@@ -63,7 +63,7 @@ class _UnfitError(Exception):
 def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"], training: bool) -> None:
     """Take the cross-entropies of linear layers in tiles: all of them, or with "auto" those of which it is known how.
 
-    Raises CaptureError, of a model in training and a number of tiles, where it has none, or one that cannot be taken so.
+    Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
     """
     said = f"loss_tiles={tiles!r} computes the cross-entropy of a linear layer tile by tile"
     losses = draft.calls(aten.cross_entropy_loss.default)
@@ -122,8 +122,8 @@ def _found_head(loss: fx.Node) -> _Head:
             break
         node = source
     raise _UnfitError(
-        f"{_name(node)} in {where(node.meta.get('module', ''))} makes its logits; needed is a linear layer, with nothing "
-        "but views, slices of positions and wider dtypes behind it. Scale or cap hidden states instead"
+        f"{_name(node)} in {where(node.meta.get('module', ''))} makes its logits; needed is a linear layer, with "
+        "nothing but views, slices of positions and wider dtypes behind it. Scale hidden states instead of logits"
     )
 
 

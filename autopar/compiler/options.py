@@ -26,7 +26,6 @@ from autopar.plans.plan import Plan
 from autopar.runtime.module.stored import StoredModule
 from autopar.sharding.mesh import Mesh
 
-
 MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
 
 
@@ -77,9 +76,7 @@ _FACTOR = _Satisfying(
 )
 
 _TILES = _Satisfying(
-    lambda found: (
-        found == "auto" or (isinstance(found, int) and not isinstance(found, bool) and 0 < found <= MAX_TILES)
-    ),
+    lambda found: found == "auto" or (type(found) is int and 0 < found <= MAX_TILES),
     f'a whole number from 1 to {MAX_TILES}, or "auto"',
 )
 

@@ -17,6 +17,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.recompute_segments import MODES
 from autopar.space.space import Decision, Space, outputs_without_gradient
 
@@ -162,8 +163,12 @@ def _descriptions(space: Space) -> dict[str, str]:
         found = decision.node.meta["tensor"]
         infos = found if isinstance(found, tuple) else (found,)
         operation = decision.menu.call.name if decision.menu.call else decision.kind
-        limited = f" (capacity_factor={decision.node.args[2]})" if decision.node.target is WITHIN_CAPACITY else ""
-        return f"{operation}{limited} {' '.join(map(str, infos))}"
+        asked = ""
+        if decision.node.target is WITHIN_CAPACITY:
+            asked = f" (capacity_factor={decision.node.args[2]})"
+        elif decision.node.target is LINEAR_CROSS_ENTROPY:
+            asked = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
+        return f"{operation}{asked} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}
 
