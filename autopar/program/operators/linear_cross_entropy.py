@@ -103,6 +103,19 @@ class _Gradients:
             weight_VD.new_zeros(weight_VD.shape[0], dtype=added) if learns[2] else None,
         )
 
+    @property
+    def needed(self) -> bool:
+        return any(each is not None for each in (self.hidden_ND, self.weight_VD, self.bias_V))
+
+    def add(self, grad_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, start: int, stop: int) -> None:
+        """Those of hidden states and weight by the logits of rows from `start` to `stop`."""
+        if self.hidden_ND is not None:
+            self.hidden_ND[start:stop] = grad_TV @ weight_VD
+        if self.weight_VD is not None and self.weight_VD.dtype == grad_TV.dtype:
+            self.weight_VD.addmm_(grad_TV.t(), h_TD)
+        elif self.weight_VD is not None:
+            self.weight_VD.add_(grad_TV.t() @ h_TD)
+
 
 def _loss_of_tiles(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, loss: Loss, ranks: Alone
@@ -110,33 +123,44 @@ def _loss_of_tiles(
     """The sum over rows, how many of these count, in double precision, and the gradients of that sum."""
     found = _Gradients.like(hidden_ND, weight_VD, loss.learns)
     total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
-    count = (target_N != loss.ignore_index).sum(dtype=torch.float64)
+    kept_N = target_N != loss.ignore_index
     for start, stop in _tiles(hidden_ND.shape[0], loss.tiles):
-        h_TD, target_T = hidden_ND[start:stop], target_N[start:stop]
-        kept_T = target_T != loss.ignore_index
-        p_TV = F.linear(h_TD, weight_VD, bias_V).to(wide(hidden_ND.dtype))
-        p_TV = ranks.without_padding(p_TV)
-        p_TV.sub_(ranks.largest(p_TV.amax(-1)).unsqueeze(-1))
-        column_T, mine_T = ranks.columns(target_T.masked_fill(~kept_T, 0), p_TV.shape[-1])
-        one_T = torch.ones_like(column_T, dtype=p_TV.dtype) if mine_T is None else mine_T.to(p_TV.dtype)
-        picked_T = p_TV.gather(-1, column_T.unsqueeze(-1)).squeeze(-1) * one_T
-        p_TV.exp_()
-        sum_T, picked_T = ranks.sum_of_classes(torch.stack([p_TV.sum(-1), picked_T])).unbind()
-        total = total + (sum_T.log() - picked_T).masked_fill(~kept_T, 0).sum(dtype=torch.float64)
-        if not any(loss.learns):
-            continue
-        p_TV.div_(sum_T.unsqueeze(-1))
-        p_TV.scatter_add_(-1, column_T.unsqueeze(-1), -one_T.unsqueeze(-1))
-        p_TV.masked_fill_(~kept_T.unsqueeze(-1), 0)
-        if found.bias_V is not None:
-            found.bias_V.add_(p_TV.sum(0))
-        grad_TV = p_TV.to(hidden_ND.dtype)
-        del p_TV
-        if found.hidden_ND is not None:
-            found.hidden_ND[start:stop] = grad_TV @ weight_VD
-        if found.weight_VD is not None:
-            _add_product(found.weight_VD, grad_TV.t(), h_TD)
-    return total, count, found
+        rows = hidden_ND[start:stop], target_N[start:stop], kept_N[start:stop]
+        loss_T, grad_TV = _loss_of_rows(*rows, weight_VD, bias_V, found, ranks)
+        total = total + loss_T.sum(dtype=torch.float64)
+        if grad_TV is not None:
+            found.add(grad_TV, rows[0], weight_VD, start, stop)
+        del grad_TV, rows  # before the next tile
+    return total, kept_N.sum(dtype=torch.float64), found
+
+
+def _loss_of_rows(
+    h_TD: Tensor,
+    target_T: Tensor,
+    kept_T: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    found: _Gradients,
+    ranks: Alone,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each row, and the gradients of the logits where some are needed."""
+    p_TV = F.linear(h_TD, weight_VD, bias_V).to(wide(h_TD.dtype))
+    p_TV = ranks.without_padding(p_TV)
+    p_TV.sub_(ranks.largest(p_TV.amax(-1)).unsqueeze(-1))
+    column_T, mine_T = ranks.columns(target_T.masked_fill(~kept_T, 0), p_TV.shape[-1])
+    one_T = torch.ones_like(column_T, dtype=p_TV.dtype) if mine_T is None else mine_T.to(p_TV.dtype)
+    picked_T = p_TV.gather(-1, column_T.unsqueeze(-1)).squeeze(-1) * one_T
+    p_TV.exp_()
+    sum_T, picked_T = ranks.sum_of_classes(torch.stack([p_TV.sum(-1), picked_T])).unbind()
+    loss_T = (sum_T.log() - picked_T).masked_fill(~kept_T, 0)
+    if not found.needed:
+        return loss_T, None
+    p_TV.div_(sum_T.unsqueeze(-1))
+    p_TV.scatter_add_(-1, column_T.unsqueeze(-1), -one_T.unsqueeze(-1))
+    p_TV.masked_fill_(~kept_T.unsqueeze(-1), 0)
+    if found.bias_V is not None:
+        found.bias_V.add_(p_TV.sum(0))
+    return loss_T, p_TV.to(h_TD.dtype)
 
 
 def _tiles(num_rows: int, tiles: int) -> Iterator[tuple[int, int]]:
@@ -145,13 +169,6 @@ def _tiles(num_rows: int, tiles: int) -> Iterator[tuple[int, int]]:
     for count in rows_of_tiles(num_rows, tiles):
         yield start, start + count
         start += count
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
