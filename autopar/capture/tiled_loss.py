@@ -128,14 +128,14 @@ def _found_head(loss: fx.Node) -> _Head:
 
 
 def _check_kind(given: dict[str, Any]) -> None:
-    kinds = {
+    kind = given["reduction"]
+    faults = {
         "its targets are probabilities; give numbers of classes": value_of(given["target"]).dtype.is_floating_point,
         "it has weights of classes (weight=…); leave them out": given["weight"] is not None,
         f"it smooths labels (label_smoothing={given['label_smoothing']}); give 0": given["label_smoothing"] > 0,
-        'it keeps a number for each row (reduction="none"); take "mean" or "sum"': given["reduction"]
-        not in (MEAN, SUM),
+        'it has a number for each row (reduction="none"); take "mean" or "sum"': kind not in (MEAN, SUM),
     }
-    for fault, holds in kinds.items():
+    for fault, holds in faults.items():
         if holds:
             raise _UnfitError(fault)
 
