@@ -76,7 +76,7 @@ _FACTOR = _Satisfying(
 )
 
 _TILES = _Satisfying(
-    lambda found: found == "auto" or (type(found) is int and 0 < found <= MAX_TILES),
+    lambda found: (type(found) is int and 0 < found <= MAX_TILES) or (isinstance(found, str) and found == "auto"),
     f'a whole number from 1 to {MAX_TILES}, or "auto"',
 )
 
