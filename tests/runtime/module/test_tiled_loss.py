@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.nn import functional as F
 
 import autopar
@@ -115,7 +116,7 @@ def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch:
     assert len(calls) == 1
 
 
-def _under_torch_compile() -> tuple[int, float]:
+def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
     """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
     torch._dynamo.reset()
     batch, graphs = reading(), []
@@ -123,7 +124,7 @@ def _under_torch_compile() -> tuple[int, float]:
 
     def counting(graph: Any, example_inputs: Any) -> Any:
         graphs.append(graph)
-        return aot_eager(graph, example_inputs)
+        return backend(graph, example_inputs)
 
     def step(called: Any) -> list[Tensor]:
         model.zero_grad()
@@ -137,15 +138,16 @@ def _under_torch_compile() -> tuple[int, float]:
     return len(graphs), apart
 
 
-def test_torch_compile_takes_it_whole(ranks: Ranks) -> None:
-    for num_graphs, apart in ranks.run(_under_torch_compile, timeout=120):
+@pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
+def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any]) -> None:
+    for num_graphs, apart in ranks.run(_under_torch_compile, backend, timeout=120):
         assert num_graphs == 1
         assert apart < 1e-6
 
 
 def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> list[tuple[int, int]]:
     """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
-    batch, found = reading(batch=8, sequence=64, num_classes=4096), []
+    batch, found = reading(batch=8, sequence=256, num_classes=4096), []
     for number in tiles:
         model = Reader(4096, 64).to(dtype)
         on = mesh((2,), ("dp",))
@@ -176,4 +178,4 @@ def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
     for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, (None, 1, 8)):
         for found, predicted in tiled_peaks:
             assert predicted == pytest.approx(found, rel=0.05)
-        assert tiled_peaks[1][0] < 0.7 * tiled_peaks[0][0] < 0.7 * whole_peak
+        assert tiled_peaks[1][0] < 0.5 * tiled_peaks[0][0] < 0.35 * whole_peak
