@@ -171,6 +171,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def _tiles(text: str) -> int | Literal["auto"]:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "auto"')
     return "auto" if text == "auto" else _positive(text)
 
 

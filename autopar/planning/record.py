@@ -11,6 +11,7 @@ from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
 from autopar.planning.expert_notes import notes_on_experts
+from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.memory_limit import Answer
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
@@ -108,6 +109,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         notes=(
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
             *notes_on_experts(context, answer),
+            *notes_on_losses(context, answer),
         ),
         memory=answer.memory,
         recompute=answer.modes,

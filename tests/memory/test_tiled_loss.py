@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_a_plan_takes_as_few_tiles_as_fit() -> None:
     assert within.seconds > free.seconds
     with pytest.raises(InfeasibleError, match="every choice needs at least"):
         planned(memory=int(free.peak_bytes * 0.6))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"loss_tiles": 3},
+            "the loss of head is taken in 3 tiles of 86 rows: 1.41 MB of logits at a time on each",
+        ),
+        ({"loss_tiles": 1}, "the loss of head is taken in 1 tile of 256 rows: 4.19 MB .* on each device, of 4.19 MB"),
+    ],
+)
+def test_a_plan_says_how_many_logits_there_are(options: dict[str, Any], said: str) -> None:
+    plan = planned(strategy="data_parallel", **options)
+    assert any(re.match(said, note) for note in plan.notes), plan.notes
+    assert not any("loss" in note for note in planned(strategy="data_parallel").notes)
 
 
 def test_a_plan_with_tiles_is_read_again_and_refused_without_them() -> None:
