@@ -60,13 +60,13 @@ class Product(nn.Module):
         return F.cross_entropy(x_ND @ self.embed.weight.t(), labels.view(-1))
 
 
-def captured(model: nn.Module, loss_tiles: LossTiles = 3, **batch: Tensor) -> Program:
+def captured(model: nn.Module, loss_tiles: LossTiles = 3, batch: dict[str, Tensor] | None = None) -> Program:
     return capture(model, (), batch or reading(), loss_tiles=loss_tiles)
 
 
 def assert_same(model: nn.Module, batch: dict[str, Tensor]) -> Program:
     """The program in tiles gives the loss and gradients of the model, and takes samples and positions apart."""
-    program, expected = captured(model, **batch), copy.deepcopy(model)
+    program, expected = captured(model, batch=batch), copy.deepcopy(model)
     found = run(program, dict(model.named_parameters()), {}, pytree.tree_leaves(((), batch)))
     theirs = expected(**batch)
     found.backward()
@@ -97,7 +97,7 @@ def test_a_product_with_a_transposed_matrix_is_a_head_too() -> None:
 
 @pytest.mark.parametrize("family", LOSS_ALONE)
 def test_a_model_of_transformers_that_returns_its_loss_alone_is_taken_in_tiles(family: str) -> None:
-    program = captured(LOSS_ALONE[family].build(), **LOSS_ALONE[family].inputs(0)[1])
+    program = captured(LOSS_ALONE[family].build(), batch=LOSS_ALONE[family].inputs(0)[1])
     assert len(calls(program, LINEAR_CROSS_ENTROPY)) == 1
 
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_taken_in_tiles_is_refused(loss: Loss) -> None:
 
 def test_a_model_that_returns_its_logits_says_what_to_do() -> None:
     with pytest.raises(CaptureError, match=r"a module whose forward returns model\(input_ids, labels=labels\).loss"):
-        captured(FAMILIES["llama"].build(), **FAMILIES["llama"].inputs(0)[1])
+        captured(FAMILIES["llama"].build(), batch=FAMILIES["llama"].inputs(0)[1])
 
 
 @pytest.mark.parametrize("loss", [returning_logits, without_loss], ids=lambda loss: loss.__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.plans.plan import Plan
 from tests.support.loss_alone import Reader, reading
 
@@ -29,9 +29,9 @@ def tiles_of(plan: Plan) -> str:
 def test_in_one_piece_there_are_all_logits_of_a_rank_once() -> None:
     # In the forward, beside the gradients of hidden states and weight.
     plan = planned(strategy="data_parallel", loss_tiles=1)
+    assert plan.memory is not None
     assert plan.memory.parts["working set"] == LOGITS + RANK_ROWS * SIZE * 4
-    kept = plan.memory.parts["activations"]
-    assert kept > RANK_ROWS * SIZE * 4 + CLASSES * SIZE * 4
+    assert plan.memory.parts["activations"] > RANK_ROWS * SIZE * 4 + CLASSES * SIZE * 4
     untiled = planned(strategy="data_parallel")
     # Logits and probabilities, and the gradients of both.
     assert untiled.peak_bytes - plan.peak_bytes > 0.7 * LOGITS
@@ -84,5 +84,5 @@ def test_a_plan_with_tiles_is_read_again_and_refused_without_them() -> None:
     batch = reading(batch=BATCH, sequence=SEQUENCE, num_classes=CLASSES)
     plan = Plan.from_json(planned(loss_tiles="auto").to_json())
     assert plan.attach(Reader(CLASSES, SIZE), batch, loss_tiles="auto").choices == plan.choices
-    with pytest.raises(autopar.errors.PlanError, match=r"linear_cross_entropy \(loss_tiles=auto\)"):
+    with pytest.raises(PlanError, match=r"linear_cross_entropy \(loss_tiles=auto\)"):
         plan.attach(Reader(CLASSES, SIZE), batch, loss_tiles=4)

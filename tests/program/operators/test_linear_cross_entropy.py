@@ -39,7 +39,7 @@ def with_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("reduction", "ignored"), [(MEAN, -100), (SUM, -100), (MEAN, 4)])
 def test_it_is_a_linear_layer_and_its_loss(tiles: int, reduction: int, ignored: int) -> None:
     *inputs, target = tensors()
-    given = *inputs, target if ignored < 0 else target.clamp(min=0), reduction, ignored, torch.float64
+    given: Any = *inputs, target if ignored < 0 else target.clamp(min=0), reduction, ignored, torch.float64
     expected = with_gradients(whole(*given), inputs)
     torch.testing.assert_close(with_gradients(LINEAR_CROSS_ENTROPY(*given, tiles), inputs), expected)
 
@@ -48,7 +48,7 @@ def test_it_is_a_linear_layer_and_its_loss(tiles: int, reduction: int, ignored: 
 def test_what_is_frozen_has_no_gradient(frozen: tuple[int, ...]) -> None:
     *inputs, target = tensors()
     inputs = [x.detach() if number in frozen else x for number, x in enumerate(inputs)]
-    given = *inputs, target, MEAN, -100, torch.float64
+    given: Any = *inputs, target, MEAN, -100, torch.float64
     expected = with_gradients(whole(*given), inputs)
     torch.testing.assert_close(with_gradients(LINEAR_CROSS_ENTROPY(*given, 4), inputs), expected)
 
@@ -56,7 +56,8 @@ def test_what_is_frozen_has_no_gradient(frozen: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_no_worse_than_in_one_piece(dtype: torch.dtype) -> None:
     *exact, target = tensors(rows=(64, 32))
-    precise = with_gradients(whole(*exact, target, SUM, -100, torch.float64), exact)
+    given: Any = *exact, target, SUM, -100, torch.float64
+    precise = with_gradients(whole(*given), exact)
     inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
     given = *inputs, target, SUM, -100, torch.float32
 

@@ -65,7 +65,7 @@ def test_it_goes_with_micro_batches_and_pipelines(ranks: Ranks, mesh: str, sched
     pipeline_training.check(ranks, case)
 
 
-COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "auto": ({}, {"loss_tiles": "auto"}, {}),
     "zero3": ({"tied": True}, {"strategy": "zero3"}, {}),
     "fsdp_megatron": ({"num_classes": 23, "bias": True}, {"strategy": "fsdp_megatron"}, {}),
