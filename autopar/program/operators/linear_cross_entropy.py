@@ -148,8 +148,10 @@ def _loss_of_rows(
     p_TV = ranks.without_padding(p_TV)
     p_TV.sub_(ranks.largest(p_TV.amax(-1)).unsqueeze(-1))
     column_T, mine_T = ranks.columns(target_T.masked_fill(~kept_T, 0), p_TV.shape[-1])
-    one_T = torch.ones_like(column_T, dtype=p_TV.dtype) if mine_T is None else mine_T.to(p_TV.dtype)
-    picked_T = p_TV.gather(-1, column_T.unsqueeze(-1)).squeeze(-1) * one_T
+    zero_T = torch.zeros_like(column_T, dtype=p_TV.dtype)
+    picked_T, one_T = p_TV.gather(-1, column_T.unsqueeze(-1)).squeeze(-1), zero_T + 1
+    if mine_T is not None:
+        picked_T, one_T = (torch.where(mine_T, each_T, zero_T) for each_T in (picked_T, one_T))
     p_TV.exp_()
     sum_T, picked_T = ranks.sum_of_classes(torch.stack([p_TV.sum(-1), picked_T])).unbind()
     loss_T = (sum_T.log() - picked_T).masked_fill(~kept_T, 0)

@@ -92,6 +92,15 @@ def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     assert found.plan is not None and found.plan.choices["linear_cross_entropy_default"].count("-") == 0
 
 
+def test_a_rank_may_have_no_class_at_all() -> None:
+    torch.manual_seed(0)
+    model = Reader(num_classes=9, bias=True).double()  # in four parts of three, the last of which is padding
+    alone, steps = copy.deepcopy(model), Steps([reading(seed, num_classes=9) for seed in range(2)])
+    autopar.annotate(model, "head", tp="column")
+    found = train_on_ranks(model, steps, {"tp": 4}, {"loss_tiles": 3})
+    assert fault_of(found, train_alone(alone, steps)) == ""
+
+
 class Stacked(nn.Module):
     """A head that is one of the layers, which are computed again."""
 
