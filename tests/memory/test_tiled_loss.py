@@ -9,6 +9,9 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasibleError, PlanError
+from autopar.memory.moments import FORWARD, MemoryRow, moment_of, node_bytes, wire_bytes
+from autopar.memory.peak import memory_use
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from tests.support.loss_alone import Reader, reading
 
@@ -40,6 +43,21 @@ def test_in_one_piece_there_are_all_logits_of_a_rank_once() -> None:
 def test_a_tile_of_logits_is_all_that_counts_of_them() -> None:
     one, four = (planned(strategy="data_parallel", loss_tiles=number) for number in (1, 4))
     assert one.peak_bytes - four.peak_bytes == pytest.approx(LOGITS * 3 / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("tiles", [1, 8])
+def test_choices_add_up_to_the_peak_at_its_moment(tiles: int) -> None:
+    plan = planned(strategy="data_parallel", loss_tiles=tiles)
+    context = context_of(plan)
+    memory, choices = context.memory_model, context.choices
+    peak, _, moment = memory_use(memory, choices, {})
+    row = MemoryRow(((moment, 1),))
+    found = [node_bytes(memory, number, row)[0][choice] for number, choice in enumerate(choices)]
+    for wire in memory.space.wires:
+        arrays = wire_bytes(memory, wire, row)
+        found += [] if arrays is None else [arrays[0][choices[wire.source], choices[wire.target]]]
+    assert sum(found) == peak == plan.peak_bytes
+    assert (moment_of(memory, moment).kind == FORWARD) is (tiles == 1)
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "megatron", None])
