@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasibleError, PlanError
-from autopar.memory.moments import FORWARD, MemoryRow, moment_of, node_bytes, wire_bytes
+from autopar.memory.moments import COMPUTING, FORWARD, MemoryRow, moment_of, node_bytes, wire_bytes
 from autopar.memory.peak import memory_use
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
@@ -45,9 +45,12 @@ def test_a_tile_of_logits_is_all_that_counts_of_them() -> None:
     assert one.peak_bytes - four.peak_bytes == pytest.approx(LOGITS * 3 / 4, rel=0.05)
 
 
-@pytest.mark.parametrize("tiles", [1, 8])
-def test_choices_add_up_to_the_peak_at_its_moment(tiles: int) -> None:
-    plan = planned(strategy="data_parallel", loss_tiles=tiles)
+@pytest.mark.parametrize(
+    ("strategy", "tiles", "kind"),
+    [("data_parallel", 1, FORWARD), ("data_parallel", 8, COMPUTING), ("megatron", 64, COMPUTING)],
+)
+def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kind: int) -> None:
+    plan = planned(strategy=strategy, loss_tiles=tiles)
     context = context_of(plan)
     memory, choices = context.memory_model, context.choices
     peak, _, moment = memory_use(memory, choices, {})
@@ -57,12 +60,15 @@ def test_choices_add_up_to_the_peak_at_its_moment(tiles: int) -> None:
         arrays = wire_bytes(memory, wire, row)
         found += [] if arrays is None else [arrays[0][choices[wire.source], choices[wire.target]]]
     assert sum(found) == peak == plan.peak_bytes
-    assert (moment_of(memory, moment).kind == FORWARD) is (tiles == 1)
+    assert moment_of(memory, moment).kind == kind
+    if strategy == "megatron":  # of the loss: kept gradients, and these scaled
+        assert plan.memory is not None
+        assert plan.memory.parts["working set"] == (CLASSES // 2 + 2 * RANK_ROWS) * SIZE * 4 + 4
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "megatron", None])
 def test_formulas_say_the_same(strategy: str | None) -> None:
-    for tiles in (1, 3):
+    for tiles in (1, 3, 64):
         plan = planned({"dp": 2, "tp": 2}, strategy=strategy, loss_tiles=tiles)
         found = plan.reprice()
         assert found.memory["memory"] == plan.peak_bytes
