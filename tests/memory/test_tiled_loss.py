@@ -59,7 +59,7 @@ def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kin
     for wire in memory.space.wires:
         arrays = wire_bytes(memory, wire, row)
         found += [] if arrays is None else [arrays[0][choices[wire.source], choices[wire.target]]]
-    assert sum(found) == peak == plan.peak_bytes
+    assert sum(found) == peak == plan.peak_bytes == plan.reprice().memory["memory"]
     assert moment_of(memory, moment).kind == kind
     if strategy == "megatron":  # of the loss: kept gradients, and these scaled
         assert plan.memory is not None
