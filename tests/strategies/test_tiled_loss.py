@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import autopar
 from autopar.capture.export import capture
+from autopar.planning.settings import context_of
 from autopar.strategies.presets.regions import LOSS, regions_of
 from autopar.strategies.roles import RoledProgram
-from tests.support.loss_alone import Reader, reading
+from tests.support.loss_alone import LOSS_ALONE, Reader, reading
 
 NAME = "linear_cross_entropy_default"
 
@@ -24,3 +26,14 @@ def test_a_preset_of_columns_splits_its_classes_where_they_divide(num_classes: i
 def test_its_dims_have_the_roles_that_annotations_name() -> None:
     program = capture(Reader(), (), reading(), loss_tiles=2)
     assert RoledProgram.of(program).calls[NAME].roles == {"a": "data", "b": "sequence", "o": "column"}
+
+
+def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
+    family = LOSS_ALONE["llama_loss"]
+    mesh = autopar.Mesh({"cp": 2})
+    plan = autopar.plan(family.build(), mesh, family.inputs(0)[1], strategy="ring", loss_tiles=2)
+    space = context_of(plan).space
+    decision = space.decisions[space.index[NAME]]
+    strategy = next(each for each in decision.menu.strategies if str(each) == plan.choices[NAME])
+    assert [str(layout) for layout in strategy.inputs] == ["Z(1)", "R", "Z(1)"]
+    assert not any("via tiles=2" in str(each) and "Z(0)" in map(str, each.inputs) for each in decision.menu.strategies)

@@ -45,6 +45,7 @@ def _in_tiles(number: int, joined: frozenset[str]) -> Implementation:
         factors=None,
         joined=joined,
         padded=frozenset({CLASSES}),
+        ordered=frozenset({CLASSES}),
         traffic=tiles.traffic,
         name=f"tiles={number}",
         keywords=(("in_tiles", number),),

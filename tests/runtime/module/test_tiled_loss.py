@@ -54,6 +54,13 @@ def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
 
 
+@pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
+def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
+    options = {"hardware": SLOW_DEVICES, "strategy": strategy, "loss_tiles": 3}
+    found, *_ = check(ranks, Case("llama_loss", mesh, options=options, steps=2))
+    assert ("call", "dp" if len(mesh) == 1 else "tp", "sequence") in found.roles
+
+
 def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
     case = Case("llama_loss", (2,), options={"strategy": "zero3", "loss_tiles": 4}, dtype=torch.bfloat16, steps=2)
     check_rounding(ranks, case)
