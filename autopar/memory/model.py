@@ -193,10 +193,7 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        kept_alone = np.array(
-            [s.implementation is not None and s.implementation.forward_bytes is not None for s in strategies]
-        )
-        return total + np.where(kept_alone, 0, self._hidden(decision))
+        return total + np.where([_works_forward(each) is not None for each in strategies], 0, self._hidden(decision))
 
     def working_forward(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
