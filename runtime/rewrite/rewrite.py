@@ -91,7 +91,7 @@ class _Rewriter:
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
         """Value at the end of a wire that a bucket has moved, by (target, input position)."""
-        self.slices: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+        self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
