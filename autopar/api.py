@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotations.pins import Mode
+from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import (
     ExampleInputs,
     Recompute,
@@ -60,6 +61,7 @@ def compile(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
@@ -106,6 +108,8 @@ def compile(
             that is taken to pass by its line ("model.py:12"), another with the value it tests ("model.py:88=False").
         capacity_factor: sorted experts take at most so many times the rows of each sample that balanced routing gives
             them, the earliest; further rows are dropped (docs/experts.md). By default no row is.
+        loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken, so that all logits are
+            never there at once (docs/long-sequences.md); "auto": as many as the plan chooses. By default it is not.
         imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
             divides these by expert; 1.0 for routing that is balanced.
 
@@ -136,6 +140,7 @@ def compile(
         stages=stages,
         assume=assume,
         capacity_factor=capacity_factor,
+        loss_tiles=loss_tiles,
         imbalance=imbalance,
     )
     abstract = Mesh.of(mesh)
@@ -176,6 +181,7 @@ def plan(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
@@ -208,6 +214,7 @@ def plan(
         stages=stages,
         assume=assume,
         capacity_factor=capacity_factor,
+        loss_tiles=loss_tiles,
         imbalance=imbalance,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -165,7 +166,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
     parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
+    parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, or "auto"')
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
+
+
+def _tiles(text: str) -> int | Literal["auto"]:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "auto"')
+    return "auto" if text == "auto" else _positive(text)
 
 
 def _positive(text: str) -> int:
@@ -254,5 +262,6 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             microbatches=options.microbatches,
             chunks=options.chunks,
             capacity_factor=options.capacity_factor,
+            loss_tiles=options.loss_tiles,
             imbalance=options.imbalance,
         )

@@ -21,7 +21,7 @@ from autopar.strategies.rules import (
     reduction,
     view,
 )
-from autopar.strategies.rules.layers import attention, conv, embedding, loss, norm, recurrent
+from autopar.strategies.rules.layers import attention, conv, embedding, loss, norm, recurrent, tiled_loss
 
 TABLES = (
     attention,
@@ -39,6 +39,7 @@ TABLES = (
     random,
     recurrent,
     reduction,
+    tiled_loss,
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}

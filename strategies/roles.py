@@ -20,6 +20,7 @@ from torch import fx
 from autopar.errors import RuleError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.operators.bags import EMBEDDING_BAGS
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call, OpRule, is_matmul
 from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
@@ -35,7 +36,7 @@ Roles = tuple[str | None, ...]
 EXPERT = "expert"
 ATTENTION = (aten.scaled_dot_product_attention.default,)
 LOOKUPS = (aten.embedding.default, EMBEDDING_BAGS)
-CLASS_LOSSES = (aten.cross_entropy_loss.default,)
+CLASS_LOSSES = (aten.cross_entropy_loss.default, LINEAR_CROSS_ENTROPY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

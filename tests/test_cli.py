@@ -195,6 +195,7 @@ def raises():
         (["tiny-mlp", "--hardware", ""], 2, ["hardware '' is not known"]),
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
         (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
+        (["tiny-mlp", "--loss-tiles", "2000"], 2, ["loss_tiles=2000; give a whole number from 1 to 1024"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["imbalance=0.5; give a finite number of at least 1"]),
         (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),

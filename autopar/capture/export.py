@@ -28,6 +28,7 @@ from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.python.recorder import Recorder, check_settled
+from autopar.capture.tiled_loss import LossTiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo, fault_of_form
@@ -45,6 +46,7 @@ def capture(
     device: torch.device | None = None,
     assume: Sequence[Assumption] = (),
     capacity_factor: float | None = None,
+    loss_tiles: LossTiles = None,
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
 
@@ -55,6 +57,7 @@ def capture(
         device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
         assume: branches on values whose outcome is known.
         capacity_factor: how many times its balanced share of a sample's rows an expert takes; None: all that come.
+        loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": a plan chooses.
 
     Raises:
         CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
@@ -63,10 +66,11 @@ def capture(
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
-    first, recorder = _captured(model, args, kwargs, training, device, assume, capacity_factor)
+    options = training, device, assume, capacity_factor, loss_tiles
+    first, recorder = _captured(model, args, kwargs, *options)
     settled = True
     if recorder.evolved:
-        second, again = _captured(model, args, kwargs, training, device, assume, capacity_factor, recorder.put_evolved)
+        second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
         check_settled(recorder, again)
         settled = _equal(first, second)
     first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
@@ -81,6 +85,7 @@ def _captured(
     device: torch.device | None,
     assume: Sequence[Assumption],
     capacity_factor: float | None,
+    loss_tiles: LossTiles,
     change: Callable[[nn.Module], None] = lambda traced: None,
 ) -> tuple[Program, Recorder]:
     """The Program of a model that is changed before, and what its forward reads and writes of Python."""
@@ -99,7 +104,7 @@ def _captured(
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
-    normalize(draft, capacity_factor)
+    normalize(draft, capacity_factor, loss_tiles, traced.training)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)

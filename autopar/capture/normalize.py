@@ -23,18 +23,25 @@ from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import split_before_permuting, state_sizes
+from autopar.capture.tiled_loss import LossTiles, tiled_losses
 from autopar.errors import CaptureError
 from autopar.program.program import TensorInfo
 
 Pass = Callable[[TracedGraph], None]
 
 
-def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
-    """Rewrite the draft in place, one pass after the other; `limit_rows` where a capacity is asked for."""
+def normalize(
+    draft: TracedGraph, capacity_factor: float | None = None, loss_tiles: LossTiles = None, training: bool = True
+) -> None:
+    """Rewrite the draft in place, one pass after the other; the last ones where a capacity, or tiles, are asked for."""
     for rewrite in PASSES:
         rewrite(draft)
     if capacity_factor is not None:
         limit_rows(draft, capacity_factor)
+        propagate(draft)
+    if loss_tiles is not None:
+        tiled_losses(draft, loss_tiles, training)
+        drop_dead_calls(draft)
         propagate(draft)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
+from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
@@ -65,6 +66,7 @@ def plan_request(
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
+    loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
@@ -89,6 +91,7 @@ def plan_request(
         assumptions_of(assume),
         inputs,
         None if capacity_factor is None else float(capacity_factor),
+        loss_tiles,
         imbalance,
     )
 

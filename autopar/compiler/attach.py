@@ -42,6 +42,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
         training=model.training,
         assume=request.assume,
         capacity_factor=request.capacity_factor,
+        loss_tiles=request.loss_tiles,
     )
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)

@@ -76,6 +76,7 @@ class _Planner:
                     training=self.model.training,
                     assume=self.request.assume,
                     capacity_factor=self.request.capacity_factor,
+                    loss_tiles=self.request.loss_tiles,
                 )
                 self.programs[count, num_parts] = check_hooks(program, count)
         return self.programs[count, num_parts]

@@ -26,6 +26,8 @@ from autopar.plans.plan import Plan
 from autopar.runtime.module.stored import StoredModule
 from autopar.sharding.mesh import Mesh
 
+MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
+
 
 @dataclass(frozen=True, slots=True)
 class _Satisfying:
@@ -73,6 +75,11 @@ _FACTOR = _Satisfying(
     "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
 )
 
+_TILES = _Satisfying(
+    lambda found: (type(found) is int and 0 < found <= MAX_TILES) or (isinstance(found, str) and found == "auto"),
+    f'a whole number from 1 to {MAX_TILES}, or "auto"',
+)
+
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
     "strategy": Maybe(_WORD),
@@ -97,6 +104,7 @@ OPTIONS: Mapping[str, Schema] = {
     "inputs": _PARTS,
     "check_inputs": Maybe(Flag()),
     "capacity_factor": Maybe(_FACTOR),
+    "loss_tiles": Maybe(_TILES),
 }
 """Argument → what it may be, beside None where that is its default."""
 

@@ -126,6 +126,7 @@ class _Compiler:
                 device=device,
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
+                loss_tiles=self.request.loss_tiles,
             )
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 

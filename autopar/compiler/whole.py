@@ -82,6 +82,7 @@ class _Compiler:
                 device=device,
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
+                loss_tiles=self.request.loss_tiles,
             )
         check_hooks(program, self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))

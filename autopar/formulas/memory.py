@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import cast
 
@@ -123,11 +123,14 @@ class _Moment:
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
-            self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
+            if self._forward_bytes(number) is None:
+                self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
             self._uneven_rows_worked_on(number, True)
         elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
             self._worked_on(number, False)
             self._uneven_rows_worked_on(number, False)
+        elif self.at.kind == FORWARD and place == self.at.place:
+            self._add("working set", self._forward_bytes(number) or Size.of(0), count)
 
     def _is_kept(self, place: int) -> bool:
         """Whether what is kept for the backward of the call at that place is there."""
@@ -198,7 +201,7 @@ class _Moment:
         if call is None or not call.inputs:
             return Size.of(0)
         if strategy.implementation is not None and strategy.implementation.saved_bytes is not None:
-            return self._saved_by_implementation(decision, call, strategy)
+            return self._said(decision, strategy.implementation.saved_bytes)
         if not num_bytes:
             return Size.of(0)
         largest = largest_split_input(call, decision.menu.bound)
@@ -209,14 +212,24 @@ class _Moment:
         elements = Size.of(math.prod(shapes[largest]))
         return -(-self._hidden_bytes[key] * self._local(shapes[largest], strategy.inputs[largest]) // elements)
 
-    def _saved_by_implementation(self, decision: Decision, call: Call, strategy: Strategy) -> Size:
+    def _forward_bytes(self, number: int) -> Size | None:
+        """What a call works on in the forward, where that makes its gradients."""
+        decision = self.space.decisions[number]
+        implementation = decision.menu.strategies[self.choices[number]].implementation
+        said = implementation.forward_bytes if implementation is not None else None
+        return None if said is None else self._said(decision, said)
+
+    def _said(self, decision: Decision, said: Callable[[Call, Mapping[str, int]], int]) -> Size:
+        """Bytes that the implementation says of the call."""
+        call, bound, strategy = decision.menu.call, decision.menu.bound, self._strategy(decision)
+        assert call is not None and bound is not None
         shapes = [self.sizes.shape(key) for key in input_keys(self.space, decision)]
         results = [self.sizes.shape((decision.name, position)) for position in range(len(call.outputs))]
-        assert strategy.implementation is not None and strategy.implementation.saved_bytes is not None
-        assert decision.menu.bound is not None
-        bound = decision.menu.bound.rule.bind(shapes, results)
-        local = strategy.local_sizes(bound.sizes, cast(Mesh, self.sizes.axes))
-        return Size.of(strategy.implementation.saved_bytes(symbolic_call(call, shapes, results), local))
+        local = strategy.local_sizes(bound.rule.bind(shapes, results).sizes, cast(Mesh, self.sizes.axes))
+        return Size.of(said(symbolic_call(call, shapes, results), local))
+
+    def _strategy(self, decision: Decision) -> Strategy:
+        return decision.menu.strategies[self.choices[self.space.index[decision.name]]]
 
     def _wire(self, wire: Wire) -> None:
         """A tensor that is kept for its consumer, a weight that is gathered, and a gradient that is to be reduced."""

@@ -16,7 +16,7 @@ All this is of one micro-batch; where a step has several, `accumulation` says wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
 from autopar.program.saved_tensors import Saved
-from autopar.sharding.operation import largest_split_input
+from autopar.sharding.operation import Call, LocalSizes, largest_split_input
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space, Wire
 
@@ -176,7 +176,8 @@ class MemoryModel(TensorBytes):
     def working(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs backward: its outputs, and gradients of all that it takes and makes.
 
-        That includes what it keeps beside inputs and outputs, as the probabilities of a loss.
+        That includes what it keeps beside inputs and outputs, as the probabilities of a loss; not so gradients that its
+        forward has made.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
@@ -192,7 +193,21 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        return total + self._hidden(decision)
+        return total + np.where([_works_forward(each) is not None for each in strategies], 0, self._hidden(decision))
+
+    def working_forward(self, number: int) -> Bytes | None:
+        """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
+        strategies, bound = self.space.decisions[number].menu.strategies, self.space.decisions[number].menu.bound
+        found = [_works_forward(each) for each in strategies]
+        if bound is None or not any(found):
+            return None
+
+        def make() -> Bytes:
+            call, mesh = _call(self.space.decisions[number]), self.space.mesh
+            pairs = zip(strategies, found, strict=True)
+            return np.array([each(call, s.local_sizes(bound.sizes, mesh)) if each else 0 for s, each in pairs])
+
+        return self.cached(("working forward", id(self.space.decisions[number].menu)), make)
 
     def handed_on(self, number: int) -> Bytes | None:
         """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""
@@ -272,6 +287,11 @@ class MemoryModel(TensorBytes):
 def _saves_otherwise(strategy: Strategy) -> bool:
     """Whether what a call keeps beside inputs and outputs is said by the implementation that runs it."""
     return strategy.implementation is not None and strategy.implementation.saved_bytes is not None
+
+
+def _works_forward(strategy: Strategy) -> Callable[[Call, LocalSizes], int] | None:
+    """How much a call works on in its forward, where its implementation says so."""
+    return strategy.implementation.forward_bytes if strategy.implementation is not None else None
 
 
 def _call(decision: Decision):

@@ -43,8 +43,8 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
         if gradients is not None and (at.has_run(first_use) or not at.phase.first):
             parts.append((gradients,))
         parts += _while_kept(memory, at, number, own)
-        if at.place == first_use and at.kind in (COMPUTING, REDUCING):
-            works_on = memory.working(number) if at.kind == COMPUTING else memory.handed_on(number)
+        if at.place == first_use and at.kind != GATHERING:
+            works_on = WORKS_ON[at.kind](memory, number)
             if works_on is not None:
                 parts.append((works_on,))
         moments.append((weight, parts))
@@ -130,6 +130,7 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
 
 
 COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
+WORKS_ON = {COMPUTING: MemoryModel.working, REDUCING: MemoryModel.handed_on, FORWARD: MemoryModel.working_forward}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The live set: what a device holds while each call runs, forward and then backward, and when that is most.
 
-    forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer
+    forward of call t      all that is stored, what calls up to t keep for the backward, the weights of t's layer, and
+                           what t works on, if it makes its gradients in the forward
     backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
                            parameters that only calls after t use, weights of t's layer that are gathered again,
                            gradients that the layer's calls after t have left to be reduced, and what t works on; a
@@ -102,6 +103,7 @@ class _Moments:
         """Kept for the backward by place of use: as the modes say, and as without recomputation."""
         self.born, self.arrived = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
         self.working, self.handed_on = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.working_forward = np.zeros(count, dtype=np.int64)
         self.layers = [memory.lifetimes.layer[number] for number in memory.lifetimes.calls]
         self.segments = [memory.lifetimes.segment[number] for number in memory.lifetimes.calls]
         self.of_layer: dict[str, int] = defaultdict(int)
@@ -120,7 +122,7 @@ class _Moments:
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
             gradients, own = more.gradients(number), memory.own(number)
-            working = memory.working(number)
+            working, forward = memory.working(number), memory.working_forward(number)
             handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
             excess = space.excess(space.rows.get(number), choices, imbalance)
             if gradients is not None:
@@ -130,6 +132,8 @@ class _Moments:
             if working is not None:
                 rows = int(memory.working_rows(number)[choice]) if excess else 0
                 self.working[place] += int(working[choice]) + math.ceil(excess * rows)
+            if forward is not None:
+                self.working_forward[place] += int(forward[choice])
             if handed_on is not None:
                 rows = int(memory.handed_on_rows(number)[choice]) if excess else 0
                 self.handed_on[place] += int(handed_on[choice]) + math.ceil(excess * rows)
@@ -184,6 +188,7 @@ class _Moments:
             **self._always(phase),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
             "gathered weights": self._gathered(self.of_layer),
+            "working set": self.working_forward,
         }
         if phase.first:
             return found

@@ -11,12 +11,14 @@ from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
 from autopar.planning.expert_notes import notes_on_experts
+from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.memory_limit import Answer
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.recompute_segments import MODES
 from autopar.space.space import Decision, Space, without_gradient
 
@@ -111,6 +113,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         notes=(
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
             *notes_on_experts(context, answer),
+            *notes_on_losses(context, answer),
         ),
         memory=answer.memory,
         recompute=answer.modes,
@@ -166,8 +169,12 @@ def _descriptions(space: Space) -> dict[str, str]:
         found = decision.node.meta["tensor"]
         infos = found if isinstance(found, tuple) else (found,)
         operation = decision.menu.call.name if decision.menu.call else decision.kind
-        limited = f" (capacity_factor={decision.node.args[2]})" if decision.node.target is WITHIN_CAPACITY else ""
-        return f"{operation}{limited} {' '.join(map(str, infos))}"
+        asked = ""
+        if decision.node.target is WITHIN_CAPACITY:
+            asked = f" (capacity_factor={decision.node.args[2]})"
+        elif decision.node.target is LINEAR_CROSS_ENTROPY:
+            asked = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
+        return f"{operation}{asked} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}
 

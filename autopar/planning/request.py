@@ -11,6 +11,7 @@ from typing import Literal
 
 from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
+from autopar.capture.tiled_loss import LossTiles
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.errors import InputError
 from autopar.hardware.load import load
@@ -62,6 +63,8 @@ class PlanRequest:
     """"local", or the axes over which ranks are called with parts of the batch; "whole": over none."""
     capacity_factor: float | None = None
     """How many times its balanced share of a sample's rows an expert takes; None: all that come."""
+    loss_tiles: LossTiles = None
+    """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
 

@@ -6,8 +6,8 @@ none        nothing is computed again; what autograd keeps is kept
 selective   contractions (linear, matmul, convolution) are kept; norms, attention and elementwise calls computed again
 full        everything is computed again from the segment's inputs
 
-Results of collectives are kept in every mode: nothing communicates twice. Chen et al. 2016 (full), Korthikanti et al.
-2022 (selective).
+Results of collectives are kept in every mode: nothing communicates twice. Nor does a call run again that has made its
+gradients in the forward. Chen et al. 2016 (full), Korthikanti et al. 2022 (selective).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.program.calls import module_of
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.paths import layer_of
 from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
 MODES = ("none", "selective", "full")
+GRADIENTS_IN_FORWARD = (LINEAR_CROSS_ENTROPY,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,17 @@ def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collec
         needed.update(inputs[i] for i in saved.inputs)
         if node not in needed and not saved.outputs and not saved.other_bytes:
             continue
-        if mode == "selective" and node in matmuls:
+        if is_kept(node, mode, matmuls):
             kept.add(node)
         else:
             rerun.add(node)
             needed.update(inputs)
     return Recomputation(frozenset(rerun), frozenset(kept))
+
+
+def is_kept(node: fx.Node, mode: str, matmuls: Collection[fx.Node]) -> bool:
+    """Whether a call of a segment never runs again, whether it communicates or not."""
+    return node.target in GRADIENTS_IN_FORWARD or (mode == "selective" and node in matmuls)
 
 
 def _learns(node: fx.Node) -> bool:

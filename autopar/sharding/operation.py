@@ -59,7 +59,7 @@ class Implementation:
 
     It is called with the local arguments of the ATen call and the keywords
     `axes` (factor → names of the mesh axes that split it, outer first; only split factors) and
-    `sizes` (factor → global size); a `random` one also with `key`, a number unique to the call.
+    `sizes` (factor → global size), and its own `keywords`; a `random` one also with `key`, a number unique to the call.
 
     A rule may have several, which the menu of a call offers side by side. A cost that is None is that of the ATen call.
     """
@@ -88,10 +88,14 @@ class Implementation:
     saved_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that it keeps for its backward beside inputs and outputs."""
     efficiency: Efficiency | None = None
+    forward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
     hidden_share: float = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
     hidden_as: Literal["", "ring"] = ""
     """Of which a device hides as much as this field of its profile's `overlap` says; all of it where there is none."""
+    keywords: tuple[tuple[str, int], ...] = ()
+    """What else it is called with, which tells apart implementations by one function."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"

@@ -22,7 +22,7 @@ from autopar.errors import PlanError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import MODES, segments_of
+from autopar.program.recompute_segments import MODES, is_kept, segments_of
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
@@ -91,7 +91,7 @@ class _Rewriter:
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
         """Value at the end of a wire that a bucket has moved, by (target, input position)."""
-        self.slices: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+        self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
         self.section = ""
@@ -178,7 +178,7 @@ class _Rewriter:
         if strategy.implementation is not None:
             target = _runtime_function(strategy.implementation.function)
             split = strategy.axes_by_factor(self.mesh)
-            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes)}
+            kwargs = {**kwargs, "axes": split, "sizes": dict(bound.sizes), **dict(strategy.implementation.keywords)}
             if strategy.zigzag and (strategy.implementation.zigzag or strategy.implementation.random):
                 kwargs["zigzag"] = tuple(sorted(strategy.zigzag))
             if strategy.implementation.random:
@@ -194,9 +194,8 @@ class _Rewriter:
             if node in self.modes:
                 new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
-            mode = self.segment[1]
             communicates = any(not transfer.backward for transfer in strategy.transfers)
-            self._mark(new, communicates or (mode == "selective" and node in self.matmuls))
+            self._mark(new, communicates or is_kept(node, self.segment[1], self.matmuls))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)

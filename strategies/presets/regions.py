@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.program.operators.experts import OF_EXPERT
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
+from autopar.strategies.rules.layers.tiled_loss import CLASSES
 
 OUTER, COLUMN, INNER, ROW, LOSS = "outer", "column", "inner", "row", "loss"
 """Regions: a call outside all pairs; a column; between a column and its rows; a row; a loss over split classes."""
@@ -125,6 +127,8 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
             _go_on(walk, call, product.column)
         elif held:
             _through(walk, graph, call, held, parts)
+        elif call.call.target is LINEAR_CROSS_ENTROPY and _divides(graph, call, CLASSES, parts):
+            _enter(walk, call, LOSS, CLASSES, frozenset({call.name}))
         else:
             walk.regions[call.name] = OUTER
     return walk

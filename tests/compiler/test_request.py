@@ -59,6 +59,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "stages": ["layers.1"],
         "assume": ["model.py:12=True"],
         "capacity_factor": 1.25,
+        "loss_tiles": 3,
         "imbalance": 1.5,
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()

@@ -21,10 +21,11 @@ from autopar.program.program import Program
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
+from tests.support.loss_alone import LOSS_ALONE
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 5
-MODELS = FAMILIES | FURTHER | WITH_EXPERTS
+MODELS = FAMILIES | FURTHER | WITH_EXPERTS | LOSS_ALONE
 SLOW_DEVICES = Hardware("slow devices, fast links", {"float32": 1e8}, 1e8, 10**9, 0.0, (Link("wire", None, 0.0, 1e12),))
 """Tiny models are best not split at all on real hardware; here everything pays that divides the work."""
 
@@ -185,7 +186,7 @@ def parallel(case: Case) -> Training:
         autopar.annotate(model, pattern, **keywords)
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
-    with captured_once((*case.graph, case.options.get("capacity_factor"))):
+    with captured_once((*case.graph, *map(case.options.get, ("capacity_factor", "loss_tiles")))):
         compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)

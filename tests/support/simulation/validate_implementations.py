@@ -100,6 +100,7 @@ def run_implementation(
     module, name = implementation.function.split(":")
     function = getattr(importlib.import_module(f"autopar.runtime.implementations.{module}"), name)
     extra: dict[str, Any] = {"axes": dict.fromkeys(choice.factors, (AXIS,)), "sizes": dict(bound.sizes)}
+    extra.update(implementation.keywords)
     if implementation.random:
         extra["key"] = 0
     if implementation.wraps:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -74,7 +75,21 @@ def triplet(d: Draw) -> list[Sample]:
     ]
 
 
+def linear_cross_entropy(d: Draw) -> list[Sample]:
+    a, b, c, e = d.sizes(4)
+    ignored = d.index(e, a, b)
+    ignored[0, 1] = ignored[-1, -1] = -100
+    kinds = (1, -100, torch.float64, 3), (2, 3, torch.float64, 1)
+    return [
+        *(sample(d.x(a, b, c), d.x(e, c), None, ignored if kind[1] < 0 else d.index(e, a, b), *kind) for kind in kinds),
+        sample(d.x(a, c), d.x(e, c), d.x(e), d.index(e, a), *kinds[0]),
+        sample(d.x(a, c), d.constant(e, c), d.x(e), d.index(e, a), *kinds[1]),
+        sample(d.constant(a, c), d.x(e, c), None, d.index(e, a), *kinds[0]),
+    ]
+
+
 SAMPLES: dict[Any, Samples] = {
+    LINEAR_CROSS_ENTROPY: linear_cross_entropy,
     aten.hinge_embedding_loss.default: hinge,
     aten.margin_ranking_loss.default: ranking,
     aten.poisson_nll_loss.default: poisson,

@@ -1,0 +1,263 @@
+"""Losses in tiles, where the user asks for them: `loss_tiles=`.
+
+    linear(hidden, weight, bias) → slices of positions, casts, views → cross_entropy(…, target)
+        becomes  linear_cross_entropy(hidden, weight, bias, target, …, tiles)
+
+Hidden states and targets keep their samples and positions apart, so that each may be split. Positions that are sliced
+off the logits, as those of the last token, become targets that are ignored: their number stays one that divides.
+Nothing else may read the logits, which are nowhere any more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autopar.capture.passes.refused_calls import where
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.capture.passes.views import VIEWS
+from autopar.errors import CaptureError
+from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, SUM
+
+AUTO: Literal["auto"] = "auto"
+LossTiles = int | Literal["auto"] | None
+"""A number of tiles; "auto": a plan chooses it where losses can be taken apart; None: no loss is."""
+ONE_TENSOR = (aten.contiguous.default, aten.clone.default)
+TRANSPOSED = (aten.t.default, aten.numpy_T.default)
+PERMUTING = (
+    aten.permute.default,
+    aten.transpose.int,
+    aten.movedim.int,
+    aten.moveaxis.int,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.mT.default,
+)
+ALONE = (
+    "the loss alone is to be returned (of a Hugging Face model, by a module whose forward returns "
+    "model(input_ids, labels=labels).loss)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Where logits come from: (…, V), of which slices of positions may be left."""
+
+    node: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    slices: tuple[tuple[int, int, int], ...]
+    """(dim, positions cut off before, and behind) in the order in which they were taken."""
+
+
+class _UnfitError(Exception):
+    """Why a loss cannot be taken in tiles."""
+
+
+def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"], training: bool) -> None:
+    """Take the cross-entropies of linear layers in tiles: all of them, or with "auto" those of which it is known how.
+
+    Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
+    """
+    said = f"loss_tiles={tiles!r} computes the cross-entropy of a linear layer tile by tile"
+    losses = draft.calls(aten.cross_entropy_loss.default)
+    if not losses and training:
+        _refuse(
+            f"{said}, and the forward computes none. Compute it there: give the model its labels, and return the loss.",
+            tiles,
+        )
+    for loss in losses:
+        head = _head_of(loss)
+        if isinstance(head, str):
+            if training:
+                place = where(loss.meta["module"])
+                _refuse(f"{said}, and that in {place} cannot be: {head}, or leave loss_tiles out.", tiles)
+            continue
+        with draft.graph.inserting_before(loss):
+            new = _in_tiles(draft, loss, head, CHOSEN if tiles == AUTO else int(tiles))
+        draft.replace(loss, new)
+
+
+def _refuse(text: str, tiles: int | Literal["auto"]) -> None:
+    if tiles != AUTO:
+        raise CaptureError(text)
+    warnings.warn(f"{text} It stays in one piece.", UserWarning, stacklevel=2)
+
+
+def _head_of(loss: fx.Node) -> _Head | str:
+    """The linear layer whose outputs a cross-entropy takes, or why it cannot be taken in tiles."""
+    try:
+        return _found_head(loss)
+    except _UnfitError as reason:
+        return str(reason)
+
+
+def _found_head(loss: fx.Node) -> _Head:
+    """As `_head_of`; _UnfitError where something lies between, or others read the logits."""
+    given = arguments(loss)
+    _check_kind(given)
+    node, num_classes = given["self"], shape_of(given["self"])[1 if len(shape_of(given["self"])) > 1 else 0]
+    if len(shape_of(node)) < 2:
+        raise _UnfitError("it has logits of one row alone; give it several rows")
+    if len(shape_of(node)) > 2:
+        _only_user(node)
+        node = _classes_last(node)
+    slices: list[tuple[int, int, int]] = []
+    while True:
+        _only_user(node)
+        source = node.args[0]
+        if node.target in PRODUCTS:
+            return PRODUCTS[node.target](node, tuple(reversed(slices)))
+        if not isinstance(source, fx.Node):
+            break
+        if node.target is aten.slice.Tensor and _cuts_positions(node):
+            slices.append(_cut(node))
+        elif not _keeps_rows(node, source, num_classes, sliced=bool(slices)):
+            break
+        node = source
+    raise _UnfitError(
+        f"{_name(node)} in {where(node.meta.get('module', ''))} makes its logits; needed is a linear layer, with "
+        "nothing but views, slices of positions and wider dtypes behind it. Scale hidden states instead of logits"
+    )
+
+
+def _check_kind(given: dict[str, Any]) -> None:
+    kind = given["reduction"]
+    faults = {
+        "its targets are probabilities; give numbers of classes": value_of(given["target"]).dtype.is_floating_point,
+        "it has weights of classes (weight=…); leave them out": given["weight"] is not None,
+        f"it smooths labels (label_smoothing={given['label_smoothing']}); give 0": given["label_smoothing"] > 0,
+        'it has a number for each row (reduction="none"); take "mean" or "sum"': kind not in (MEAN, SUM),
+    }
+    for fault, holds in faults.items():
+        if holds:
+            raise _UnfitError(fault)
+
+
+def _only_user(node: fx.Node) -> None:
+    """_UnfitError where others than the loss read logits."""
+    if len(node.users) < 2:
+        return
+    if any(user.op == "output" for user in node.users):
+        raise _UnfitError(f"its logits are returned, too; {ALONE}")
+    names = ", ".join(dict.fromkeys(f"{_name(user)} in {where(user.meta['module'])}" for user in node.users))
+    raise _UnfitError(f"its logits are read by others, too ({names}); {ALONE}")
+
+
+def _classes_last(node: fx.Node) -> fx.Node:
+    """What a loss over many dims takes, with its classes (dim 1) where a linear layer has them."""
+    source, ndim = node.args[0] if node.args else None, len(shape_of(node))
+    moved = (0, ndim - 1, *range(1, ndim - 1))
+    if node.target not in PERMUTING or not isinstance(source, fx.Node) or _memory(node) != _memory(source, moved):
+        raise _UnfitError(
+            f"its logits have the shape {list(shape_of(node))} and are made by {_name(node)}; give it the outputs of a "
+            "linear layer as rows (logits.flatten(0, -2)), or with their last dim moved to be the second"
+        )
+    return source
+
+
+def _memory(node: fx.Node, order: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """Size and stride of each dim, in some order."""
+    found = list(zip(shape_of(node), value_of(node).stride(), strict=True))
+    return [found[dim] for dim in order] or found
+
+
+def _linear(node: fx.Node, slices: tuple[tuple[int, int, int], ...]) -> _Head:
+    given = arguments(node)
+    return _Head(node, given["input"], given["weight"], given["bias"], slices)
+
+
+def _product(node: fx.Node, slices: tuple[tuple[int, int, int], ...]) -> _Head:
+    """A product with a transposed matrix, as `x @ weight.t()`."""
+    x, weight = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    source = weight.args[0] if weight.args else None
+    swapped = weight.target in TRANSPOSED or (
+        weight.target is aten.transpose.int and {dim % 2 for dim in weight.args[1:]} == {0, 1}  # type: ignore[operator]
+    )
+    if not swapped or not isinstance(source, fx.Node) or len(shape_of(weight)) != 2 or len(shape_of(x)) < 2:
+        raise _UnfitError(
+            f"{_name(node)} in {where(node.meta['module'])} makes its logits, of a matrix that is not transposed; use "
+            "nn.Linear, or x @ weight.t()"
+        )
+    return _Head(node, x, source, None, slices)
+
+
+PRODUCTS: dict[object, Callable[[fx.Node, tuple[tuple[int, int, int], ...]], _Head]] = {
+    aten.linear.default: _linear,
+    aten.matmul.default: _product,
+    aten.mm.default: _product,
+}
+
+
+def _keeps_rows(node: fx.Node, source: fx.Node, num_classes: int, sliced: bool) -> bool:
+    """Whether a call gives the same rows in the same order: a view that is sliced no more, or a wider dtype."""
+    if node.target in VIEWS:
+        return shape_of(source)[-1:] == (num_classes,) == shape_of(node)[-1:] and not sliced
+    before, after = value_of(source).dtype, value_of(node).dtype
+    widens = node.target is aten.to.dtype and torch.promote_types(before, after) == after
+    return widens or node.target in ONE_TENSOR
+
+
+def _cuts_positions(node: fx.Node) -> bool:
+    given = arguments(node)
+    ndim = len(shape_of(node))
+    return given["step"] == 1 and given["dim"] % ndim != ndim - 1
+
+
+def _cut(node: fx.Node) -> tuple[int, int, int]:
+    given = arguments(node)
+    dim = given["dim"] % len(shape_of(node))
+    size, kept = shape_of(given["self"])[dim], shape_of(node)[dim]
+    start = min(given["start"] or 0, size)
+    start = start if start >= 0 else max(size + start, 0)
+    return dim, start, size - start - kept
+
+
+def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.Node:
+    given, module = arguments(loss), head.node.meta["module"]
+    hidden, target = head.hidden, given["target"]
+    while _flattens(hidden) and not head.slices:
+        hidden = hidden.args[0]
+        assert isinstance(hidden, fx.Node)
+    rows = list(shape_of(hidden)[:-1])
+    for dim, before, behind in head.slices:
+        rows[dim] -= before + behind
+    target = _in_rows(draft, target, tuple(rows), module)
+    for dim, before, behind in reversed(head.slices):
+        sides = [0] * (2 * (len(rows) - dim - 1)) + [before, behind]
+        target = draft.call(aten.constant_pad_nd.default, target, sides, given["ignore_index"], module=module)
+    dtype = value_of(given["self"]).dtype
+    call = (hidden, head.weight, head.bias, target, given["reduction"], given["ignore_index"], dtype, tiles)
+    return draft.call(LINEAR_CROSS_ENTROPY, *call, module=module)
+
+
+def _flattens(node: fx.Node) -> bool:
+    """Whether a view makes one dim of samples and positions."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target in VIEWS
+        and isinstance(source, fx.Node)
+        and len(shape_of(source)) > len(shape_of(node)) == 2
+        and shape_of(source)[-1] == shape_of(node)[-1]
+    )
+
+
+def _in_rows(draft: TracedGraph, target: fx.Node, rows: tuple[int, ...], module: str) -> fx.Node:
+    """The targets in this shape: what was flattened, where it was that."""
+    source = target
+    while source.target in (*VIEWS, *ONE_TENSOR) and shape_of(source) != rows and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    if shape_of(source) == rows:
+        return source
+    return draft.call(aten.reshape.default, target, list(rows), module=module)
+
+
+def _name(node: fx.Node) -> str:
+    return f"the input {node.name}" if node.op == "placeholder" else str(node.target)

@@ -1,0 +1,77 @@
+"""A linear layer with its cross-entropy in tiles on ranks, of which each has some rows, some classes, or both.
+
+Over the axes that split classes ("o") the ranks join the maximum and two sums of every row, tile by tile; over the
+axes that split rows, a mean joins its sum and its count in one message. The backward is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.program.operators.linear_cross_entropy import Alone, loss_in_tiles
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
+from autopar.runtime.collectives.functions import raw_all_reduce, raw_sum
+
+CLASSES = "o"
+"""The factor of the classes; every other one is of rows."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    tiles: int,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    in_tiles: int,
+) -> Tensor:
+    """As `autopar.linear_cross_entropy` in so many tiles; classes beyond `sizes["o"]` are padding.
+
+    Moves, forward only, with b = max(4, itemsize) and local rows: per axis that splits the classes, 3 · b · rows by
+    all-reduce, in two messages for each tile; per axis that splits rows, 16 for a mean's sum and its count.
+    """
+    rows = axes_of(name for factor, names in axes.items() if factor != CLASSES for name in names)
+    ranks = _Ranks(axes_of(axes.get(CLASSES, ())), rows, sizes[CLASSES])
+    return loss_in_tiles(hidden, weight, bias, target, reduction, ignore_index, dtype, in_tiles, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks(Alone):
+    """The axes over which ranks have other classes, and other rows."""
+
+    classes: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    num_classes: int
+
+    def columns(self, target_T: Tensor, num_columns: int) -> tuple[Tensor, Tensor | None]:
+        if not self.classes:
+            return target_T, None
+        column_T = target_T - part_of(self.classes) * num_columns
+        return column_T.clamp(0, num_columns - 1), (column_T >= 0) & (column_T < num_columns)
+
+    def without_padding(self, logits_TV: Tensor) -> Tensor:
+        num_columns = logits_TV.shape[-1]
+        if num_columns * num_parts_of(self.classes) == self.num_classes:
+            return logits_TV
+        column_V = torch.arange(num_columns, device=logits_TV.device) + part_of(self.classes) * num_columns
+        return logits_TV.masked_fill_(column_V >= self.num_classes, -torch.inf)
+
+    def largest(self, top_T: Tensor) -> Tensor:
+        for axis in self.classes:
+            top_T = raw_all_reduce(top_T, axis, "max")
+        return top_T
+
+    def sum_of_classes(self, sums: Tensor) -> Tensor:
+        return raw_sum(sums, self.classes)
+
+    def sum_of_rows(self, sums: Tensor) -> Tensor:
+        return raw_sum(sums, self.rows)

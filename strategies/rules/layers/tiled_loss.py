@@ -1,0 +1,115 @@
+"""A linear layer with its cross-entropy in tiles of rows: samples, positions and classes may be split, features not.
+
+Each number of tiles is an implementation, so that a plan may choose one: what a tile holds is there in the forward
+alone, for which one more tile costs reading the weight, and adding to its gradient, once more. What stays for the
+backward is the gradients. (Program operator: `program.operators.linear_cross_entropy`, whose legend holds here.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, rows_of_tiles, wide
+from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
+from autopar.sharding.rule import WHOLE
+from autopar.strategies.notation import Entry, names, rule, term
+
+CLASSES = "o"
+OFFERED = (1, 4, 16, 64)
+"""Numbers of tiles among which a plan chooses."""
+SUM_AND_COUNT_BYTES = 2 * 8  # of a mean, float64
+COUNT_BYTES = 8
+
+
+def linear_cross_entropy(call: Call) -> OpRule:
+    """Rows of any number of dims, and classes."""
+    rows = _rows(call)
+    bias = [term([CLASSES])] if call["bias"] is not None else []
+    text = rule([term([*rows, WHOLE]), term([CLASSES, WHOLE]), *bias, term(rows)], ["()"])
+    joined = frozenset({CLASSES, *rows} if call["reduction"] == MEAN else {CLASSES})
+    tiles = OFFERED if call["tiles"] == CHOSEN else (call["tiles"],)
+    passes = 1 + call["hidden"].requires_grad + call["weight"].requires_grad
+    return OpRule(
+        text,
+        tuple(_in_tiles(number, joined) for number in tiles),
+        flops=2 * passes * call["hidden"].num_elements * call["weight"].shape[0],
+        backward=0.0,
+    )
+
+
+def _in_tiles(number: int, joined: frozenset[str]) -> Implementation:
+    tiles = _Tiles(number)
+    return Implementation(
+        "tiled_loss:linear_cross_entropy",
+        factors=None,
+        joined=joined,
+        padded=frozenset({CLASSES}),
+        ordered=frozenset({CLASSES}),
+        traffic=tiles.traffic,
+        name=f"tiles={number}",
+        keywords=(("in_tiles", number),),
+        moved_bytes=tiles.moved_bytes,
+        saved_bytes=_saved_bytes,
+        forward_bytes=tiles.forward_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """What depends on the number of tiles."""
+
+    number: int
+
+    def traffic(self, call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+        """Of each tile the maximum of every row, then two sums, over classes; over rows, a mean's sum and count."""
+        itemsize = wide(call["hidden"].dtype).itemsize
+        each = [
+            Collective("all_reduce", CLASSES, times * itemsize * rows)
+            for rows in rows_of_tiles(_num_rows(call, sizes), self.number)
+            for times in (1, 2)
+        ]
+        if call["reduction"] == MEAN:
+            each += [Collective("all_reduce", name, SUM_AND_COUNT_BYTES) for name in _rows(call)]
+        return tuple(each)
+
+    def moved_bytes(self, inputs: int, outputs: int) -> int:
+        """Of each tile all inputs, for the logits and for gradients, and what it adds to, read and written."""
+        return 4 * self.number * inputs + outputs
+
+    def forward_bytes(self, call: Call, sizes: LocalSizes) -> int:
+        """The logits of a tile, as they are computed and as they become a loss; or their gradients' products."""
+        hidden, weight = call["hidden"], call["weight"]
+        rows, classes, features = rows_of_tiles(_num_rows(call, sizes), self.number)[0], sizes[CLASSES], _features(call)
+        narrow, size = hidden.dtype.itemsize, wide(hidden.dtype).itemsize
+        if size == narrow:  # all in one place
+            return rows * (classes + features) * size
+        product = classes * features * narrow * weight.requires_grad
+        return max(rows * classes * (size + narrow), rows * classes * narrow + max(product, rows * features * narrow))
+
+
+def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
+    """The gradients of those that need one, and the count of a mean."""
+    hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+    if not call.outputs[0].requires_grad:
+        return 0
+    of_weight = wide(weight.dtype).itemsize * sizes[CLASSES]
+    found = COUNT_BYTES + of_weight * _features(call) * weight.requires_grad
+    if hidden.requires_grad:
+        found += _num_rows(call, sizes) * _features(call) * hidden.dtype.itemsize
+    return found + of_weight * (bias is not None and bias.requires_grad)
+
+
+def _rows(call: Call) -> list[str]:
+    return names(len(call["target"].shape))
+
+
+def _num_rows(call: Call, sizes: LocalSizes) -> int:
+    return math.prod(sizes[name] for name in _rows(call))
+
+
+def _features(call: Call) -> int:
+    return call["hidden"].shape[-1]
+
+
+RULES: dict[object, Entry] = {LINEAR_CROSS_ENTROPY: linear_cross_entropy}

@@ -1,0 +1,197 @@
+"""Losses in tiles: trained on ranks as on one process without tiles, with the bytes that plans predict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager, eager
+from torch.nn import functional as F
+
+import autopar
+from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.runtime.implementations import tiled_loss
+from tests.support import pipeline_training
+from tests.support.loss_alone import Reader, reading
+from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding, whole
+from tests.support.ranks import Ranks, mesh
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+
+HEADS = {"llama_loss": "model.lm_head", "gpt2_loss": "model.lm_head", "bert_loss": "model.cls.predictions.decoder"}
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+
+
+def tiled(family: str, dp: str, tp: str, **options: Any) -> Case:
+    """A case on a mesh of 2 by 2 whose head is split along these roles."""
+    said = ((HEADS[family], {"dp": dp, "tp": tp}),)
+    return Case(family, (2, 2), said, options={"hardware": SLOW_DEVICES, "loss_tiles": 3, **options}, steps=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        tiled("llama_loss", "data", "column", recompute="full"),
+        tiled("gpt2_loss", "data", "sequence"),
+        tiled("gpt2_loss", "sequence", "column"),  # 257 classes
+        tiled("llama_loss", "column", "column", loss_tiles=1),
+        tiled("bert_loss", "column", "data", loss_tiles="auto"),
+    ],
+    ids=str,
+)
+def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
+    check(ranks, case)
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
+def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
+    options = {"hardware": SLOW_DEVICES, "strategy": strategy, "loss_tiles": 3}
+    found, *_ = check(ranks, Case("llama_loss", mesh, options=options, steps=2))
+    assert ("call", "dp" if len(mesh) == 1 else "tp", "sequence") in found.roles
+
+
+def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
+    case = Case("llama_loss", (2,), options={"strategy": "zero3", "loss_tiles": 4}, dtype=torch.bfloat16, steps=2)
+    check_rounding(ranks, case)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp2xtp2", "gpipe"), ("pp2", "zbv"), ("dp2", "")])
+def test_it_goes_with_micro_batches_and_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
+    case = pipeline_training.PipelineCase("llama_loss", mesh, schedule, options={"loss_tiles": 2}, steps=2)
+    pipeline_training.check(ranks, case)
+
+
+COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "auto": ({}, {"loss_tiles": "auto"}, {}),
+    "zero3": ({"tied": True}, {"strategy": "zero3"}, {}),
+    "fsdp_megatron": ({"num_classes": 23, "bias": True}, {"strategy": "fsdp_megatron"}, {}),
+    "megatron_sequence": ({"num_classes": 23, "tied": True}, {"strategy": "megatron_sequence"}, {}),
+    "positions and classes": ({"loss": shifted}, {}, {"dp": "sequence", "tp": "column"}),
+    "positions over both axes": ({"loss": summed}, {}, {"dp": "sequence", "tp": "sequence"}),
+    "micro-batches": ({"tied": True}, {"microbatches": 2}, {"dp": "data", "tp": "column"}),
+}
+"""Arguments of the model, options of `compile`, and what is said of the head."""
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
+    arguments, options, roles = COMBINATIONS[name]
+    torch.manual_seed(0)
+    model = Reader(**arguments).double()
+    alone = copy.deepcopy(model)
+    if roles:
+        autopar.annotate(model, "head", **roles)
+    batches = [reading(seed, num_classes=arguments.get("num_classes", 24)) for seed in range(3)]
+    steps = Steps(batches, "adamw", num_microbatches=options.get("microbatches", 1), evaluated=True)
+    found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {"loss_tiles": 3, **options})
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None and found.plan.choices["linear_cross_entropy_default"].count("-") == 0
+
+
+def test_a_rank_may_have_no_class_at_all() -> None:
+    torch.manual_seed(0)
+    model = Reader(num_classes=9, bias=True).double()  # in four parts of three, the last of which is padding
+    alone, steps = copy.deepcopy(model), Steps([reading(seed, num_classes=9) for seed in range(2)])
+    autopar.annotate(model, "head", tp="column")
+    found = train_on_ranks(model, steps, {"tp": 4}, {"loss_tiles": 3})
+    assert fault_of(found, train_alone(alone, steps)) == ""
+
+
+class Stacked(nn.Module):
+    """A head that is one of the layers, which are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 24))])
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers[0](x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = Stacked().double(), []
+    alone = copy.deepcopy(model)
+    steps = Steps([{"x": torch.randn(4, 8, 8, dtype=torch.float64), "labels": reading()["labels"]}])
+    run = tiled_loss.loss_in_tiles
+    monkeypatch.setattr(tiled_loss, "loss_in_tiles", lambda *given: calls.append(given) or run(*given))
+    found = train_on_ranks(model, steps, {"dp": 2}, {"loss_tiles": 2, "recompute": mode, "strategy": "data_parallel"})
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None and found.plan.recompute == {"layers.0": mode}
+    assert len(calls) == 1
+
+
+def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
+    """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
+    torch._dynamo.reset()
+    batch, graphs = reading(), []
+    model = autopar.compile(Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", loss_tiles=3)
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return backend(graph, example_inputs)
+
+    def step(called: Any) -> list[Tensor]:
+        model.zero_grad()
+        loss = called(**batch)
+        loss.backward()
+        return [whole(x) for x in (loss, *(parameter.grad for parameter in model.parameters()))]  # type: ignore[misc]
+
+    pairs = zip(step(model), step(torch.compile(model, backend=counting)), strict=True)
+    apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    torch._dynamo.reset()
+    return len(graphs), apart
+
+
+@pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
+def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any]) -> None:
+    for num_graphs, apart in ranks.run(_under_torch_compile, backend, timeout=120):
+        assert num_graphs == 1
+        assert apart < 1e-6
+
+
+def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> list[tuple[int, int]]:
+    """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
+    batch, found = reading(batch=8, sequence=256, num_classes=4096), []
+    for number in tiles:
+        model = Reader(4096, 64).to(dtype)
+        on = mesh((2,), ("dp",))
+        compiled = autopar.compile(model, on, batch, strategy=strategy, loss_tiles=number)
+        optimizer = torch.optim.AdamW(compiled.parameters())
+
+        def step(compiled: Any = compiled) -> None:
+            compiled(**batch).backward()
+
+        step()
+        optimizer.step()
+        held = partial(_held, compiled, optimizer, batch)
+        found.append((peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes))
+    return found
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> list[Tensor]:
+    return [*held_in_training(model, optimizer), *batch.values()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("data_parallel", torch.float32), ("megatron", torch.bfloat16), ("zero3", torch.float32)],
+)
+def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
+    ranks: Ranks, strategy: str, dtype: torch.dtype
+) -> None:
+    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, (None, 1, 8)):
+        for found, predicted in tiled_peaks:
+            assert predicted == pytest.approx(found, rel=0.05)
+        assert tiled_peaks[1][0] < 0.5 * tiled_peaks[0][0] < 0.35 * whole_peak
