@@ -19,7 +19,6 @@ found.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.least_peak import LeastPeak, Moments, least_peak
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
-from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
@@ -50,6 +49,7 @@ ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 FIRST_SHARE = 0.75  # of the time, at most, goes to the limit at one moment
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
+SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 LEAST_SECONDS = 1.0  # that a search has, however late it is
 MAX_NAMED = 6  # pins whose worth is worked out
 ROWS_SHARE = 0.5  # of the time that is left, at most, goes to the ILP
@@ -93,7 +93,7 @@ def best_within(
     Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
     none was found in time.
     """
-    search = _Search(formulation, pins, solver, time.monotonic() + time_limit, gap)
+    search = _Search(formulation, pins, solver, after(time_limit), gap, SPARE * time_limit)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
     if limit is None or found.peak_bytes <= limit:
@@ -154,6 +154,8 @@ class _Search:
     solver: str
     deadline: float
     gap: float
+    spare: float
+    """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
     def solve(self, row: MemoryRow | None, limit: int | None, modes: Modes | None, gap: float = 0.0) -> Answer:
         """The best under one row and a limit per moment."""
@@ -183,7 +185,8 @@ class _Search:
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins."""
-        return least_peak(self.formulation, pins, modes, self.deadline, enough)
+        spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
+        return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
 
     def smallest_answer(self, limit: int, modes: Modes | None) -> Answer:
         """The smallest choices that are found, as an answer of which nothing is proven."""

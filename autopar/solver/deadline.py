@@ -16,6 +16,11 @@ NOTHING_FOUND = "the time limit passed before any choice of strategies was found
 GRACE = 1.0  # seconds beyond the deadline in which what has begun may end
 
 
+def after(seconds: float) -> float:
+    """The deadline in so many seconds from now."""
+    return time.monotonic() + seconds
+
+
 def is_over(deadline: float) -> bool:
     """Whether nothing new may begin."""
     return time.monotonic() > deadline

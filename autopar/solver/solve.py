@@ -14,7 +14,6 @@ a start.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +24,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
-from autopar.solver.deadline import NOTHING_FOUND, is_over, seconds_until
+from autopar.solver.deadline import NOTHING_FOUND, after, is_over, seconds_until
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
 from autopar.solver.ilp import IlpResult, solve_ilp
@@ -46,6 +45,7 @@ SEARCHING = 0.25  # of the time goes to a good solution where the graph is too w
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
+NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
@@ -67,7 +67,7 @@ def solve(
     """
     if solver not in ("auto", "ilp"):
         raise PlanError(f"solver {solver!r} is not known; use 'auto' or 'ilp'.")
-    deadline = time.monotonic() + time_limit
+    deadline = after(time_limit)
     if solver == "ilp":
         if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem, deadline))
@@ -79,7 +79,7 @@ def solve(
 
 def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) -> Solution | None:
     """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
-    return _by_reduction(problem, time.monotonic() + time_limit, gap, only_narrow=True)
+    return _by_reduction(problem, after(time_limit), gap, only_narrow=True)
 
 
 def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
@@ -118,10 +118,16 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bo
     return _by_elimination(problem, tables, elimination, deadline, gap)
 
 
-def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution:
-    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower."""
+def _by_relaxation(
+    problem: Problem, loose: Loosened, deadline: float, gap: float, is_near_enough: bool = True
+) -> Solution:
+    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower.
+
+    Without a limit a bound that `is_near_enough` is tried first: the last rounds of levelling gain little.
+    """
+    near = NEAR if is_near_enough and problem.budget is None else 0.0
     searching = deadline - SEARCHING * seconds_until(deadline)
-    levelling = Levelling(problem, loose, searching)
+    levelling = Levelling(problem, loose, searching, near)
     relaxed = _relaxed(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)
     if relaxed is None:
         return _by_dear_search(problem, None, deadline, gap)
@@ -136,7 +142,10 @@ def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: floa
     if left is None or is_over(searching):
         _warn(best.seconds, relaxed.bound)
         return _solution(best, relaxed.bound, "relaxation", price)
-    if _num_choices(left.problem) > SHRUNK * _num_choices(problem):
+    is_smaller = _num_choices(left.problem) <= SHRUNK * _num_choices(problem)
+    if near and not is_smaller:
+        return _by_relaxation(problem, levelling.loose, deadline, gap, is_near_enough=False)
+    if not is_smaller:
         start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
         solution = _by_dear_search(left.problem, start, deadline, gap)
     else:
@@ -179,7 +188,7 @@ def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
     """The least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
-    tables, deadline = Tables(problem), time.monotonic() + time_limit
+    tables, deadline = Tables(problem), after(time_limit)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None:
         least = optimum(elimination, evaluate(elimination, tables.bytes_only(), deadline))

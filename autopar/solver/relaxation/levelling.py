@@ -59,10 +59,12 @@ class Levelling:
     Shares that fit one price nearly fit the next, and so do the strategies on which the copies agree.
     """
 
-    def __init__(self, problem: Problem, loose: Loosened, deadline: float = NEVER) -> None:
+    def __init__(self, problem: Problem, loose: Loosened, deadline: float = NEVER, near: float = 0.0) -> None:
         self.problem = problem
         self.loose = loose
         self.deadline = deadline
+        self.near = near
+        """How near to the best choices found, as a share of their seconds, a bound is good enough."""
         self._step = FIRST_STEP
         self._held: dict[int, int] = {}
         self._narrow: tuple[dict[int, int], _Narrow | None] = {}, None
@@ -93,7 +95,7 @@ class Levelling:
                         self._held = agreed
                         best, found = min((best, found), self._with_held(price), key=lambda each: each[0])
                 slow = best < np.inf and 0 < gained < WORTHWHILE * (best - bound)
-                stuck = self._step < LEAST_STEP or slow
+                stuck = self._step < LEAST_STEP or slow or best - bound <= self.near * abs(best) < np.inf
                 if _is_closed(best, bound) or stuck or is_over(self.deadline):
                     break
                 self.loose = start[0].levelled(start[1], GRID * abs(bound), self._step)
