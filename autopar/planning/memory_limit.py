@@ -47,7 +47,7 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
-FIRST_SHARE = 0.75  # of the time, at most, goes to the limit at one moment
+FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 LEAST_SECONDS = 1.0  # that a search has, however late it is
@@ -172,7 +172,8 @@ class _Search:
             smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
             raise InfeasibleError(self.refusal(limit, modes, smallest, conflict)) from error
         if not found.fitting:
-            found.fitting.append(self.smallest_answer(limit, modes))
+            met = min(int(taken.max()) for taken in found.taken)
+            found.fitting.append(self.smallest_answer(limit, modes, met))
         if found.is_proven(self.gap) or is_over(self.deadline):
             return found.best
         exact = self.by_all_rows(set(found.moments), limit, modes)
@@ -188,14 +189,19 @@ class _Search:
         spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
         return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
 
-    def smallest_answer(self, limit: int, modes: Modes | None) -> Answer:
-        """The smallest choices that are found, as an answer of which nothing is proven."""
-        smallest = self.smallest(self.pins, modes, limit)
-        if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
+    def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
+        """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
+        least = f"the least that was found is {format_bytes(met)}"
+        try:
+            smallest = self.smallest(self.pins, modes, limit)
+            if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
+                least = str(smallest) if smallest.peak_bytes <= met else least
+                raise TimeLimitError
+        except TimeLimitError:
             raise TimeLimitError(
                 f"the time limit passed before a plan within the memory limit, {format_bytes(limit)} per device, was "
-                f"found: {smallest}. Raise the time limit or the memory limit, or use more devices."
-            )
+                f"found: {least}. Raise the time limit or the memory limit, or use more devices."
+            ) from None
         if smallest.peak_bytes > limit:
             raise InfeasibleError(self.refusal(limit, modes, smallest))
         modes = smallest.modes or None
@@ -238,6 +244,8 @@ class _Search:
             solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap)
         except MemoryLimitError:
             return None  # how much is needed, the fullest moment of a plan without a limit says better
+        except TimeLimitError:
+            return None  # without the limit there may be time enough
         return None if solution is None else self._answer(problem, solution, modes, row)
 
     def _bytes_of(self, answer: Answer) -> np.ndarray:
