@@ -89,7 +89,8 @@ def compile(
         outputs: "dtensor" or "full": how tensors that are no scalars come back.
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
-        time_limit: seconds after which the solver returns what it has, with its bound and a warning.
+        time_limit: seconds after which the solver returns the best plan that it has, with its bound and a warning;
+            TimeLimitError where it has none. Each plan has as many: every stage of a pipeline, every mesh of "auto".
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
             memory limit, and where the graph is too wide for elimination.
         deterministic: random numbers equal to one device's, at the price of drawing whole tensors.

@@ -45,5 +45,9 @@ class InfeasibleError(PlanError):
     """No choice of layouts satisfies the pins and the memory limit."""
 
 
+class TimeLimitError(PlanError):
+    """The time limit passed before any plan was found."""
+
+
 class InputError(AutoparError, ValueError):
     """Inputs that differ from those the model was compiled for."""

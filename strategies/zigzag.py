@@ -74,11 +74,11 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
         for name, value, dim in _splits(call):
             if value not in rows and not graph.is_weight(value):
                 found[name].append((value, dim))
-        for name, dims in found.items():
-            for other in dims[1:]:
-                together[root(other)] = root(dims[0])
+        for name, linked in found.items():
+            for other in linked[1:]:
+                together[root(other)] = root(linked[0])
             if name in ordered:
-                told_apart += dims[:1]
+                told_apart += linked[:1]
         if call.call.target in ATTENTION and call.call["is_causal"]:
             wanted += found[QUERIES][:1]
     refused = {root(dim) for dim in told_apart}

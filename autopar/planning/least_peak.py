@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
+from autopar.errors import TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation, Pins
 from autopar.program.recompute_segments import MODES
+from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination
 from autopar.solver.fixing import remaining
 from autopar.solver.ilp import solve_ilp
@@ -31,6 +33,7 @@ from autopar.solver.solve import solve
 from autopar.units import format_bytes
 
 WEIGHTS = 1000  # parts into which weights are divided: rows take whole numbers
+NEARER = 0.5  # of the way from the weights that prove most so far to those of the linear program
 MAX_ROUNDS = 60  # of cutting planes
 MAX_ROWS = 40  # moments that the ILP may meet
 SMALL_PROBLEM = 200_000  # pairs of strategies that the ILP takes
@@ -58,27 +61,77 @@ class LeastPeak:
         return f"the least that was found is {least}, and no choice needs less than {format_bytes(self.bound)}"
 
 
-def least_peak(formulation: Formulation, pins: Pins, modes: Mapping[str, str] | None) -> LeastPeak:
+def least_peak(
+    formulation: Formulation,
+    pins: Pins,
+    modes: Mapping[str, str] | None,
+    deadline: float = NEVER,
+    enough: int = 0,
+) -> LeastPeak:
     """The plan under pins whose fullest moment is the least full; where a little search proves no plan less full.
 
-    The answer does not depend on how fast the machine is. Raises InfeasibleError where the pins contradict each other.
+    Ends early at a plan of at most `enough` bytes. Unless the time is over the answer does not depend on how fast the
+    machine is. Raises InfeasibleError where the pins contradict each other, and TimeLimitError where the search for a
+    first plan takes until the deadline.
     """
-    search = _Search(formulation, pins, modes)
+    search = _Search(formulation, pins, modes, deadline, enough)
     search.by_weights()
-    if search.best > search.least:
-        search.by_fixing()
+    search.by_fixing()
     choices, chosen = search.split(search.points[search.best_point])
     return LeastPeak(choices, chosen, search.best, min(search.least, search.best))
 
 
-class _Search:
-    def __init__(self, formulation: Formulation, pins: Pins, modes: Mapping[str, str] | None) -> None:
-        self.formulation, self.pins, self.modes = formulation, pins, modes
-        self.points: list[tuple[int, ...]] = []
-        """Choices that were met, of decisions and segments, and what each takes at every moment:"""
+class Moments:
+    """What plans that were met take at every moment, and the moments that were the fullest of some."""
+
+    def __init__(self) -> None:
         self.taken: list[np.ndarray] = []
         self.moments: list[int] = []
-        """Moments that were the fullest of some point."""
+
+    def meet(self, taken: np.ndarray) -> None:
+        """Note what a plan takes at every moment."""
+        fullest = int(taken.argmax())
+        if fullest not in self.moments:
+            self.moments.append(fullest)
+        self.taken.append(taken)
+
+    def heaviest(self, parts: int, near: MemoryRow | None = None) -> MemoryRow:
+        """The sum of moments, with weights in so many parts, of which the least that a plan takes is the most.
+
+        With `near`, a sum between that and this one, which swings less from plan to plan.
+        """
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        assert solver is not None
+        scale = float(max(taken.max() for taken in self.taken))
+        weights = [solver.NumVar(0.0, 1.0, "") for _ in self.moments]
+        least = solver.NumVar(0.0, solver.infinity(), "")
+        solver.Add(sum(weights) == 1)
+        for taken in self.taken:
+            solver.Add(least <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
+        solver.Maximize(least)
+        solver.Solve()
+        found = {m: w.solution_value() for m, w in zip(self.moments, weights, strict=True)}
+        if near is not None:
+            before = {moment: weight / near.total for moment, weight in near.weights}
+            found = {m: NEARER * found.get(m, 0.0) + (1 - NEARER) * before.get(m, 0.0) for m in {**found, **before}}
+        whole = ((moment, round(parts * weight)) for moment, weight in found.items())
+        return MemoryRow(tuple(sorted((moment, weight) for moment, weight in whole if weight > 0)))
+
+
+class _Search(Moments):
+    def __init__(
+        self,
+        formulation: Formulation,
+        pins: Pins,
+        modes: Mapping[str, str] | None,
+        deadline: float,
+        enough: int,
+    ) -> None:
+        super().__init__()
+        self.formulation, self.pins, self.modes = formulation, pins, modes
+        self.deadline, self.enough = deadline, enough
+        self.points: list[tuple[int, ...]] = []
+        """Choices that were met, of decisions and segments."""
         self.best, self.best_point = 2**62, -1
         self.least, self.weights = 0, MemoryRow(())
         """The best bound, and the weights that prove it."""
@@ -87,28 +140,34 @@ class _Search:
         """Cutting planes, until neither the bound nor the best point gets better."""
         weights = MemoryRow(((max(len(self.formulation.memory.lifetimes.calls) - 1, 0), 1),))
         seen: set[MemoryRow] = set()
-        while len(seen) < MAX_ROUNDS and weights not in seen:
+        while len(seen) < MAX_ROUNDS and weights not in seen and not self.is_done():
             seen.add(weights)
             problem = self.formulation.problem(self.pins, weights, None, self.modes).in_bytes()
-            solution = _solved(problem)
+            try:
+                solution = _solved(problem, self.deadline)
+            except TimeLimitError:
+                if not self.points:
+                    raise
+                return
             bound = int(np.ceil(solution.bound / weights.total - 1e-6))
             if bound > self.least:
                 self.least, self.weights = bound, weights
-            self.meet(solution.choices)
-            if self.best <= self.least:
-                return
-            weights = self._next_weights()
+            self.meet_point(solution.choices)
+            weights = self.heaviest(WEIGHTS)
 
     def by_fixing(self) -> None:
         """What the bound leaves open, by an ILP with a row for each moment that some point was fullest at."""
         found: Excesses | None = None
-        while self.best > self.least and len(self.moments) <= MAX_ROWS:
+        while len(self.moments) <= MAX_ROWS and not self.is_done():
             smaller = self.best - 1
             rows = (self.weights, *(MemoryRow(((moment, 1),)) for moment in self.moments))
             weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
             weighted = weighted.in_bytes()
             open_bytes = float((smaller - self.least + 1) * self.weights.total)
-            found = found or _excesses_of(weighted, open_bytes)
+            try:
+                found = found or _excesses_of(weighted, open_bytes, self.deadline)
+            except TimeLimitError:
+                return
             if found is None:
                 return
             left = [remaining(_with_bytes(weighted, each), found, open_bytes) for each in stated]
@@ -123,53 +182,40 @@ class _Search:
                 self.least = self.best
             if result.choices is None:
                 return
-            self.meet(left[0].extend(result.choices))
+            self.meet_point(left[0].extend(result.choices))
 
-    def meet(self, point: tuple[int, ...]) -> None:
+    def is_done(self) -> bool:
+        """Whether what was found is proven or enough, or the time is over."""
+        return bool(self.points) and (self.best <= max(self.least, self.enough) or is_over(self.deadline))
+
+    def meet_point(self, point: tuple[int, ...]) -> None:
         """Note what choices take."""
         taken = bytes_by_moment(self.formulation.memory, *self.split(point))
-        fullest = int(taken.argmax())
-        if taken[fullest] < self.best:
-            self.best, self.best_point = int(taken[fullest]), len(self.points)
-        if fullest not in self.moments:
-            self.moments.append(fullest)
+        self.meet(taken)
+        if taken.max() < self.best:
+            self.best, self.best_point = int(taken.max()), len(self.points)
         self.points.append(point)
-        self.taken.append(taken)
 
     def split(self, point: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
         """Choices of decisions, and modes of segments."""
         count = len(self.formulation.space.decisions)
         return point[:count], {name: MODES[c] for name, c in zip(self.modes or (), point[count:], strict=True)}
 
-    def _next_weights(self) -> MemoryRow:
-        """The weights that prove most if there were no points but those met."""
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        assert solver is not None
-        scale = float(self.best)
-        weights = [solver.NumVar(0.0, 1.0, "") for _ in self.moments]
-        proven = solver.NumVar(0.0, solver.infinity(), "")
-        solver.Add(sum(weights) == 1)
-        for taken in self.taken:
-            solver.Add(proven <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
-        solver.Maximize(proven)
-        solver.Solve()
-        parts = ((m, round(WEIGHTS * w.solution_value())) for w, m in zip(weights, self.moments, strict=True))
-        return MemoryRow(tuple(sorted((m, w) for m, w in parts if w > 0)))
 
-
-def _solved(problem: Problem) -> Solution:
+def _solved(problem: Problem, deadline: float) -> Solution:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what is not proven here, the answer says
-        return solve(problem)
+        return solve(problem, time_limit=seconds_until(deadline))
 
 
-def _excesses_of(problem: Problem, margin: float) -> Excesses | None:
+def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses | None:
     """What choices cost above the optimum at least, up to a margin; None where the graph is too wide to tell."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None:
         return None
-    return excesses(problem, elimination, evaluate(elimination, tables.weighted(0.0)), margin)
+    evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
+    return excesses(problem, elimination, evaluated, margin, deadline=deadline)
 
 
 def _with_bytes(problem: Problem, other: Problem) -> Problem:

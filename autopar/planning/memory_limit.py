@@ -6,27 +6,33 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
-2. Solve with the limit at that moment. Where the answer is fuller at another moment, that moment joins the row.
-3. When no sum of moments closes in, look what the least is that any plan takes (`least_peak`). If that is within the
-   limit, it is an answer, as are those to two harder questions: with the limit on the largest bytes of each choice, and
-   with a tighter limit on the sum. The best of them is taken; how far it may be from the best of all is said.
+2. Solve with the limit on the sum of moments, with weights, that all answers so far exceed the most (Karwan & Rardin
+   1979). What the answer is over the limit somewhere is taken off the limit of the row: so answers are found
+   that fit, and cost little more.
+3. When no sum of moments closes in, further answers are those to two harder questions: with the limit on the largest
+   bytes of each choice, and with tighter limits on the sum. The best of them is taken; how far it may be from the best
+   of all is said. Where there is none, it is looked what the least is that any plan takes (`least_peak`).
+
+Every step looks at the clock. Once the time is over, the best answer that fits is taken, or it is said that none was
+found.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.errors import InfeasibleError, PlanError
+import numpy as np
+
+from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import memory_use
+from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.least_peak import LeastPeak, least_peak
+from autopar.planning.least_peak import LeastPeak, Moments, least_peak
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
@@ -34,9 +40,17 @@ from autopar.solver.solve import solve, solve_narrow
 from autopar.units import format_bytes
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
+SUM_PARTS = 100  # parts into which the weights of a sum are divided
 MAX_MOMENTS = 24  # moments that the largest is taken over
 SMALL_PROBLEM = 200_000  # pairs of strategies for which the ILP takes a row per moment
-MAX_LIMITS = 8  # limits below the true one that are tried
+MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
+CLOSE = 1e-4  # of the limit: limits that differ by less are the same
+ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
+ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
+FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
+HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
+SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
+LEAST_SECONDS = 1.0  # that a search has, however late it is
 MAX_NAMED = 6  # pins whose worth is worked out
 ROWS_SHARE = 0.5  # of the time that is left, at most, goes to the ILP
 
@@ -60,6 +74,8 @@ class Answer:
     multiplier: float
     problem: Problem
     """The problem on which the bound is proven with the multiplier."""
+    row: MemoryRow | None = None
+    """The moments that it was limited at."""
 
 
 def best_within(
@@ -74,56 +90,61 @@ def best_within(
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
     Where the best could not be proven, the answer's bound is below its seconds, and a RuntimeWarning says so.
-    Raises InfeasibleError where no choice is within the limit, with the least that one needs.
+    Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
+    none was found in time.
     """
-    search = _Search(formulation, pins, solver, time.monotonic() + time_limit, gap)
+    search = _Search(formulation, pins, solver, after(time_limit), gap, SPARE * time_limit)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
     if limit is None or found.peak_bytes <= limit:
         return found
-    proof, moments = found, Counter({found.fullest: 1})
-    row = MemoryRow(tuple(moments.items()))
-    for _ in range(MAX_SUMS):
-        row = MemoryRow(tuple(sorted(moments.items())))
-        try:
-            found = search.solve(row, limit, modes)
-        except MemoryLimitError as error:
-            smallest, conflict = search.smallest(pins, modes), error.conflict if pins else None
-            raise InfeasibleError(search.refusal(limit, modes, smallest, conflict)) from error
-        except InfeasibleError:
-            raise
-        except PlanError:
-            break  # the time is over
-        proof = max(proof, found, key=lambda answer: answer.bound)
-        if found.peak_bytes <= limit:
-            return found
-        moments[found.fullest] += 1
-    smallest = search.smallest(pins, modes)
-    if smallest.peak_bytes > limit:
-        raise InfeasibleError(search.refusal(limit, modes, smallest))
-    exact = search.by_all_rows(set(moments), limit, modes)
-    if exact is not None:
-        return exact
-    candidates = [
-        search.answer_of(smallest, limit),
-        *search.by_worst_moments(set(moments), limit, modes),
-        *search.by_tighter_limits(row, limit, modes),
-    ]
-    best = min(candidates, key=lambda answer: answer.seconds)
-    share = max(best.seconds - proof.bound, 0.0) / best.seconds
-    warnings.warn(
-        f"the plan is within the limit at every moment, but not proven best: at most {share:.2%} of its step could be "
-        "saved.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return replace(
-        best,
-        bound=min(proof.bound, best.seconds),
-        solver=f"{best.solver}, several moments",
-        multiplier=proof.multiplier,
-        problem=proof.problem,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
+        found = search.at_every_moment(found, limit, modes)
+    if _share(found) > gap:
+        why = "the time limit passed: " if is_over(search.deadline) else ""
+        warnings.warn(
+            f"{why}the plan is within the limit at every moment, but not proven best: at most {_share(found):.2%} of "
+            "its step could be saved.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def _share(answer: Answer) -> float:
+    """How much of the step could be saved at most; what rounding leaves is nothing."""
+    share = (answer.seconds - answer.bound) / answer.seconds
+    return share if share > ROUNDING else 0.0
+
+
+class _Found(Moments):
+    """What is known while the best answer that fits is looked for."""
+
+    def __init__(self, proof: Answer) -> None:
+        super().__init__()
+        self.proof = proof
+        """The answer of the best bound."""
+        self.fitting: list[Answer] = []
+        """Answers within the limit at every moment."""
+
+    @property
+    def best(self) -> Answer:
+        """The fastest that fits, with the best bound."""
+        best = min(self.fitting, key=lambda answer: answer.seconds)
+        if best is self.proof:
+            return best
+        return replace(
+            best,
+            bound=min(self.proof.bound, best.seconds),
+            solver=f"{best.solver}, several moments",
+            multiplier=self.proof.multiplier,
+            problem=self.proof.problem,
+        )
+
+    def is_proven(self, gap: float) -> bool:
+        """Whether one that fits is proven to be within a gap of the best."""
+        return bool(self.fitting) and _share(self.best) <= gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +154,56 @@ class _Search:
     solver: str
     deadline: float
     gap: float
+    spare: float
+    """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
-    def solve(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Answer:
+    def solve(self, row: MemoryRow | None, limit: int | None, modes: Modes | None, gap: float = 0.0) -> Answer:
         """The best under one row and a limit per moment."""
-        problem = self._problem(row, limit, modes)
-        solution = solve(problem, solver=self.solver, time_limit=self._seconds_left, gap=self.gap)  # type: ignore[arg-type]
-        return self._answer(problem, solution, modes)
+        problem, gap = self._problem(row, limit, modes), max(gap, self.gap)
+        left = self._seconds_left * (HALF if row else 1)
+        solution = solve(problem, solver=self.solver, time_limit=left, gap=gap)  # type: ignore[arg-type]
+        return self._answer(problem, solution, modes, row)
 
-    def smallest(self, pins: Pins, modes: Modes | None) -> LeastPeak:
-        """What takes the least at its fullest moment, under pins."""
-        return least_peak(self.formulation, pins, modes)
+    def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
+        """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
+        try:
+            found = self.by_sums(first, limit, modes)
+        except MemoryLimitError as error:
+            smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
+            raise InfeasibleError(self.refusal(limit, modes, smallest, conflict)) from error
+        if not found.fitting:
+            met = min(int(taken.max()) for taken in found.taken)
+            found.fitting.append(self.smallest_answer(limit, modes, met))
+        if found.is_proven(self.gap) or is_over(self.deadline):
+            return found.best
+        exact = self.by_all_rows(set(found.moments), limit, modes)
+        if exact is not None:
+            return exact
+        if not found.is_proven(ROUGHLY):
+            found.fitting += self.by_worst_moments(set(found.moments), limit, modes)
+            found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
+        return found.best
 
-    def answer_of(self, smallest: LeastPeak, limit: int) -> Answer:
-        """The smallest choices as an answer of which nothing is proven."""
+    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
+        """What takes the least at its fullest moment, or no more than enough, under pins."""
+        spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
+        return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
+
+    def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
+        """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
+        least = f"the least that was found is {format_bytes(met)}"
+        try:
+            smallest = self.smallest(self.pins, modes, limit)
+            if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
+                least = str(smallest) if smallest.peak_bytes <= met else least
+                raise TimeLimitError
+        except TimeLimitError:
+            raise TimeLimitError(
+                f"the time limit passed before a plan within the memory limit, {format_bytes(limit)} per device, was "
+                f"found: {least}. Raise the time limit or the memory limit, or use more devices."
+            ) from None
+        if smallest.peak_bytes > limit:
+            raise InfeasibleError(self.refusal(limit, modes, smallest))
         modes = smallest.modes or None
         problem = self._problem(None, limit, modes)
         choices = (*smallest.choices, *(MODES.index(mode) for mode in smallest.modes.values()))
@@ -164,10 +222,15 @@ class _Search:
             return f"{start}; without any pin the least is {free}. Raise the limit, use more devices, or loosen a pin."
         worth = []
         for node in pinned[:MAX_NAMED]:
+            if is_over(self.deadline):
+                break
             others = {number: mask for number, mask in self.pins.items() if number != node}
             least = format_bytes(self.smallest(others, modes).peak_bytes)
             worth.append(f"without the pin on {self.formulation.name(node)!r} the least is {least}")
         more = f" ({len(pinned) - len(worth)} more pins take part)" if len(pinned) > len(worth) else ""
+        if not worth:
+            named = ", ".join(repr(self.formulation.name(node)) for node in pinned[:MAX_NAMED])
+            return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
@@ -175,12 +238,18 @@ class _Search:
         last = len(self.formulation.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto":
             return None
-        problem = self._problem(MemoryRow(((last, 1),)), limit, modes)
+        row = MemoryRow(((last, 1),))
+        problem = self._problem(row, limit, modes)
         try:
-            solution = solve_narrow(problem, self._seconds_left, self.gap)
+            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap)
         except MemoryLimitError:
             return None  # how much is needed, the fullest moment of a plan without a limit says better
-        return None if solution is None else self._answer(problem, solution, modes)
+        except TimeLimitError:
+            return None  # without the limit there may be time enough
+        return None if solution is None else self._answer(problem, solution, modes, row)
+
+    def _bytes_of(self, answer: Answer) -> np.ndarray:
+        return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
 
     def _problem(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Problem:
         budget = None if row is None or limit is None else row.total * limit
@@ -188,25 +257,27 @@ class _Search:
 
     @property
     def _seconds_left(self) -> float:
-        return max(self.deadline - time.monotonic(), 1.0)
+        return max(seconds_until(self.deadline), LEAST_SECONDS)
 
-    def _answer(self, problem: Problem, solution: Solution, modes: Modes | None) -> Answer:
+    def _answer(
+        self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None
+    ) -> Answer:
         count = len(self.formulation.space.decisions)
         chosen = {name: MODES[choice] for name, choice in zip(modes or (), solution.choices[count:], strict=True)}
         choices = solution.choices[:count]
         peak, use, place = memory_use(self.formulation.memory, choices, chosen)
-        certificate = solution.solver, solution.multiplier, problem
+        certificate = solution.solver, solution.multiplier, problem, row
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def by_all_rows(self, places: set[int], limit: int, modes: Modes | None) -> Answer | None:
         """The best with a row for every moment, by the ILP; None where the problem is too large for it."""
-        until = time.monotonic() + ROWS_SHARE * self._seconds_left
+        until = self.deadline - (1 - ROWS_SHARE) * seconds_until(self.deadline)
+        if sum(edge.seconds.size for edge in self._problem(None, None, modes).edges) > SMALL_PROBLEM:
+            return None
         for _ in range(MAX_MOMENTS):
             rows = tuple(MemoryRow(((place, 1),)) for place in sorted(places))
             problems = self.formulation.problems(self.pins, rows, limit, modes)
-            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_PROBLEM:
-                return None
-            result = solve_ilp(problems[0], until - time.monotonic(), rows=problems[1:])
+            result = solve_ilp(problems[0], seconds_until(until), rows=problems[1:])
             if result.choices is None:
                 return None
             count = len(self.formulation.space.decisions)
@@ -223,10 +294,10 @@ class _Search:
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
         """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""
-        while len(places) <= MAX_MOMENTS:
+        while len(places) <= MAX_MOMENTS and not is_over(self.deadline):
             row = MemoryRow(tuple((place, 1) for place in sorted(places)), worst=True)
             try:
-                found = self.solve(row, limit, modes)
+                found = self.solve(row, limit, modes, ROUGHLY)
             except PlanError:
                 return []
             if found.peak_bytes <= limit:
@@ -234,20 +305,58 @@ class _Search:
             places = places | {found.fullest}
         return []
 
-    def by_tighter_limits(self, row: MemoryRow, limit: int, modes: Modes | None) -> list[Answer]:
-        """Answers under a sum of moments with less than the limit, halving what is taken off it."""
+    def by_sums(self, first: Answer, limit: int, modes: Modes | None) -> _Found:
+        """Answers under the limit on sums of moments, until one fits or the sums repeat; raises MemoryLimitError."""
+        found = _Found(first)
+        found.meet(self._bytes_of(first))
+        found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
+        known: set[MemoryRow] = set()
+        halfway = self.deadline - HALF * seconds_until(self.deadline)  # the least that is needed is yet to be found
+        while len(known) < MAX_SUMS and not is_over(self.deadline if found.fitting else halfway):
+            row = found.heaviest(SUM_PARTS)
+            if row in known:
+                break
+            known.add(row)
+            try:
+                answer = self.solve(row, limit, modes)
+            except TimeLimitError:
+                break
+            if found.is_proven(ROUGHLY) and answer.bound <= found.proof.bound:
+                break  # sums prove no more
+            if found.proof.row is None or answer.bound > found.proof.bound:
+                found.proof = answer
+            if answer.peak_bytes <= limit:
+                found.fitting.append(answer)
+                break
+            if not found.fitting:
+                found.fitting += self.by_tighter_limits(answer, limit, modes, FIRST_LIMITS)
+            found.meet(self._bytes_of(answer))
+        return found
+
+    def by_tighter_limits(self, loose: Answer, limit: int, modes: Modes | None, count: int) -> list[Answer]:
+        """Answers with less than the limit at the moments where `loose` has the limit, which takes more elsewhere.
+
+        What an answer takes too much somewhere is taken off the limit; where that is too tight, half of it.
+        """
+        if loose.row is None:
+            return []
         found: list[Answer] = []
         low, high = 0, limit  # the most that was found to be too tight, and the least that was too loose
-        for _ in range(MAX_LIMITS):
-            tighter = (low + high) // 2
+        tighter = limit - (loose.peak_bytes - limit)
+        for _ in range(count):
+            if is_over(self.deadline) or high - low <= CLOSE * limit:
+                break
+            tighter = tighter if low < tighter < high else (low + high) // 2
             try:
-                answer = self.solve(row, tighter, modes)
+                answer = self.solve(loose.row, tighter, modes, ROUGHLY)
             except PlanError:
-                low = tighter
+                low, tighter = tighter, (tighter + high) // 2
                 continue
-            if answer.peak_bytes <= limit:
+            over = answer.peak_bytes - limit
+            if over <= 0:
                 found.append(answer)
                 low = tighter
             else:
                 high = tighter
+            tighter -= over
         return found

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
+from autopar.solver.deadline import check, seconds_until
 from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Problem
@@ -55,23 +56,25 @@ class _StepVariables:
     variables: list[cp_model.IntVar]
 
 
-def best_counts(problem: Problem, multiplier: float, limit: float, tolerance: float, time_limit: float) -> Counted:
+def best_counts(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
     """The choices of least seconds within the budget, if they cost no more than `limit` seconds, up to `tolerance`.
 
-    `multiplier` is a price of memory; the nearer to the best, the fewer variables. Raises TooManyChoicesError.
+    `multiplier` is a price of memory; the nearer to the best, the fewer variables. Raises TooManyChoicesError, and
+    TimeLimitError where not even the variables are known by the deadline.
     """
-    return _Counting(problem, multiplier, limit).solve(tolerance, time_limit)
+    return _Counting(problem, multiplier, limit, deadline).solve(tolerance)
 
 
 class _Counting:
-    def __init__(self, problem: Problem, multiplier: float, limit: float) -> None:
+    def __init__(self, problem: Problem, multiplier: float, limit: float, deadline: float) -> None:
         self.problem = problem
+        self.deadline = deadline
         tables = Tables(problem)
         orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
         self.elimination: Elimination = min(orders, key=lambda each: each.work)
         if self.elimination.largest > MAX_ENTRIES:
             raise TooManyChoicesError
-        self.weighted = evaluate(self.elimination, tables.weighted(multiplier))
+        self.weighted = evaluate(self.elimination, tables.weighted(multiplier), deadline)
         self.pairs = tables.pairs()
         self.limit = limit
         roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
@@ -88,13 +91,13 @@ class _Counting:
 
     def _least_outside(self) -> list[np.ndarray]:
         """For each step and its neighbours' choices, the least that the rest costs above its optimum, in any bucket."""
-        found = excesses(self.problem, self.elimination, self.weighted).of_message
+        found = excesses(self.problem, self.elimination, self.weighted, deadline=self.deadline).of_message
         least: dict[int, np.ndarray] = {}
         for bucket, outside in zip(self.elimination.buckets, found, strict=True):
             least[bucket.step] = np.minimum(least[bucket.step], outside) if bucket.step in least else outside
         return [least[step] for step in range(len(self.elimination.steps))]
 
-    def solve(self, tolerance: float, time_limit: float) -> Counted:
+    def solve(self, tolerance: float) -> Counted:
         if self.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.problem.nodes:
@@ -104,7 +107,7 @@ class _Counting:
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 2
         solver.parameters.random_seed = 0
-        solver.parameters.max_time_in_seconds = max(time_limit, 0.0)
+        solver.parameters.max_time_in_seconds = seconds_until(self.deadline)
         solver.parameters.relative_gap_limit = 0.0
         solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
         status = solver.solve(self.model)
@@ -119,6 +122,7 @@ class _Counting:
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
         for step in range(len(self.elimination.steps)):
+            check(self.deadline)
             entries = self._allowed(step)
             if not len(entries):
                 return False

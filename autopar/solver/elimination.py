@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.deadline import NEVER, check
 from autopar.solver.problem import Floats, Integers, Problem, only_bytes
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
@@ -177,10 +178,11 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
     return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)
 
 
-def evaluate(elimination: Elimination, tables: Sequence[Floats]) -> list[Floats]:
-    """The given tables followed by the message of every step."""
+def evaluate(elimination: Elimination, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
+    """The given tables followed by the message of every step; TimeLimitError where that takes until the deadline."""
     found = list(tables)
     for step in elimination.steps:
+        check(deadline)
         found.append(_message(step, found))
     return found
 

@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.problem import Node, Problem
@@ -54,25 +55,29 @@ class Conflict:
 class MemoryLimitError(InfeasibleError):
     """No choice fits the memory limit. Why is worked out when first asked: a search that tries limits never asks."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
         super().__init__(problem)
         self.problem = problem
+        self.deadline = deadline
 
     @cached_property
     def conflict(self) -> Conflict:
-        return find_conflict(self.problem)
+        return find_conflict(self.problem, self.deadline)
 
     def __str__(self) -> str:
         return describe_shortage(self.problem, self.conflict)
 
 
-def find_conflict(problem: Problem) -> Conflict:
-    """The conflict of an infeasible problem, with the memory limit where the pins alone can hold."""
+def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
+    """The conflict of an infeasible problem, with the memory limit where the pins alone can hold.
+
+    After the deadline no more questions are asked, which leaves a conflict that may not be minimal.
+    """
     pinned = tuple(i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all())
     least = least_bytes(problem)
     if least == math.inf:
-        nodes = conflicting_nodes(problem)
-        return Conflict(nodes, False, None, _least_without(problem, pinned, nodes))
+        nodes, is_minimal = conflicting_nodes(problem, deadline), not is_over(deadline)
+        return Conflict(nodes, False, None, _least_without(problem, pinned, nodes, deadline), is_minimal)
     budget, num_questions = problem.budget, 0
     assert budget is not None and least > budget, "a feasible problem has no conflict"
 
@@ -80,11 +85,13 @@ def find_conflict(problem: Problem) -> Conflict:
         nonlocal num_questions
         num_questions += 1
         # Without an answer the suspects stay, which leaves the set a conflict.
-        return num_questions <= MAX_QUESTIONS and least_bytes(freed(problem, kept)) > budget
+        if num_questions > MAX_QUESTIONS or is_over(deadline):
+            return False
+        return least_bytes(freed(problem, kept)) > budget
 
     nodes = tuple(sorted(minimal_conflict(conflicts, (), True, pinned)))
-    is_minimal = num_questions <= MAX_QUESTIONS
-    return Conflict(nodes, True, round(least), _least_without(problem, pinned, nodes), is_minimal)
+    is_minimal = num_questions <= MAX_QUESTIONS and not is_over(deadline)
+    return Conflict(nodes, True, round(least), _least_without(problem, pinned, nodes, deadline), is_minimal)
 
 
 def describe_shortage(problem: Problem, found: Conflict) -> str:
@@ -114,10 +121,14 @@ def least_bytes(problem: Problem) -> float:
     return math.inf if result.status == "infeasible" else result.bound
 
 
-def _least_without(problem: Problem, pinned: Sequence[int], nodes: Sequence[int]) -> Mapping[int, int | None]:
+def _least_without(
+    problem: Problem, pinned: Sequence[int], nodes: Sequence[int], deadline: float
+) -> Mapping[int, int | None]:
     """What freeing each of the first nodes gives; questions that ran out of time are left out."""
     found: dict[int, int | None] = {}
     for node in nodes[:MAX_NAMED]:
+        if is_over(deadline):
+            break
         least = least_bytes(freed(problem, [each for each in pinned if each != node]))
         if least > -math.inf:
             found[node] = round(least) if least < math.inf else None
@@ -127,36 +138,44 @@ def _least_without(problem: Problem, pinned: Sequence[int], nodes: Sequence[int]
 ORACLE_SECONDS = 60.0  # for one question to the ILP, which is asked only where elimination cannot answer
 
 
-def conflicting_nodes(problem: Problem) -> tuple[int, ...]:
+def conflicting_nodes(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
     """A minimal set of nodes whose allowed strategies contradict each other; empty if the edges alone do.
 
+    After the deadline no more questions are asked, which leaves a set that may not be minimal.
     A node with everything forbidden is named whatever else is wrong. The problem must be infeasible without its limit.
     """
     empty = problem.forbidden_node
     if empty is not None:
         return (empty,)
     restricted = [i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all()]
-    found = minimal_conflict(lambda kept: not is_feasible(freed(problem, kept)), (), True, restricted)
-    return tuple(sorted(found))
+
+    def conflicts(kept: Sequence[int]) -> bool:
+        return not is_over(deadline) and not is_feasible(freed(problem, kept))
+
+    return tuple(sorted(minimal_conflict(conflicts, (), True, restricted)))
 
 
-def conflicting_edges(problem: Problem) -> tuple[int, ...]:
-    """A minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow."""
+def conflicting_edges(problem: Problem, deadline: float = NEVER) -> tuple[int, ...]:
+    """A minimal set of edges (by position) whose forbidden pairs contradict each other whatever the nodes allow.
+
+    After the deadline no more questions are asked, which leaves a set that may not be minimal.
+    """
     free = freed(problem, ())
     restricted = [i for i, edge in enumerate(problem.edges) if not np.isfinite(edge.seconds).all()]
 
     def conflicts(kept: Sequence[int]) -> bool:
-        return not is_feasible(Problem(free.nodes, tuple(free.edges[edge] for edge in kept)))
+        rest = Problem(free.nodes, tuple(free.edges[edge] for edge in kept))
+        return not is_over(deadline) and not is_feasible(rest)
 
     return tuple(sorted(minimal_conflict(conflicts, (), False, restricted)))
 
 
-def describe_conflict(problem: Problem) -> str:
+def describe_conflict(problem: Problem, deadline: float = NEVER) -> str:
     """The conflict as an error message for the user."""
-    nodes = conflicting_nodes(problem)
+    nodes = conflicting_nodes(problem, deadline)
     names = [repr(problem.nodes[node].name) for node in nodes]
     if not nodes:
-        edges = [problem.edges[edge] for edge in conflicting_edges(problem)]
+        edges = [problem.edges[edge] for edge in conflicting_edges(problem, deadline)]
         pairs = [" → ".join(repr(problem.nodes[end].name) for end in edge.ends) for edge in edges]
         return f"the forbidden pairs on {', '.join(pairs)} leave no choice of strategies; allow a pair on one of them."
     if not np.isfinite(problem.nodes[nodes[0]].seconds).any():
@@ -173,6 +192,8 @@ def describe_conflict(problem: Problem) -> str:
         if len(nodes) == 2 and direct
         else f"the strategies allowed for {', '.join(names[:-1])} and {names[-1]} exclude each other"
     )
+    if is_over(deadline):
+        return f"{where}, or some of them do: the time limit passed. Loosen what is pinned on them, or raise the limit."
     return f"{where}; without any one of these pins the others can hold. Loosen what is pinned on one of them."
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, optimum
 from autopar.solver.problem import Floats, Problem
 
@@ -56,7 +57,8 @@ def is_closed(seconds: float, bound: float, gap: float) -> bool:
 class LeastByElimination:
     """Exact at every price, by one evaluation each; the last one is kept."""
 
-    def __init__(self, problem: Problem, elimination: Elimination, tables: Tables) -> None:
+    def __init__(self, problem: Problem, elimination: Elimination, tables: Tables, deadline: float = NEVER) -> None:
+        self._deadline = deadline
         self._problem = problem
         self._elimination = elimination
         self._tables = tables
@@ -64,9 +66,12 @@ class LeastByElimination:
         self._evaluated: list[Floats] = []
 
     def evaluated(self, price: float) -> list[Floats]:
-        """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them."""
+        """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them.
+
+        TimeLimitError where that takes until the deadline.
+        """
         if price != self._price:
-            self._evaluated = evaluate(self._elimination, self._tables.weighted(price))
+            self._evaluated = evaluate(self._elimination, self._tables.weighted(price), self._deadline)
             self._price = price
         return self._evaluated
 
@@ -88,7 +93,10 @@ def maximise_bound(
     best = Relaxation(0.0, free, small)
     for _ in range(MAX_STEPS):
         price = max(0.0, (small.seconds - large.seconds) / (large.num_bytes - small.num_bytes))
-        reached, met = least(price)
+        try:
+            reached, met = least(price)
+        except TimeLimitError:
+            break
         # Rounding in the table sums must not let the bound pass what it bounds.
         slack = TOLERANCE * (abs(reached) + price * budget)
         bound = reached - price * budget - slack
@@ -101,7 +109,7 @@ def maximise_bound(
         # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
         missing = small.seconds + price * small.num_bytes - reached
         settled = missing <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small)
-        if settled or time.monotonic() > deadline:
+        if settled or is_over(deadline):
             break
         large, small = (large, met) if fits else (met, small)
     mixed = mixture(problem, large, small)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination import Elimination, EliminationStep, bag_sum
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.reductions.reduction import cut_table
@@ -41,13 +42,19 @@ class Excesses:
 
 
 def excesses(
-    problem: Problem, elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, grid: float = 0.0
+    problem: Problem,
+    elimination: Elimination,
+    tables: Sequence[Floats],
+    margin: float = np.inf,
+    grid: float = 0.0,
+    deadline: float = NEVER,
 ) -> Excesses:
     """Calibrate the tree; `tables` is what `evaluate` returned for the same elimination.
 
     Buckets are cut to the neighbours' strategies below the margin, which leaves little work however wide the graph is.
     What comes from outside is rounded down to multiples of `grid` (seconds): equal layers of a long model then share
     their buckets here too, and excesses are up to that much too small per bucket on the way from the root.
+    TimeLimitError where that takes until the deadline.
     """
     children = children_of(elimination)
     alive: list[Integers] = [np.empty(0, dtype=np.intp)] * len(problem.nodes)
@@ -66,6 +73,7 @@ def excesses(
         wanted = {tuple(axis[end] for end in edge.ends) for edge in edges if not edge.is_loop}
         below = [tuple(axis[each] for each in elimination.buckets[child].bag[1:]) for child in children[place]]
         if key not in shared or not shared[key].least.keys() >= {*wanted, *below}:
+            check(deadline)
             step = elimination.steps[bucket.step]
             message = cut_table(tables[elimination.num_tables + bucket.step], rows)
             total = _cut_bag_sum(step, tables, rows)

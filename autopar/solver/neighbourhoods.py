@@ -7,11 +7,11 @@ neighbourhood search, Shaw 1998). The answer is no proof; the ILP begins with it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from autopar.solver.deadline import is_over
 from autopar.solver.elimination import Tables, compile_elimination
 from autopar.solver.lagrangian import Point
 from autopar.solver.problem import Problem
@@ -34,10 +34,10 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     if best is None:
         return None
     improved = True
-    while improved and time.monotonic() < deadline:
+    while improved and not is_over(deadline):
         improved = False
         for node in held:
-            if time.monotonic() >= deadline:
+            if is_over(deadline):
                 break
             found = solve(
                 with_fixed(problem, {other: best.choices[other] for other in held if other != node}), deadline
@@ -62,7 +62,7 @@ def _separators(problem: Problem, deadline: float) -> tuple[int, ...]:
     due = STEP
     while left:
         held.append(left.pop(0))
-        is_due = len(held) >= due and time.monotonic() < deadline
+        is_due = len(held) >= due and not is_over(deadline)
         if len(around[held[-1]]) > 2 and not is_due:
             continue
         if _width(problem, held[1:]) <= NARROW:

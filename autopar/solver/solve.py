@@ -14,16 +14,17 @@ a start.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
+from autopar.solver.deadline import NOTHING_FOUND, after, is_over, seconds_until
 from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
 from autopar.solver.fixing import remaining
 from autopar.solver.ilp import IlpResult, solve_ilp
@@ -39,7 +40,7 @@ from autopar.solver.lagrangian import (
 )
 from autopar.solver.min_marginals import excesses
 from autopar.solver.neighbourhoods import good_solution
-from autopar.solver.problem import Floats, Problem, Solution
+from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.relaxation.levelling import DEAR_WORK, Levelling, loosen
@@ -52,6 +53,7 @@ SEARCHING = 0.25  # of the time goes to a good solution where the graph is too w
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
 GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
+NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
@@ -67,17 +69,17 @@ def solve(
     be within `gap` (a share of its seconds) of the best; else it is always the best.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
-    eliminations that have begun are finished first.
-    Raises InfeasibleError when the pins contradict each other or no choice fits the memory limit, and PlanError when
-    time runs out before any solution is found.
+    what has begun is broken off a moment later (`deadline.GRACE`).
+    Raises InfeasibleError when the pins contradict each other or no choice fits the memory limit, and TimeLimitError
+    when time runs out before any solution is found.
     """
     if solver not in ("auto", "ilp"):
         raise PlanError(f"solver {solver!r} is not known; use 'auto' or 'ilp'.")
-    deadline = time.monotonic() + time_limit
+    deadline = after(time_limit)
     if solver == "ilp":
         if problem.forbidden_node is not None:
-            raise InfeasibleError(describe_conflict(problem))
-        return _by_ilp(problem, deadline)
+            raise InfeasibleError(describe_conflict(problem, deadline))
+        return _from_ilp(problem, solve_ilp(problem, seconds_until(deadline)), "ilp", deadline)
     solution = _by_reduction(problem, deadline, gap, only_narrow=False)
     assert solution is not None
     return solution
@@ -85,23 +87,23 @@ def solve(
 
 def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) -> Solution | None:
     """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
-    return _by_reduction(problem, time.monotonic() + time_limit, gap, only_narrow=True)
+    return _by_reduction(problem, after(time_limit), gap, only_narrow=True)
 
 
 def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
     if problem.forbidden_node is not None:
-        raise InfeasibleError(describe_conflict(problem))
+        raise InfeasibleError(describe_conflict(problem, deadline))
     pruned = prune(problem)
     if pruned.problem.forbidden_node is not None:
-        raise InfeasibleError(describe_conflict(problem))
+        raise InfeasibleError(describe_conflict(problem, deadline))
     contracted = contract(pruned.problem)
     try:
         solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow)
     except MemoryLimitError:
-        raise MemoryLimitError(problem) from None  # with the pins that were pruned away
+        raise MemoryLimitError(problem, deadline) from None  # with the pins that were pruned away
     except InfeasibleError:
-        raise InfeasibleError(describe_conflict(problem)) from None
+        raise InfeasibleError(describe_conflict(problem, deadline)) from None
     if solution is None:
         return None
     choices = pruned.extend(contracted.extend(solution.choices))
@@ -124,10 +126,16 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bo
     return _by_elimination(problem, tables, elimination, deadline, gap)
 
 
-def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: float) -> Solution:
-    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower."""
-    searching = deadline - SEARCHING * max(0.0, deadline - time.monotonic())
-    levelling = Levelling(problem, loose, searching)
+def _by_relaxation(
+    problem: Problem, loose: Loosened, deadline: float, gap: float, is_near_enough: bool = True
+) -> Solution:
+    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower.
+
+    Without a limit a bound that `is_near_enough` is tried first: the last rounds of levelling gain little.
+    """
+    near = NEAR if is_near_enough and problem.budget is None else 0.0
+    searching = deadline - SEARCHING * seconds_until(deadline)
+    levelling = Levelling(problem, loose, searching, near)
     relaxed = _relaxed(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)
     if relaxed is None:
         return _by_dear_search(problem, None, deadline, gap)
@@ -135,11 +143,17 @@ def _by_relaxation(problem: Problem, loose: Loosened, deadline: float, gap: floa
     if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return _solution(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
-    left = levelling.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
-    if time.monotonic() > searching:
+    try:
+        left = levelling.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
+    except TimeLimitError:
+        left = None
+    if left is None or is_over(searching):
         _warn(best.seconds, relaxed.bound)
         return _solution(best, relaxed.bound, "relaxation", price)
-    if _num_choices(left.problem) > SHRUNK * _num_choices(problem):
+    is_smaller = _num_choices(left.problem) <= SHRUNK * _num_choices(problem)
+    if near and not is_smaller:
+        return _by_relaxation(problem, levelling.loose, deadline, gap, is_near_enough=False)
+    if not is_smaller:
         start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
         solution = _by_dear_search(left.problem, start, deadline, gap)
     else:
@@ -162,7 +176,7 @@ def _by_dear_search(problem: Problem, relaxed: Relaxation | None, deadline: floa
     """The graph stays wide: a long elimination if there is time for one, or the ILP from what is known."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
-    if elimination is not None and elimination.work < WORK_PER_S * (deadline - time.monotonic()):
+    if elimination is not None and elimination.work < WORK_PER_S * seconds_until(deadline):
         return _by_elimination(problem, tables, elimination, deadline, gap)
     return _by_reduced_ilp(problem, deadline, gap, relaxed)
 
@@ -176,24 +190,24 @@ def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
     if found is not None and problem.fits(problem.bytes_of(found.choices)):
         return point(problem, found.choices)
     if least > problem.budget * (1 + TOLERANCE):
-        raise MemoryLimitError(problem)
+        raise MemoryLimitError(problem, deadline)
     return None
 
 
 def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
     """The least bytes of any choice that avoids what is forbidden, exactly; InfeasibleError if there is none."""
-    tables = Tables(problem)
+    tables, deadline = Tables(problem), after(time_limit)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None:
-        least = optimum(elimination, evaluate(elimination, tables.bytes_only()))
+        least = optimum(elimination, evaluate(elimination, tables.bytes_only(), deadline))
         status = "optimal" if math.isfinite(least) else "infeasible"
     else:
         result = solve_ilp(problem, time_limit, by_bytes=True)
         least, status = result.bound, result.status
     if status == "infeasible":
-        raise InfeasibleError(describe_conflict(problem))
+        raise InfeasibleError(describe_conflict(problem, deadline))
     if status == "timeout":
-        raise PlanError(f"the least memory was not found in {time_limit:g} s; raise the time limit.")
+        raise TimeLimitError(f"the least memory was not found in {time_limit:g} s; raise the time limit.")
     return round(least)
 
 
@@ -203,19 +217,20 @@ def _by_elimination(
     """The graph is narrow: everything but a small residual is dynamic programming."""
 
     def smallest() -> Point:
-        least_bytes = point(problem, choices_of(elimination, evaluate(elimination, tables.bytes_only())))
+        evaluated = evaluate(elimination, tables.bytes_only(), deadline)
+        least_bytes = point(problem, choices_of(elimination, evaluated))
         if not problem.fits(least_bytes.num_bytes):
-            raise MemoryLimitError(problem)
+            raise MemoryLimitError(problem, deadline)
         return least_bytes
 
-    least = LeastByElimination(problem, elimination, tables)
+    least = LeastByElimination(problem, elimination, tables, deadline)
     relaxed = _relaxed(problem, least, smallest, deadline)
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return _solution(relaxed.incumbent, relaxed.bound, "elimination")
     if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
-    return _close_the_gap(problem, elimination, least.evaluated(relaxed.multiplier), relaxed, deadline, gap)
+    return _close_the_gap(problem, elimination, least, relaxed, deadline, gap)
 
 
 def _relaxed(
@@ -227,7 +242,7 @@ def _relaxed(
     """
     free, large = least(0.0)
     if free == np.inf:
-        raise InfeasibleError(describe_conflict(problem))
+        raise InfeasibleError(describe_conflict(problem, deadline))
     if large is None:
         return None
     if problem.fits(large.num_bytes):
@@ -239,36 +254,39 @@ def _relaxed(
 def _close_the_gap(
     problem: Problem,
     elimination: Elimination,
-    weighted: list[Floats],
+    least: LeastByElimination,
     relaxed: Relaxation,
     deadline: float,
     gap: float,
 ) -> Solution:
-    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left.
-
-    `weighted` is what the elimination comes to at that price.
-    """
+    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
     rounding = TOLERANCE * abs(incumbent.seconds)
     epsilon = FIRST_EPSILON * abs(bound)
     found, widest = None, 0.0
     while not is_closed(incumbent.seconds, bound, max(TOLERANCE, gap)):
+        if is_over(deadline):
+            _warn(incumbent.seconds, bound)
+            break
         most = incumbent.seconds - relaxed.bound
         epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
         limit = min(relaxed.bound + epsilon, incumbent.seconds)
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
         margin = limit - relaxed.bound + rounding
-        if found is None or margin > widest:
-            widest = min(WIDER * epsilon, most) + rounding
-            found = excesses(problem, elimination, weighted, widest, rounding * FINE)
-        near = remaining(problem, found, margin)
-        residual = reduce_problem(near.problem)
-        constant = near.constant + residual.constant
-        result = Counted(None, math.inf, True)
-        if constant < np.inf:
-            below = limit - constant
-            left = deadline - time.monotonic()
-            result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, left)
+        try:
+            if found is None or margin > widest:
+                widest = min(WIDER * epsilon, most) + rounding
+                weighted = least.evaluated(relaxed.multiplier)
+                found = excesses(problem, elimination, weighted, widest, rounding * FINE, deadline)
+            near = remaining(problem, found, margin)
+            residual = reduce_problem(near.problem)
+            constant = near.constant + residual.constant
+            result = Counted(None, math.inf, True)
+            if constant < np.inf:
+                below = limit - constant
+                result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, deadline)
+        except TimeLimitError:
+            continue  # the time is over
         if result.choices is not None:
             incumbent = min(
                 incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
@@ -282,12 +300,12 @@ def _close_the_gap(
     return _solution(incumbent, bound, "multiplier + counts", relaxed.multiplier)
 
 
-def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, time_limit: float) -> Counted:
+def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
     """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
     try:
-        return best_counts(problem, multiplier, limit, tolerance, time_limit)
+        return best_counts(problem, multiplier, limit, tolerance, deadline)
     except TooManyChoicesError:
-        result = solve_ilp(problem, time_limit, tolerance=tolerance)
+        result = solve_ilp(problem, seconds_until(deadline), tolerance=tolerance)
         return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
 
 
@@ -298,7 +316,7 @@ def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None =
         return IlpResult(None, np.inf, "infeasible")
     hint = reduction.restrict(incumbent.choices) if incumbent else None
     tolerance = max(TOLERANCE / 2, gap) * abs(incumbent.seconds) if incumbent else 0.0
-    result = solve_ilp(reduction.problem, deadline - time.monotonic(), hint, tolerance=tolerance)
+    result = solve_ilp(reduction.problem, seconds_until(deadline), hint, tolerance=tolerance)
     choices = reduction.extend(result.choices) if result.choices is not None else None
     return IlpResult(choices, reduction.constant + result.bound, result.status)
 
@@ -306,13 +324,13 @@ def _solve_residual(problem: Problem, deadline: float, incumbent: Point | None =
 def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Relaxation | None = None) -> Solution:
     """The graph is too wide for elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
     if relaxed is None:
-        left = deadline - time.monotonic()
-        start = good_solution(problem, _narrow_solution, time.monotonic() + SEARCHING * left)
+        searching = deadline - (1 - SEARCHING) * seconds_until(deadline)
+        start = good_solution(problem, _narrow_solution, searching)
     else:
         start = relaxed.incumbent
     result = _solve_residual(problem, deadline, start, gap)
     if start is None:
-        return _from_ilp(problem, result, "reduction + ilp")
+        return _from_ilp(problem, result, "reduction + ilp", deadline)
     if result.status == "infeasible":  # below the solution that is there, up to the tolerance
         return _solution(start, start.seconds, "neighbourhoods + ilp")
     found = start if result.choices is None else min(start, point(problem, result.choices), key=lambda p: p.seconds)
@@ -333,7 +351,7 @@ def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
         return None
     try:
         solution = _by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START)
-    except InfeasibleError:
+    except (InfeasibleError, TimeLimitError):
         return None
     return point(problem, pruned.extend(solution.choices))
 
@@ -343,18 +361,13 @@ def _sum_of_least(problem: Problem) -> float:
     return sum(float(part.seconds.min()) for part in (*problem.nodes, *problem.edges))
 
 
-def _by_ilp(problem: Problem, deadline: float) -> Solution:
-    return _from_ilp(problem, solve_ilp(problem, deadline - time.monotonic()), "ilp")
-
-
-def _from_ilp(problem: Problem, result: IlpResult, solver: str) -> Solution:
+def _from_ilp(problem: Problem, result: IlpResult, solver: str, deadline: float) -> Solution:
     if result.status == "infeasible":
-        smallest_bytes(problem)  # raises where the pins alone contradict each other
-        raise MemoryLimitError(problem)
+        with suppress(TimeLimitError):
+            smallest_bytes(problem, seconds_until(deadline))  # raises where the pins alone contradict each other
+        raise MemoryLimitError(problem, deadline)
     if result.choices is None:
-        raise PlanError(
-            "the time limit passed before any choice of strategies was found; raise it, or forbid strategies."
-        )
+        raise TimeLimitError(NOTHING_FOUND)
     solution = _solution(point(problem, result.choices), result.bound, solver)
     if result.status == "timeout":
         _warn(solution.seconds, solution.bound)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination, infeasibility
 from autopar.solver.counting_ilp import best_counts
-from autopar.solver.infeasibility import MemoryLimitError, find_conflict, freed
+from autopar.solver.infeasibility import Conflict, MemoryLimitError, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import smallest_bytes, solve
 from tests.solver.certificate import verify
@@ -79,7 +79,12 @@ def test_pins_beyond_the_named_ones_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_reason_is_worked_out_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Problem] = []
-    monkeypatch.setattr(infeasibility, "find_conflict", lambda problem: asked.append(problem) or find_conflict(problem))
+
+    def noted(problem: Problem, deadline: float) -> Conflict:
+        asked.append(problem)
+        return find_conflict(problem, deadline)
+
+    monkeypatch.setattr(infeasibility, "find_conflict", noted)
     with pytest.raises(MemoryLimitError) as caught:
         solve(Problem((_pinned("up", 0),), (), GB))
     assert not asked
@@ -154,7 +159,7 @@ def test_counted_choices_equal_brute_force(seed: int, budget: int, price: float)
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
     every = itertools.product(*(range(node.num_strategies) for node in problem.nodes))
     best = min((problem.seconds_of(x) for x in every if problem.fits(problem.bytes_of(x))), default=math.inf)
-    found = best_counts(problem, price, 100.0, 1e-9, 60.0)
+    found = best_counts(problem, price, 100.0, 1e-9, math.inf)
     assert found.is_proven and (found.choices is None) == (best == math.inf)
     if found.choices is not None:
         assert problem.seconds_of(found.choices) == pytest.approx(best)

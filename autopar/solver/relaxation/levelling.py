@@ -7,13 +7,13 @@ once lowers the bound: then the round is taken back, and the next steps are half
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination import (
     Elimination,
     Tables,
@@ -59,10 +59,12 @@ class Levelling:
     Shares that fit one price nearly fit the next, and so do the strategies on which the copies agree.
     """
 
-    def __init__(self, problem: Problem, loose: Loosened, deadline: float = math.inf) -> None:
+    def __init__(self, problem: Problem, loose: Loosened, deadline: float = NEVER, near: float = 0.0) -> None:
         self.problem = problem
         self.loose = loose
         self.deadline = deadline
+        self.near = near
+        """How near to the best choices found, as a share of their seconds, a bound is good enough."""
         self._step = FIRST_STEP
         self._held: dict[int, int] = {}
         self._narrow: tuple[dict[int, int], _Narrow | None] = {}, None
@@ -70,41 +72,48 @@ class Levelling:
     def least(self, price: float) -> tuple[float, Point | None]:
         """A bound on seconds + price · bytes of any choices, and good ones: the best, where they cost the same.
 
-        What is found by the deadline (of `time.monotonic`), but for the round that has begun.
+        What is found by the deadline; TimeLimitError where no round ends by then.
         """
         best, found = self._with_held(price)
         bound, start = -np.inf, None
-        for _ in range(MAX_ROUNDS):
-            elimination, weighted = self._evaluated(price)
-            reached = optimum(elimination, weighted)
-            if not np.isfinite(reached):
-                return reached, None
-            gained = reached - bound
-            if start is not None and gained <= 0:
-                self._step /= 2
-            else:
-                bound = reached
-                if is_closed(best, bound, TOLERANCE):
-                    return bound, found
-                start = self.loose, excesses(self.loose.problem, elimination, weighted, grid=GRID * abs(bound))
-                agreed = self.loose.agreement(start[1])
-                if agreed != self._held:
-                    self._held = agreed
-                    best, found = min((best, found), self._with_held(price), key=lambda each: each[0])
-            slow = best < np.inf and 0 < gained < WORTHWHILE * (best - bound)
-            stuck = self._step < LEAST_STEP or slow
-            if is_closed(best, bound, TOLERANCE) or stuck or time.monotonic() > self.deadline:
-                break
-            self.loose = start[0].levelled(start[1], GRID * abs(bound), self._step)
+        try:
+            for _ in range(MAX_ROUNDS):
+                elimination, weighted = self._evaluated(price)
+                reached = optimum(elimination, weighted)
+                if not np.isfinite(reached):
+                    return reached, None
+                gained = reached - bound
+                if start is not None and gained <= 0:
+                    self._step /= 2
+                else:
+                    bound = reached
+                    if is_closed(best, bound, TOLERANCE):
+                        return bound, found
+                    start = self.loose, self._excesses(elimination, weighted, bound)
+                    agreed = self.loose.agreement(start[1])
+                    if agreed != self._held:
+                        self._held = agreed
+                        best, found = min((best, found), self._with_held(price), key=lambda each: each[0])
+                slow = best < np.inf and 0 < gained < WORTHWHILE * (best - bound)
+                stuck = self._step < LEAST_STEP or slow or best - bound <= self.near * abs(best) < np.inf
+                if is_closed(best, bound, TOLERANCE) or stuck or is_over(self.deadline):
+                    break
+                self.loose = start[0].levelled(start[1], GRID * abs(bound), self._step)
+        except TimeLimitError:
+            if start is None:
+                raise
         assert start is not None
         self.loose = start[0]
         return bound, found
 
     def without(self, price: float, most: float) -> Pruned:
-        """The problem without the strategies that no choices of at most `most` (seconds + price · bytes) take."""
+        """The problem without the strategies that no choices of at most `most` (seconds + price · bytes) take.
+
+        TimeLimitError where that takes until the deadline.
+        """
         elimination, weighted = self._evaluated(price)
         bound = optimum(elimination, weighted)
-        found = excesses(self.loose.problem, elimination, weighted, most - bound, GRID * abs(bound))
+        found = self._excesses(elimination, weighted, bound, most - bound)
         nodes = (
             Node(node.name, self._kept(found, number, most - bound), node.num_bytes)
             for number, node in enumerate(self.problem.nodes)
@@ -118,14 +127,19 @@ class Levelling:
     def _evaluated(self, price: float) -> tuple[Elimination, list[Floats]]:
         tables = Tables(self.loose.problem)
         elimination = compile_order(self.loose.problem, tables, self.loose.order)
-        return elimination, evaluate(elimination, tables.weighted(price))
+        return elimination, evaluate(elimination, tables.weighted(price), self.deadline)
+
+    def _excesses(
+        self, elimination: Elimination, weighted: list[Floats], bound: float, margin: float = np.inf
+    ) -> Excesses:
+        return excesses(self.loose.problem, elimination, weighted, margin, GRID * abs(bound), self.deadline)
 
     def _with_held(self, price: float) -> tuple[float, Point | None]:
         """What the best choices cost with copies held where they last agreed, and these; None if none exist."""
         if not self._held:
             return np.inf, None
         if self._narrow[0] != self._held:
-            self._narrow = self._held, _Narrow(self.problem, self._held, self.loose.order)
+            self._narrow = self._held, _Narrow(self.problem, self._held, self.loose.order, self.deadline)
         assert self._narrow[1] is not None
         found = self._narrow[1].best(price)
         if found is None:
@@ -137,7 +151,8 @@ class Levelling:
 class _Narrow:
     """A problem whose nodes with copies are held, ready to be evaluated in the order of the loosened one."""
 
-    def __init__(self, problem: Problem, held: dict[int, int], order: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, held: dict[int, int], order: Sequence[int], deadline: float) -> None:
+        self.deadline = deadline
         self.pruned: Pruned = prune(with_fixed(problem, held))
         self.tables = Tables(self.pruned.problem)
         order = [node for node in order if node < len(problem.nodes)]
@@ -145,14 +160,17 @@ class _Narrow:
 
     def best(self, price: float) -> tuple[int, ...] | None:
         """The choices of least seconds + price · bytes in the problem before it was pruned; None: all are forbidden."""
-        weighted = evaluate(self.elimination, self.tables.weighted(price))
+        weighted = evaluate(self.elimination, self.tables.weighted(price), self.deadline)
         if optimum(self.elimination, weighted) == np.inf:
             return None
         return self.pruned.extend(choices_of(self.elimination, weighted))
 
 
-def lower_bound(problem: Problem, multiplier: float) -> float:
-    """L(λ): a bound on the seconds of every choice within the budget; -inf where the graph is too wide for it."""
+def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) -> float:
+    """L(λ): a bound on the seconds of every choice within the budget; -inf where the graph is too wide for it.
+
+    TimeLimitError where that takes until the deadline.
+    """
     smaller = contract(prune(problem).problem).problem
     price = 0.0 if problem.budget is None else multiplier
     free = price * (problem.budget or 0)
@@ -160,15 +178,15 @@ def lower_bound(problem: Problem, multiplier: float) -> float:
     elimination = narrow_elimination(smaller, tables)
     loose = loosen(smaller) if elimination is None or elimination.work > DEAR_WORK else None
     if loose is not None:
-        return _levelled_bound(Levelling(smaller, loose), price) - free
-    return (
-        -np.inf if elimination is None else optimum(elimination, evaluate(elimination, tables.weighted(price))) - free
-    )
+        return _levelled_bound(Levelling(smaller, loose, deadline), price) - free
+    if elimination is None:
+        return -np.inf
+    return optimum(elimination, evaluate(elimination, tables.weighted(price), deadline)) - free
 
 
 def _levelled_bound(levelling: Levelling, price: float) -> float:
     """The bound at a price alone, to which a search has come from other prices: again from the shares so far."""
     bound, again = -np.inf, levelling.least(price)[0]
-    while np.isfinite(again) and not is_closed(again, bound, TOLERANCE):
+    while np.isfinite(again) and not is_closed(again, bound, TOLERANCE) and not is_over(levelling.deadline):
         bound, again = again, max(again, levelling.least(price)[0])
     return again

@@ -147,7 +147,7 @@ class _ByBlocks(torch.autograd.Function):
         keys: list[Tensor] = [k, v]
 
         def compute(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *sums: Tensor) -> Any:
-            total = Sum(*sums) if sums else Sum.empty(q, v)
+            total = Sum(sums[0], sums[1]) if sums else Sum.empty(q, v)
             total.add(split.pairs(ranks, step), q, k, v, split.block(mask))
             return total.out_BHSD, total.lse_BHS
 
@@ -172,7 +172,7 @@ class _ByBlocks(torch.autograd.Function):
 
         def compute(ranks: Ranks, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, *kept: Tensor) -> Any:
             out, lse, *so_far = kept
-            sums = Gradients(*so_far) if so_far else Gradients.empty(q, k, v)
+            sums = Gradients(so_far[0], so_far[1], so_far[2]) if so_far else Gradients.empty(q, k, v)
             sums.add(split.pairs(ranks, step), grad, q, k, v, out, lse, split.block(mask))
             return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 

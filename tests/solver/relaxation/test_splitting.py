@@ -97,14 +97,22 @@ def test_what_a_split_problem_proves_is_no_more_than_the_optimum(seed: int, pric
 
 
 @settings(deadline=None, max_examples=5)
-@given(seed=seeds, num_layers=st.integers(1, 2), budget=st.one_of(st.none(), st.floats(0.0, 1.0)))
-def test_the_optimum_is_found_where_the_graph_is_wide(seed: int, num_layers: int, budget: float | None) -> None:
+@given(
+    seed=seeds,
+    num_layers=st.integers(1, 2),
+    budget=st.one_of(st.none(), st.floats(0.0, 1.0)),
+    near=st.sampled_from([0.0, solving.NEAR, 0.5]),
+)
+def test_the_optimum_is_found_where_the_graph_is_wide(
+    seed: int, num_layers: int, budget: float | None, near: float
+) -> None:
     problem = _feasible(seed, num_layers, 3, budget) if budget is not None else _feasible(seed, num_layers)
     if problem is None:
         return
     expected = solve(problem, solver="ilp").seconds
     with pytest.MonkeyPatch.context() as patch:
         _make_small(patch)
+        patch.setattr(solving, "NEAR", near)
         found = solve(problem)
         assert lower_bound(problem, found.multiplier) <= expected + 1e-9
     assert found.seconds == pytest.approx(expected, rel=1e-7) and problem.fits(found.num_bytes)

@@ -130,7 +130,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, block: Block) -> tu
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["full", "causal", "mask", "dead row"])
 def test_merged_blocks_are_the_whole(features: int, heads: int, kind: str) -> None:
-    q, k, v = (x.requires_grad_() for x in sample(features, heads=heads))
+    q, k, v = [x.requires_grad_() for x in sample(features, heads=heads)]
     given = mask(kind == "dead row") if kind in ("mask", "dead row") else None
     expected = F.scaled_dot_product_attention(q, k, v, given, is_causal=kind == "causal", scale=0.3, enable_gqa=True)
     expected = expected.nan_to_num()
@@ -139,7 +139,7 @@ def test_merged_blocks_are_the_whole(features: int, heads: int, kind: str) -> No
         grad[:, :, 3] = 0  # PyTorch's own gradient of such a row is no number
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
     block = Block(0.3, kind == "causal", given)
-    found = by_kernel(*(x.detach() for x in (q, k, v)), grad, block)
+    found = by_kernel(q.detach(), k.detach(), v.detach(), grad, block)
     torch.testing.assert_close(found, (expected.detach(), *(x.nan_to_num() for x in gradients)))
 
 

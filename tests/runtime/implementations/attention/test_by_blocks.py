@@ -76,10 +76,11 @@ def samples(key_heads: int) -> list[Tensor]:
     return [torch.randn(2, heads, POSITIONS, FEATURES).double() for heads in (HEADS, key_heads, key_heads, HEADS)]
 
 
-def on_one(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, ...]:
-    given = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*given, mask_of(kind), is_causal=kind == "causal", enable_gqa=True)
-    return (out.detach().nan_to_num(), *torch.autograd.grad((out.nan_to_num() * weight).sum(), given))
+def on_one(tensors: Sequence[Tensor], kind: str) -> tuple[Tensor, ...]:
+    """The result and three gradients; the last tensor weighs the result."""
+    q, k, v = given = [x.clone().requires_grad_() for x in tensors[:3]]
+    out = F.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "causal", enable_gqa=True)
+    return (out.detach().nan_to_num(), *torch.autograd.grad((out.nan_to_num() * tensors[3]).sum(), given))
 
 
 def divided(x: Tensor, axes: Sequence[str], others: Sequence[str], dim: int, zigzag: bool) -> Tensor:
@@ -130,7 +131,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
     tensors = samples(key_heads)
     with on_ranks(way) as count:
         found = on_many(way, zigzag, kind, tensors, count)
-    for name, ours, theirs in zip("oqkv", found, on_one(*tensors, kind), strict=True):
+    for name, ours, theirs in zip("oqkv", found, on_one(tensors, kind), strict=True):
         for value in ours:
             torch.testing.assert_close(value, theirs, msg=lambda text, n=name: f"{kind}, {n}: {text}")
 
@@ -182,7 +183,7 @@ def train(axes: dict[str, tuple[str, ...]], compiled: bool) -> list[Tensor]:
 
 
 def test_a_ring_of_real_ranks_eager_and_compiled(ranks: Ranks) -> None:
-    expected = on_one(*samples(2), "causal")
+    expected = on_one(samples(2), "causal")
     for compiled in (False, True):
         for found in ranks.run(train, {"s": ("a",), "t": ("a",)}, compiled):
             for number, value in enumerate(found):

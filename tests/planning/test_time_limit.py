@@ -1,0 +1,80 @@
+"""The time limit holds under a memory limit: the best plan found by then, or that none was."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from autopar.errors import TimeLimitError
+from autopar.hardware.load import load
+from autopar.planning.planner import make_plan
+from autopar.solver import deadline
+from autopar.space.space import Space
+from tests.support.expert_models import Decoder, token_batches
+from tests.support.planned import space_of
+
+TICK = 0.05  # seconds that pass with every look at the clock
+LEAST = 232_000  # bytes: between what no plan of four layers is below and the least that is found
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """Layers with experts on two axes."""
+    return _layers(4)
+
+
+def _layers(count: int) -> Space:
+    return space_of(Decoder("sorted", count), token_batches(1, 8, 16)[0], load("cpu"), dp=2, ep=2)
+
+
+def _clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on with every look, however fast the machine is; returns what it shows."""
+    shown = [0.0]
+
+    def look() -> float:
+        shown[0] += TICK
+        return shown[0]
+
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
+    return shown
+
+
+def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = make_plan(space, {})[0].peak_bytes // 2
+    shown = _clock(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="the time limit passed: the plan is within the limit at every moment"):
+        plan, _ = make_plan(space, {}, limit, time_limit=100.0)
+    assert plan.peak_bytes <= limit and 0 < plan.gap < 1
+    assert 100.0 < shown[0] < 110.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (4.0, "the time limit passed before any choice of strategies was found"),
+        (200.0, "before a plan within the memory limit, 232.00 kB per device, was found: the least that was found is"),
+    ],
+)
+def test_where_no_plan_was_found_by_then_the_error_says_so(
+    space: Space, monkeypatch: pytest.MonkeyPatch, seconds: float, said: str
+) -> None:
+    shown = _clock(monkeypatch)
+    with pytest.raises(TimeLimitError, match=said):
+        make_plan(space, {}, LEAST, time_limit=seconds)
+    assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE
+
+
+@pytest.mark.slow
+def test_it_holds_for_many_layers() -> None:
+    space = _layers(24)
+    limit = make_plan(space, {})[0].peak_bytes // 3
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        plan, _ = make_plan(space, {}, limit, time_limit=20.0)
+    assert plan.peak_bytes <= limit and time.monotonic() - start < 25.0

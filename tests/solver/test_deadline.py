@@ -1,0 +1,64 @@
+"""What takes long looks at the clock step by step, and is broken off a moment after the deadline."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from autopar.errors import TimeLimitError
+from autopar.solver import deadline
+from autopar.solver.deadline import GRACE, NEVER, after, check, is_over, seconds_until
+from autopar.solver.elimination import Tables, compile_elimination, evaluate
+from autopar.solver.min_marginals import excesses
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation.levelling import lower_bound
+
+
+def _clock(monkeypatch: pytest.MonkeyPatch, tick: float) -> list[float]:
+    """A clock that goes on by `tick` seconds with every look; returns what it shows."""
+    shown = [0.0]
+
+    def look() -> float:
+        shown[0] += tick
+        return shown[0]
+
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
+    return shown
+
+
+def _chain(length: int) -> Problem:
+    rng = np.random.default_rng(0)
+    nodes = tuple(Node(f"n{i}", rng.random(3), np.zeros(3, dtype=np.int64)) for i in range(length))
+    return Problem(nodes, tuple(Edge((i, i + 1), rng.random((3, 3))) for i in range(length - 1)))
+
+
+def test_what_has_begun_may_take_a_moment_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _clock(monkeypatch, 0.0)
+    until = after(2.0)
+    assert until == 2.0 and not is_over(until) and seconds_until(until) == 2.0
+    shown[0] = 2.0 + GRACE
+    assert is_over(until) and seconds_until(until) == 0.0
+    check(until)
+    shown[0] += 0.1
+    with pytest.raises(TimeLimitError, match="the time limit passed before any choice of strategies was found; raise"):
+        check(until)
+    check(NEVER)
+
+
+def test_every_step_of_an_elimination_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _chain(30)
+    tables = Tables(problem)
+    elimination = compile_elimination(problem, tables, balanced=True)
+    evaluated = evaluate(elimination, tables.weighted(0.0))
+    shown = _clock(monkeypatch, 1.0)
+    for search in (
+        lambda until: evaluate(elimination, tables.weighted(0.0), until),
+        lambda until: excesses(problem, elimination, evaluated, deadline=until),
+        lambda until: lower_bound(problem, 0.0, until),
+    ):
+        until = shown[0] + 10.0
+        with pytest.raises(TimeLimitError):
+            search(until)
+        assert shown[0] <= until + GRACE + 1.0
