@@ -1,0 +1,165 @@
+"""Positions of causal attention are dealt by zigzag wherever they run, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.capture.export import capture
+from autopar.errors import StrategyError
+from autopar.planning.settings import context_of
+from autopar.sharding.layout import Z
+from autopar.sharding.mesh import Mesh
+from autopar.strategies.roles import RoledProgram
+from autopar.strategies.zigzag import Dealt, dealt
+from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
+
+POSITIONS, WIDTH, TOKENS = 16, 16, 32
+
+
+class Text(nn.Module):
+    """One causal layer between tokens and a loss, with learned positions and what a test puts before the loss."""
+
+    def __init__(self, before_loss: str = "", dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.places = nn.Parameter(torch.randn(1, POSITIONS, WIDTH) / 9)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before_loss, self.dropout = before_loss, dropout
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Tokens and labels [batch, positions] → the loss."""
+        h = F.dropout(self.table(x) + self.places, self.dropout)
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(h).chunk(3, -1))
+        h = h + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        if self.before_loss == "mean":
+            h = h - h.mean(1, keepdim=True)
+        if self.before_loss == "sum before":
+            h = h.cumsum(1)
+        if self.before_loss == "pointer":  # a class for each position
+            scores = self.head(h)[..., 0]
+            return F.cross_entropy(scores, y[:, 0] % POSITIONS)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def batch(samples: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, TOKENS, (samples, POSITIONS))
+    return {"x": ids, "y": ids.roll(-1, 1)}
+
+
+def found(model: nn.Module, sizes: tuple[int, ...] = (4,)) -> tuple[Dealt, RoledProgram]:
+    given = batch()
+    graph = RoledProgram.of(capture(model, (given["x"], given["y"]), {}))
+    return dealt(graph, sizes, {}), graph
+
+
+def names(model: nn.Module) -> set[str]:
+    dims, _ = found(model)
+    return {name for (name, _), held in dims.dims.items() if held}
+
+
+def test_positions_are_dealt_from_tokens_to_logits_and_features_are_not() -> None:
+    dims, graph = found(Text())
+    logits = [name for name, call in graph.calls.items() if call.call.name == "linear"][-1]
+    assert dims.of(("embedding_default", 0)) == dims.of((logits, 0)) == {1}
+    assert dims.of(("scaled_dot_product_attention_default", 0)) == {2}
+    assert dims.of(("x", 0)) == {1}
+    assert not any(dims.of((name, 0)) for name in graph.parameters)
+    add = graph.calls["add_tensor"]
+    assert dims.inputs(add, graph) == ({1}, {1}), "a weight is dealt for a call whose other tensors are"
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 16), (1,)])
+def test_positions_that_do_not_divide_into_pieces_stay_in_order(sizes: tuple[int, ...]) -> None:
+    dims, _ = found(Text(), sizes)
+    assert bool(dims.dims) == (sizes == (1,))
+
+
+def test_what_needs_positions_in_order_ends_it() -> None:
+    assert "add_tensor_1" in names(Text("sum before"))
+    assert "cumsum_default" not in names(Text("sum before"))
+
+
+def test_positions_that_are_classes_stay_in_order() -> None:
+    assert names(Text("pointer")) == set()
+
+
+@pytest.mark.parametrize(
+    ("before_loss", "dropout", "strategy"), [("mean", 0.0, "ring"), ("sum before", 0.2, "gather_kv")]
+)
+def test_dealt_positions_train_as_one_process_does(before_loss: str, dropout: float, strategy: str) -> None:
+    steps = Steps([batch(), batch()])
+    expected = train_alone(Text(before_loss, dropout).double(), steps)
+    trained = train_on_ranks(Text(before_loss, dropout).double(), steps, {"cp": 4}, {"strategy": strategy})
+    assert fault_of(trained, expected) == ""
+    assert trained.plan is not None and any("Z(" in row.layout for row in trained.plan.rows)
+
+
+def test_a_plan_says_what_is_dealt() -> None:
+    plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=SLOW_DEVICES, strategy="ring")
+    space, choices = context_of(plan).space, context_of(plan).choices
+    number = space.index["scaled_dot_product_attention_default"]
+    chosen = space.decisions[number].menu.strategies[choices[number]]
+    assert str(chosen) == "s+t" and chosen.zigzag == {"s", "t"} and chosen.outputs == ((Z(2),),)
+
+
+def test_what_a_ring_sends_is_hidden_as_far_as_a_device_computes() -> None:
+    def seconds(share: float, bytes_per_s: float) -> tuple[float, float]:
+        (link,) = SLOW_DEVICES.links
+        links = (replace(link, bytes_per_s=bytes_per_s),)
+        hardware = replace(SLOW_DEVICES, links=links, overlap=replace(SLOW_DEVICES.overlap, ring=share))
+        plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=hardware, strategy="ring")
+        space, choices = context_of(plan).space, context_of(plan).choices
+        number = space.index["scaled_dot_product_attention_default"]
+        menu = space.decisions[number].menu
+        return float(menu.seconds[choices[number]]), sum(menu.strategies[choices[number]].waits)
+
+    with_all, waits = seconds(1.0, 1e12)
+    assert waits == 0
+    exposed, sent = seconds(0.0, 1e12)
+    assert exposed == pytest.approx(with_all + sent) and sent > 0
+    computing = with_all
+    slow, longer = seconds(1.0, 1e5)
+    _, whole = seconds(0.0, 1e5)
+    assert longer == pytest.approx(whole - computing) and slow == pytest.approx(whole)
+
+
+def test_a_ring_needs_attention_whose_keys_can_be_divided() -> None:
+    class Dropping(Text):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.table(x)
+            q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(h).chunk(3, -1))
+            h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(1, 2).flatten(2)
+            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    wanted = (
+        "ring splits the queries and keys, as many of both and without dropout, of attention over cp; "
+        "scaled_dot_product_attention_default has none. Use gather_kv or ulysses or megatron_sequence."
+    )
+    with pytest.raises(StrategyError) as caught:
+        autopar.plan(Dropping(), Mesh({"cp": 4}), batch(), strategy="ring")
+    assert str(caught.value) == wanted
+
+
+def test_heads_and_a_ring_need_two_axes() -> None:
+    with pytest.raises(StrategyError, match="usp needs 2 mesh axes, one for heads and one for the ring; the mesh is"):
+        autopar.plan(Text(), Mesh({"cp": 4}), batch(), strategy="usp")
+
+
+@pytest.mark.parametrize("strategy", [None, "megatron", "zero3"])
+def test_an_axis_of_one_device_changes_nothing(strategy: str | None) -> None:
+    def planned(axes: dict[str, int]) -> tuple[float, int, int]:
+        model = Text()
+        if "one" in axes:
+            autopar.annotate(model, "head", one="column")
+        plan = autopar.plan(model, Mesh(axes), batch(), hardware=SLOW_DEVICES, strategy=strategy)
+        return plan.seconds, plan.peak_bytes, sum(plan.traffic.values())
+
+    assert planned({"one": 1, "tp": 2}) == planned({"tp": 2})
