@@ -67,9 +67,28 @@ def _blocks(
             yield queries, keys, Block(scale) if seen else _block(expression, vectors, queries, keys, q, scale)
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError, as PyTorch's own attention does, where shapes do not fit: the kernels do not look."""
+    fit = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
+    if not fit or q.shape[0] != k.shape[0] or 0 in k.shape or q.shape[1] % k.shape[1]:
+        raise RuntimeError(
+            f"found queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)}; needed are (batch, "
+            "heads, positions, features) of one batch, with as many query heads as key heads or a multiple of them."
+        )
+    scores = *q.shape[:3], k.shape[2]
+    for x in vectors:
+        sizes = zip(x.shape, scores[4 - x.ndim :], strict=True)
+        if any(size not in (1, whole) for size, whole in sizes) or (x.ndim > 1 and 1 not in x.shape[-2:]):
+            raise RuntimeError(
+                f"found a vector {list(x.shape)} of a mask for scores {list(scores)}; needed is one that is broadcast "
+                "to these and has no dim of queries, or none of keys."
+            )
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
 ) -> tuple[Tensor, Tensor]:
+    _check_shapes(q, k, v, vectors)
     total = Sum.empty(q, v)
     for queries, keys, block in _blocks(mask, vectors, q, k, scale):
         total.add(queries, keys, q, k, v, block)
