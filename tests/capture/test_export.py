@@ -101,13 +101,13 @@ def test_causal_attention_is_recorded_without_a_mask(name: str) -> None:
         assert name == "gpt2" or node.kwargs["enable_gqa"] is True
 
 
-def _masks(program: Program) -> set[object]:
+def _masks(program: Program) -> set[str]:
     """How attention is masked, where no tensor of the program has a dim of queries and one of keys."""
     infos = [node.meta["tensor"] for node in program.graph.nodes if node.op == "call_function"]
     truths = [info for info in infos if isinstance(info, TensorInfo) and info.dtype is torch.bool]
     assert not any(info.shape[-2:] == (16, 16) for info in truths)
     assert not calls(program, aten.scaled_dot_product_attention.default)
-    return {node.args[4] for node in calls(program, ATTENTION_BY_MASK)}
+    return {str(node.args[4]) for node in calls(program, ATTENTION_BY_MASK)}
 
 
 def test_a_sliding_window_keeps_its_mask() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,12 +93,12 @@ class _ByPositions:
     scale: float
     num_queries: int
 
-    def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> None:
+        (mask,) = masks
         add_blocks(total, self._pairs(ranks, step), q, k, v, Block(self.scale, mask_BHST=mask))
 
-    def gradients(
-        self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], mask: Tensor | None
-    ) -> None:
+    def gradients(self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], *masks: Any) -> None:
+        (mask,) = masks
         add_gradients(sums, self._pairs(ranks, step), *given, block=Block(self.scale, mask_BHST=mask))
 
     def _pairs(self, ranks: Ranks, step: int) -> tuple[Pair, ...]:

@@ -58,7 +58,7 @@ class _InSteps(autograd.Function):
             total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
             if under_way is not None:
                 keys = under_way.arrived()
-        out, lse = _merged(*total, split.merged)
+        out, lse = _merged(total[0], total[1], split.merged)
         out = out.to(q.dtype)
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
         ctx.save_for_backward(q, k, v, out, lse, *masks)

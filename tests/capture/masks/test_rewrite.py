@@ -20,7 +20,7 @@ from tests.support.eager import assert_as_eager
 
 S = 8
 LOWEST = torch.finfo(torch.float32).min
-Mask = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
+Mask = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):

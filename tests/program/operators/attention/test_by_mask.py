@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,13 +43,12 @@ def documents(s: int, t: int) -> list[Tensor]:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_blocks, "LARGEST", 8)
     monkeypatch.setattr(masked_blocks, "SMALLEST", 4)
-    return
 
 
-def sample(s: int, t: int, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def sample(s: int, t: int, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Any]:
     shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, 8)
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
@@ -62,7 +61,9 @@ def test_it_equals_attention_with_the_mask(kind: str, s: int, t: int, heads: int
     torch.manual_seed(0)
     text, vectors_of = KINDS[kind]
     vectors, inputs = vectors_of(s, t), sample(s, t, heads)
-    expected = F.scaled_dot_product_attention(*inputs, evaluate(parse(text), vectors), scale=0.3, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(
+        *inputs, attn_mask=evaluate(parse(text), vectors), scale=0.3, enable_gqa=True
+    )
     found = ATTENTION_BY_MASK(*inputs, vectors, text, 0.3)
     weights = torch.randn_like(expected)
     gradients = (torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected))
@@ -77,9 +78,9 @@ def test_in_half_precision_it_rounds_as_attention_does() -> None:
     torch.manual_seed(0)
     text, vectors = KINDS["window"][0], places(40, 40)
     inputs = sample(40, 40, dtype=torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+    exact: list[Any] = [x.detach().double().requires_grad_() for x in inputs]
     found = ATTENTION_BY_MASK(*inputs, vectors, text)
-    expected = F.scaled_dot_product_attention(*exact, evaluate(parse(text), vectors), enable_gqa=True)
+    expected = F.scaled_dot_product_attention(*exact, attn_mask=evaluate(parse(text), vectors), enable_gqa=True)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
     gradients = [torch.autograd.grad(y.sum(), x) for y, x in ((found, inputs), (expected, exact))]

@@ -57,8 +57,8 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
     """The result and the three gradients, on every rank."""
     text, vectors = EXPRESSIONS[kind]
     *tensors, weight = samples(key_heads)
-    given = [x.clone().requires_grad_() for x in tensors]
-    out = F.scaled_dot_product_attention(*given, evaluate(parse(text), vectors), enable_gqa=True)
+    given: list[Any] = [x.clone().requires_grad_() for x in tensors]
+    out = F.scaled_dot_product_attention(*given, attn_mask=evaluate(parse(text), vectors), enable_gqa=True)
     expected = (out.detach(), *torch.autograd.grad((out * weight).sum(), given))
     with on_ranks(way) as count:
         simulated = [from_ranks([x] * count, requires_grad=True) for x in tensors]
@@ -178,7 +178,7 @@ def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     assert ("Z" in str(row)) == (case.mask != "window")
 
 
-def _trained(mask: str, strategy: str) -> list[Tensor]:
+def _trained(mask: str, strategy: str) -> list[Any]:
     """Losses and gradients on this rank of real ones."""
     model = autopar.compile(
         built(MASKS[mask]), mesh((2,), ("sp",)), batches(1)[0], strategy=strategy, hardware=SLOW_DEVICES
