@@ -49,7 +49,7 @@ class _InSteps(autograd.Function):
 
         def compute(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, *further: Any) -> Any:
             so_far = further[len(masks) :]
-            sums = Sum(*so_far) if so_far else Sum.empty(q, v)
+            sums = Sum(so_far[0], so_far[1]) if so_far else Sum.empty(q, v)
             call.attend(ranks, step, sums, q, k, v, *further[: len(masks)])
             return sums.out_BHSD, sums.lse_BHS
 
@@ -75,7 +75,7 @@ class _InSteps(autograd.Function):
 
         def compute(ranks: Ranks, *given: Any) -> Any:
             here, so_far = given[:6], given[6 + len(masks) :]
-            sums = Gradients(*so_far) if so_far else Gradients.empty(*here[1:4])
+            sums = Gradients(so_far[0], so_far[1], so_far[2]) if so_far else Gradients.empty(*here[1:4])
             call.gradients(ranks, step, sums, here, *given[6 : 6 + len(masks)])
             return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 

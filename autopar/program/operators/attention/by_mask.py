@@ -21,12 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autopar.program.operators.attention.expressions import Expression, evaluate, parse
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.masked_blocks import rows_of
 from autopar.program.operators.attention.sums import Gradients, Range, Sum
 from autopar.program.operators.derivatives import once_differentiable
+
+ALIGNED = 16
+"""A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
@@ -54,6 +58,8 @@ def _block(
     mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    missing = -shape[1] % ALIGNED
+    mask = pad(mask, (0, missing))[..., : shape[1]] if missing else mask.contiguous()
     return Block(scale, mask_BHST=mask)
 
 
