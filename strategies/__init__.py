@@ -21,7 +21,16 @@ from autopar.strategies.rules import (
     reduction,
     view,
 )
-from autopar.strategies.rules.layers import attention, conv, embedding, loss, norm, recurrent, tiled_loss
+from autopar.strategies.rules.layers import (
+    attention,
+    conv,
+    embedding,
+    loss,
+    masked_attention,
+    norm,
+    recurrent,
+    tiled_loss,
+)
 
 TABLES = (
     attention,
@@ -33,6 +42,7 @@ TABLES = (
     indexing,
     linalg,
     loss,
+    masked_attention,
     matmul,
     norm,
     pointwise,

@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.program.calls import is_call, module_of, source_of
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo, tensor_inputs
@@ -34,7 +35,7 @@ Roles = tuple[str | None, ...]
 """The role of each dim of a tensor: "data", "sequence", "column", "row", "expert" or None."""
 
 EXPERT = "expert"
-ATTENTION = (aten.scaled_dot_product_attention.default,)
+ATTENTION = (aten.scaled_dot_product_attention.default, ATTENTION_BY_MASK)
 LOOKUPS = (aten.embedding.default, EMBEDDING_BAGS)
 CLASS_LOSSES = (aten.cross_entropy_loss.default, LINEAR_CROSS_ENTROPY)
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.sharding.layout import Layout
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram, Value
@@ -79,7 +80,7 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
                 together[root(other)] = root(linked[0])
             if name in ordered:
                 told_apart += linked[:1]
-        if call.call.target in ATTENTION and call.call["is_causal"]:
+        if _later_see_more(call):
             wanted += found[QUERIES][:1]
     refused = {root(dim) for dim in told_apart}
     pieces = 2 * max(sizes, default=1)
@@ -90,6 +91,12 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
         if root(dim) in kept:
             dims[dim[0]].add(dim[1])
     return Dealt({value: frozenset(found) for value, found in dims.items()})
+
+
+def _later_see_more(call: RoledCall) -> bool:
+    """Whether an attention computes more keys for later queries."""
+    said = "rising" if call.call.target is ATTENTION_BY_MASK else "is_causal"
+    return call.call.target in ATTENTION and call.call[said]
 
 
 def _ordered(call: RoledCall) -> frozenset[str]:

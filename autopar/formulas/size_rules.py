@@ -55,6 +55,19 @@ def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, wher
         equations.equal(left, right, where)
 
 
+def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
+    """As `attended`, with vectors of keys (…, t) and of queries (…, s, 1) in the place of a mask."""
+    query, key, value, *vectors = inputs
+    pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
+    for dims, info in zip(vectors, call["vectors"], strict=True):
+        if info.shape and info.shape[-1] > 1:
+            pairs.append((dims[-1], key[-2]))
+        elif len(info.shape) > 1 and info.shape[-2] > 1:
+            pairs.append((dims[-2], query[-2]))
+    for left, right in pairs:
+        equations.equal(left, right, where)
+
+
 def unrelated(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
     """Whole dims that happen to have one size are not the same."""
 
@@ -68,6 +81,7 @@ SIZE_RULES: dict[str, SizeRule] = {
     "split_with_sizes": cut,
     "chunk": cut,
     "scaled_dot_product_attention": attended,
+    "attention_by_mask": attended_by_mask,
     **dict.fromkeys(("slice", "index", "index_put", "gather", "stack", "unbind", "select"), unrelated),
 }
 """By the operation's name; whole dims of all others are equal where they stand at the same place (see the walk)."""

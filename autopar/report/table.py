@@ -22,7 +22,7 @@ from autopar.units import format_bytes, format_seconds
 
 MODULE_WIDTH = 42
 MOVED_WIDTH = 30
-SHORT_NAMES = {"scaled_dot_product_attention": "sdpa"}
+SHORT_NAMES = {"scaled_dot_product_attention": "sdpa", "attention_by_mask": "attention"}
 
 Transfers = tuple[tuple[Any, ...], ...]
 """(collective, axis, bytes, …) each."""

@@ -23,6 +23,7 @@ from autopar.cost.operations import (
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
@@ -225,6 +226,25 @@ def test_the_busiest_device_has_the_last_queries_in_order_and_an_equal_share_by_
     assert by_blocks.flops(call, {**sizes, ZIGZAG + "s": 1}) == sum(seen) // 4 * features
     full = attention(8, 8)
     assert by_blocks.flops(full, {**sizes, "t": 2, TOGETHER + "t": 4}) == 2 * 8 * features
+
+
+def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> None:
+    q, places = info(2, 4, 8, 16), (info(8, 1), info(8))
+
+    def flops(sizes: dict[str, int], **said: Any) -> int:
+        given = {"query": q, "key": q, "value": q, "vectors": list(places), "mask": "le(v1, v0)", "scale": None, **said}
+        call = Call(ATTENTION_BY_MASK, (q, q, q, *places), (q,), given)
+        op = rule_of(call)
+        assert op is not None and op.flops == round(said["seen"] * 2 * 2 * 4 * 8 * 8 * (16 + 16))
+        (by_blocks,) = op.implementations
+        assert by_blocks.flops is not None
+        return by_blocks.flops(call, {"a0": 2, "h": 4, "s": 8, "t": 8, **sizes})
+
+    of_all = 2 * 2 * 4 * 2 * 8 * (16 + 16)  # two queries
+    assert flops({"s": 2}, seen=0.5, rising=False) == of_all // 2
+    assert flops({"s": 2}, seen=0.5, rising=True) == of_all * 7 // 8  # the last two of eight queries
+    assert flops({"s": 2, ZIGZAG + "s": 1}, seen=0.5, rising=True) == of_all // 2
+    assert flops({"s": 2, "t": 2, TOGETHER + "t": 4}, seen=0.5, rising=False) == of_all // 2
 
 
 def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:

@@ -1,4 +1,4 @@
-"""Which blocks of scores there are between the positions of some queries and of some keys, and their sum.
+"""Which blocks of scores there are between the positions of some queries and of some keys.
 
 A rank's queries are a few pieces of consecutive positions, one where a dim is split in order, two by zigzag, and so
 are keys. Where no query sees what comes behind it, a piece of queries with a piece of keys is up to three blocks:
@@ -6,23 +6,17 @@ are keys. Where no query sees what comes behind it, a piece of queries with a pi
     keys before the queries     all are seen
     the same positions          a triangle, which the kernels know
     keys behind the queries     none is seen: not computed
-
-Results of blocks are merged by the log-sum-exp of their scores (Milakov and Gimelshein 2018; Dao et al. 2022).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from autopar.runtime.implementations.attention.kernels import Block, attend, attend_backward
-
-Range = tuple[int, int]
-"""First place, and the place behind the last one."""
+from autopar.program.operators.attention.kernels import Block
+from autopar.program.operators.attention.sums import Gradients, Range, Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,76 +100,16 @@ def _pairs(q: Piece, k: Piece, columns: Piece, causal: bool) -> list[Pair]:
     return found
 
 
-@dataclass(slots=True)
-class Sum:
-    """The result of the blocks so far, in float32 at least, with the log-sum-exp of their scores."""
-
-    out_BHSD: Tensor
-    lse_BHS: Tensor
-
-    @classmethod
-    def empty(cls, q_BHSD: Tensor, v_BGTD: Tensor) -> Sum:
-        wide = torch.promote_types(q_BHSD.dtype, torch.float32)
-        out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], v_BGTD.shape[-1]), dtype=wide)
-        return cls(out, q_BHSD.new_full(q_BHSD.shape[:-1], -math.inf, dtype=wide))
-
-    def add(self, pairs: Sequence[Pair], q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
-        """Attend by some blocks more."""
-        for each in pairs:
-            mine = slice(*each.queries)
-            out, lse = attend(q[:, :, mine], *_keys(each, k, v), _block(each, block))
-            self._merge(mine, out, lse)
-
-    def _merge(self, mine: slice, out: Tensor, lse: Tensor) -> None:
-        before, lse = self.lse_BHS[:, :, mine], lse.to(self.lse_BHS.dtype)
-        both = torch.logaddexp(before, lse)
-        level = both.masked_fill(both == -math.inf, 0.0)
-        result = self.out_BHSD[:, :, mine]
-        result.mul_((before - level).exp_().unsqueeze(-1)).addcmul_(
-            out.to(result.dtype), (lse - level).exp_().unsqueeze(-1)
-        )
-        self.lse_BHS[:, :, mine] = both
+def add_blocks(total: Sum, pairs: Sequence[Pair], q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+    """Attend by some blocks more."""
+    for each in pairs:
+        total.add(each.queries, each.keys, q, k, v, _block(each, block))
 
 
-@dataclass(slots=True)
-class Gradients:
-    """The gradients of queries, keys and values so far, in float32 at least."""
-
-    q_BHSD: Tensor
-    k_BGTD: Tensor
-    v_BGTD: Tensor
-
-    @classmethod
-    def empty(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        return cls(*(x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)))
-
-    def add(
-        self,
-        pairs: Sequence[Pair],
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-    ) -> None:
-        """The part of some blocks more."""
-        for each in pairs:
-            mine, theirs = slice(*each.queries), slice(*each.keys)
-            rows = [x[:, :, mine] for x in (grad, q, out)]
-            lse_of_rows = lse[:, :, mine].contiguous()  # kernels of a GPU read it as if it were
-            dq, dk, dv = attend_backward(
-                rows[0], rows[1], *_keys(each, k, v), rows[2], lse_of_rows, _block(each, block)
-            )
-            self.q_BHSD[:, :, mine] += dq
-            self.k_BGTD[:, :, theirs] += dk
-            self.v_BGTD[:, :, theirs] += dv
-
-
-def _keys(pair: Pair, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    theirs = slice(*pair.keys)
-    return k[:, :, theirs], v[:, :, theirs]
+def add_gradients(sums: Gradients, pairs: Sequence[Pair], grad: Tensor, *given: Tensor, block: Block) -> None:
+    """The part of some blocks more; `given` are queries, keys, values, and result and log-sum-exp of whole rows."""
+    for each in pairs:
+        sums.add(each.queries, each.keys, grad, *given, block=_block(each, block))  # type: ignore[misc]
 
 
 def _block(pair: Pair, block: Block) -> Block:

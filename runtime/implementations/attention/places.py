@@ -1,8 +1,8 @@
-"""Which positions of a sequence a rank has, and what is computed from that on every rank."""
+"""Which positions of queries and keys a rank has, and what is computed from that on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from autopar.runtime.collectives.axes import Axis
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of
 from autopar.runtime.implementations.attention.blocks import Piece
+from autopar.sharding.mesh import joined_name
+
+QUERIES, KEYS = "s", "t"
+"""The factors of positions."""
 
 Ranks = tuple[int, ...]
 """Where a rank stands on each of some axes."""
@@ -42,6 +46,57 @@ class Dealing:
             pieces.append(Piece(first, at, length))
             at += length
         return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the mesh splits queries and keys."""
+
+    queries: Dealing
+    keys: Dealing
+    ring: Axis | None
+    """The axes that split both, as one."""
+    merged: tuple[Axis, ...]
+    """Those that split keys alone."""
+    num_keys: int
+
+    @classmethod
+    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int) -> Split:
+        """By the keywords of an implementation."""
+        ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
+        return cls(
+            Dealing(axes_of(axes.get(QUERIES, ())), QUERIES in zigzag),
+            Dealing(axes_of(axes.get(KEYS, ())), KEYS in zigzag),
+            axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
+            axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
+            num_keys,
+        )
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those that say where a rank stands: of queries, and of keys alone."""
+        return (*self.queries.axes, *self.merged)
+
+    @property
+    def num_steps(self) -> int:
+        return self.ring.size if self.ring is not None else 1
+
+    def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
+        """The keys that a rank has after so many steps around the ring."""
+        stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
+        around = [axis for axis in self.keys.axes if axis not in self.merged]
+        place = -step
+        for axis in reversed(around):  # the rank that these keys came from, outer axis first
+            place += stands[axis.name]
+            stands[axis.name], place = place % axis.size, place // axis.size
+        return self.keys.pieces(self.num_keys, tuple(stands[axis.name] for axis in self.keys.axes))
+
+    def keys_unmoved(self, ranks: Ranks) -> tuple[Piece, ...]:
+        """The keys of a tensor that does not travel, and so is whole on the axes of the ring."""
+        stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
+        return Dealing(self.merged, self.keys.zigzag).pieces(
+            self.num_keys, tuple(stands[axis.name] for axis in self.merged)
+        )
 
 
 def _cut(pieces: Sequence[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ WIDE_BYTES = 4
 """Of a number in float32, in which results and gradients are summed."""
 
 
-def _heads(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
+def head_dims(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
     """The dims of query and key heads: one head of keys serves all queries, several serve r queries each."""
     if query[-3] == key[-3]:
         return ["h"], ["h"]
@@ -41,7 +41,7 @@ def attention(call: Call) -> OpRule:
     """`query` (…, heads, s, d), `key` and `value` (…, heads, t, d), a mask that is broadcast to (…, heads, s, t)."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     batch = batch_names(len(query) - 3)
-    heads, key_heads = _heads(query, key) if len(query) > 2 else ([], [])
+    heads, key_heads = head_dims(query, key) if len(query) > 2 else ([], [])
     dropout = call["dropout_p"] > 0
     fused = not dropout and (call["attn_mask"] is None or not call["attn_mask"].requires_grad)
     keys = "t" if fused else WHOLE
@@ -65,10 +65,10 @@ def attention(call: Call) -> OpRule:
         frozenset({"s", "t"}) if causal else frozenset({"t"}),
         joined=frozenset({"t"}),
         padded=frozenset({"s"}) if causal else frozenset(),
-        traffic=_traffic,
+        traffic=traffic,
         zigzag=True,
         flops=_flops_by_blocks,
-        saved_bytes=_lse_bytes,
+        saved_bytes=lse_bytes,
         hidden_share=1.0 if around else 0.0,
         hidden_as="ring" if around else "",
     )
@@ -118,7 +118,7 @@ def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
     return heads * twice_seen * (query[-1] + value[-1])
 
 
-def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+def traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged."""
     value, heads = call["value"], _key_heads(call, sizes)
     keys = heads * sizes["t"] * (call["key"].shape[-1] + value.shape[-1])
@@ -137,7 +137,8 @@ def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     return tuple(each for each in travelling for _ in range(hops))
 
 
-def _lse_bytes(call: Call, sizes: LocalSizes) -> int:
+def lse_bytes(call: Call, sizes: LocalSizes) -> int:
+    """What blocks are merged by, of the local queries."""
     return _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
 
 

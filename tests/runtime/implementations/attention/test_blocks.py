@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.program.operators.attention import kernels
+from autopar.program.operators.attention.kernels import Block
+from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.zigzag import parts_of, whole_of
-from autopar.runtime.implementations.attention import kernels
-from autopar.runtime.implementations.attention.blocks import Gradients, Piece, Sum, pairs_of
-from autopar.runtime.implementations.attention.kernels import Block
+from autopar.runtime.implementations.attention.blocks import Piece, add_blocks, add_gradients, pairs_of
 from autopar.runtime.implementations.attention.places import Dealing
 
 
@@ -120,9 +121,9 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, block: Block) -> tu
     """The result and three gradients, of two blocks of keys merged."""
     pairs = pairs_of((Piece(0, 0, 6),), (Piece(0, 0, 2), Piece(2, 2, 4)), (Piece(0, 0, 6),), block.causal)
     total, grads = Sum.empty(q, v), Gradients.empty(q, k, v)
-    total.add(pairs, q, k, v, block)
+    add_blocks(total, pairs, q, k, v, block)
     out, lse = total.out_BHSD.to(q.dtype), total.lse_BHS
-    grads.add(pairs, grad, q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf), block)
+    add_gradients(grads, pairs, grad, q, k, v, out, lse.masked_fill(lse == -math.inf, math.inf), block=block)
     return out, grads.q_BHSD, grads.k_BGTD, grads.v_BGTD
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.bags import EMBEDDING_BAGS
 
 aten = torch.ops.aten
@@ -62,6 +63,10 @@ ALLOWED: dict[Any, dict[str, str]] = {
         "R, R, S(?) -> S(?)": "every rank would compute all scores; fused kernels want values as wide as queries",
         "R, R, S(?), R -> S(?)": "every rank would compute all scores; fused kernels want values as wide as queries",
     },
+}
+
+ALLOWED[ATTENTION_BY_MASK] = {
+    "R, R, S(?), R, R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
 }
 
 NOT_COMPARED: dict[Any, str] = dict.fromkeys(

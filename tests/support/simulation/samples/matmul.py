@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -117,6 +118,15 @@ def attention(d: Draw) -> list[Sample]:
     ]
 
 
+def attention_by_mask(d: Draw) -> list[Sample]:
+    a, b, c, e = d.sizes(4)
+    k, others = lambda: d.x(2, 4, b, c), lambda: d.x(2, a, e, c)
+    return [
+        sample(d.x(2, a, b, c), others(), others(), [d.constant(2, 1, b, 1), d.constant(e)], "le(v1, v0)"),
+        sample(d.x(2, 8, b, c), k(), k(), [d.constant(8, b, 1), d.constant(1, b)], "le(v1, v0)", 0.3),
+    ]
+
+
 def convolution(num_dims: int) -> Samples:
     """Strides, padding, dilation, groups, with and without bias; batched."""
 
@@ -199,6 +209,7 @@ SAMPLES: dict[Any, Samples] = {
     aten.einsum.default: einsum,
     aten.bilinear.default: lambda d: [sample(d.x(4, 6), d.x(4, 8), d.x(10, 6, 8), d.x(10))],
     aten.scaled_dot_product_attention.default: attention,
+    ATTENTION_BY_MASK: attention_by_mask,
     aten.conv1d.default: convolution(1),
     aten.conv2d.default: convolution(2),
     aten.conv3d.default: lambda d: convolution(3)(d)[:2],

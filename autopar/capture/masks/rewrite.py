@@ -1,0 +1,77 @@
+"""Attention masks as expressions in vectors of queries and of keys: windows, documents, padding, distances.
+
+From a mask back, calls work on every element alone (`le`, `bitwise_and`, `where` …), or repeat elements (`expand`),
+up to tensors that have no dim of queries, or none of keys: positions, numbers of documents, what is padding. The calls
+become the text of an expression, those tensors its vectors, and the attention an `attention_by_mask`, so that the mask
+is never made. Where it is not so made (an input, a buffer, a learned bias), needs a gradient, or hides keys by large
+finite numbers, the call stays as it is: a row that sees no key would be the mean of all values, in which PyTorch's
+kernels differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.masks.hiding import hides_by_numbers
+from autopar.capture.masks.reading import NotByPositionError, Reading
+from autopar.capture.masks.seen import share_seen
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+
+ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def masks_by_position(draft: TracedGraph) -> None:
+    """Let attention work out masks block by block where they are made of vectors."""
+    found: dict[fx.Node, _Mask | None] = {}
+    for node in draft.calls(ATTENTION):
+        given = arguments(node)
+        mask = given["attn_mask"]
+        if mask is None or not _fits(given):
+            continue
+        if mask not in found:
+            found[mask] = _mask_of(draft, mask)
+        made = found[mask]
+        if made is None:
+            continue
+        tensors = (given[name] for name in ("query", "key", "value"))
+        with draft.graph.inserting_before(node):
+            further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising}
+            call = (*tensors, made.vectors, made.text)
+            draft.replace(node, draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further))
+
+
+def _fits(given: dict[str, Any]) -> bool:
+    """Whether the operator takes the call, and its mask has a dim of queries and one of keys."""
+    query, key, value, mask = (value_of(given[name]) for name in ("query", "key", "value", "attn_mask"))
+    whole = query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+    square = mask.ndim > 1 and mask.shape[-2:] == (query.shape[-2], key.shape[-2]) and min(mask.shape[-2:]) > 1
+    added = mask.dtype in (torch.bool, query.dtype)
+    plain = given["dropout_p"] == 0 and not given["is_causal"]
+    heads = query.shape[1] % key.shape[1] == 0 and key.shape[1] == value.shape[1]
+    return whole and square and added and plain and heads and not mask.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    text: str
+    vectors: list[fx.Node]
+    seen: float
+    rising: bool
+
+
+def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
+    if value_of(mask).is_floating_point() and hides_by_numbers(mask):
+        return None
+    reading = Reading(draft)
+    with draft.graph.inserting_before(mask):
+        try:
+            text = str(reading.of(mask))
+        except NotByPositionError:
+            return None
+    seen, rising = share_seen(text, reading.vectors, *shape_of(mask)[-2:])
+    return _Mask(text, reading.vectors, seen, rising)

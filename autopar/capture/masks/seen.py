@@ -1,0 +1,65 @@
+"""How much of the scores a mask leaves, as far as that follows from positions and not from data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from autopar.capture.passes.traced_graph import value_of
+from autopar.program.operators.attention.expressions import Bounds, parse
+from autopar.program.operators.attention.masked_blocks import block_size, bounds_of, known_of, places
+
+RISING = 1.5
+"""How many times what the first half of the queries sees the second half does, where later ones count as busier."""
+
+LARGEST = 2**24
+"""Elements of a tensor that is worked out."""
+
+
+def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> tuple[float, bool]:
+    """The share of the scores in blocks that may be seen whatever the data, and whether later queries see more."""
+    sizes = block_size(num_queries), block_size(num_keys)
+    blocks = places(num_queries, sizes[0]), places(num_keys, sizes[1])
+    known: dict[fx.Node, Tensor | None] = {}
+    within = [_bounds_of(constant(node, known), value_of(node), *sizes) for node in vectors]
+    hidden, _ = known_of(parse(text), within, *blocks)
+    seen = (~hidden).double().mean(1)
+    half = len(seen) // 2
+    return seen.mean().item(), bool(half and seen[half:].mean() >= RISING * seen[:half].mean())
+
+
+def _bounds_of(constant: Tensor | None, value: Tensor, queries: int, keys: int) -> Bounds:
+    if constant is not None:
+        return bounds_of(constant, queries, keys)
+    if value.dtype is torch.bool:
+        return torch.zeros(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool)
+    anything = torch.full((1, 1), math.inf, dtype=torch.float64)
+    return -anything, anything
+
+
+def constant(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """The value of a tensor that no input has a part in; None of others, and of random ones."""
+    if node not in known:
+        known[node] = _worked_out(node, known)
+    return known[node]
+
+
+def _worked_out(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    if isinstance(node.meta["val"], Tensor) and node.meta["val"].numel() > LARGEST:
+        return None
+    if node.op == "placeholder":
+        return node.meta["source"].value
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return None
+    sources = {source: constant(source, known) for source in node.all_input_nodes}
+    if any(value is None or value.is_meta for value in sources.values()):
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), sources.__getitem__)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+    return node.target(*args, **kwargs)

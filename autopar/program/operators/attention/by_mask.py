@@ -1,0 +1,202 @@
+"""Attention under a mask that is an expression in vectors: worked out, and left out, block by block.
+
+    attention_by_mask(query, key, value, vectors, mask, scale=None) -> y
+
+`mask` is the text of an expression (`expressions`) in `vectors`, of truth values, or of what is added to the scores in
+the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not kept: the
+backward makes it again. What a mask hides of a query, and where it is, follows from the vectors alone, so that queries,
+and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
+
+`capture.passes.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from autopar.program.operators.attention.expressions import Expression, evaluate, parse
+from autopar.program.operators.attention.kernels import Block
+from autopar.program.operators.attention.masked_blocks import rows_of
+from autopar.program.operators.attention.sums import Gradients, Range, Sum
+from autopar.program.operators.derivatives import once_differentiable
+
+ALIGNED = 16
+"""A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by."""
+    return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+
+
+def of_keys(vector: Tensor) -> bool:
+    """Whether a vector has a dim of keys, not of queries."""
+    return vector.ndim > 0 and vector.shape[-1] > 1
+
+
+def _part(vector: Tensor, queries: Range, keys: Range) -> Tensor:
+    if of_keys(vector):
+        return vector[..., slice(*keys)]
+    return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
+
+
+def _block(
+    expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
+) -> Block:
+    """What a block computes, with its part of the mask."""
+    mask = evaluate(expression, [_part(x, queries, keys) for x in vectors])
+    shape = queries[1] - queries[0], keys[1] - keys[0]
+    mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    missing = -shape[1] % ALIGNED
+    mask = pad(mask, (0, missing))[..., : shape[1]] if missing else mask.contiguous()
+    return Block(scale, mask_BHST=mask)
+
+
+def _blocks(
+    text: str, vectors: Sequence[Tensor], q: Tensor, k: Tensor, scale: float
+) -> Iterator[tuple[Range, Range, Block]]:
+    """Queries, keys and what is computed of them, of every block that is not hidden."""
+    expression = parse(text)
+    for queries, blocks in rows_of(expression, vectors, q.shape[-2], k.shape[-2]):
+        for keys, seen in blocks:
+            yield queries, keys, Block(scale) if seen else _block(expression, vectors, queries, keys, q, scale)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError, as PyTorch's own attention does, where shapes do not fit: the kernels do not look."""
+    fit = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
+    if not fit or q.shape[0] != k.shape[0] or 0 in k.shape or q.shape[1] % k.shape[1]:
+        raise RuntimeError(
+            f"found queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)}; needed are (batch, "
+            "heads, positions, features) of one batch, with as many query heads as key heads or a multiple of them."
+        )
+    scores = *q.shape[:3], k.shape[2]
+    for x in vectors:
+        sizes = zip(x.shape, scores[4 - x.ndim :], strict=True)
+        if any(size not in (1, whole) for size, whole in sizes) or (x.ndim > 1 and 1 not in x.shape[-2:]):
+            raise RuntimeError(
+                f"found a vector {list(x.shape)} of a mask for scores {list(scores)}; needed is one that is broadcast "
+                "to these and has no dim of queries, or none of keys."
+            )
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check_shapes(q, k, v, vectors)
+    total = Sum.empty(q, v)
+    for queries, keys, block in _blocks(mask, vectors, q, k, scale):
+        total.add(queries, keys, q, k, v, block)
+    return total.out_BHSD, total.lse_BHS
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    mask: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = Gradients.empty(q, k, v)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
+    for queries, keys, block in _blocks(mask, vectors, q, k, scale):
+        sums.add(queries, keys, grad, q, k, v, out, lse, block)
+    return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
+
+
+def _fake_attend(
+    q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    total = Sum.empty(q, v)
+    return total.out_BHSD, total.lse_BHS
+
+
+def _fake_attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    mask: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = Gradients.empty(q, k, v)
+    return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
+
+
+class _ByMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float, *vectors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mask, ctx.scale = mask, scale
+        out, lse = ATTEND(q, k, v, vectors, mask, scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *vectors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse, *vectors = ctx.saved_tensors
+        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, ctx.mask, ctx.scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, *(None,) * len(vectors)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vectors: Sequence[Tensor],
+    mask: str,
+    scale: float | None = None,
+    seen: float = 1.0,
+    rising: bool = False,
+) -> Tensor:
+    return _ByMask.apply(query, key, value, mask, scale_of(query, scale), *vectors)
+
+
+for _schema in (
+    "attend_by_mask(Tensor q, Tensor k, Tensor v, Tensor[] vectors, str mask, float scale) -> (Tensor, Tensor)",
+    "attend_by_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] vectors, Tensor out, Tensor lse,"
+    " str mask, float scale) -> (Tensor, Tensor, Tensor)",
+    "attention_by_mask(Tensor query, Tensor key, Tensor value, Tensor[] vectors, str mask, float? scale=None,"
+    " float seen=1.0, bool rising=False) -> Tensor",
+):
+    torch.library.define(f"autopar::{_schema.partition('(')[0]}", _schema[_schema.index("(") :])
+torch.library.impl("autopar::attend_by_mask", "default", _attend)
+torch.library.impl("autopar::attend_by_mask_backward", "default", _attend_backward)
+torch.library.register_fake("autopar::attend_by_mask", _fake_attend)
+torch.library.register_fake("autopar::attend_by_mask_backward", _fake_attend_backward)
+# A composite: its derivative is that of what it calls.
+torch.library.impl("autopar::attention_by_mask", "CompositeImplicitAutograd", _attention)
+
+ATTEND: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask.default
+"""Queries, keys and values → the result [B, H, S, D] and the log-sum-exp [B, H, S], in float32 at least.
+
+Both are for merging with what further keys give; -inf stands for a query that sees none of these.
+"""
+ATTEND_BACKWARD: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask_backward.default
+"""The part of the gradients that these keys give, in float32 at least; `out` and `lse` are of whole rows."""
+ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.default
+"""query (B, H, S, D), key and value (B, G, T, D), vectors → (B, H, S, D).
+
+`seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
+more.
+"""

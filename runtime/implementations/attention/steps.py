@@ -1,0 +1,112 @@
+"""Attention whose keys come to a rank in several steps, around a ring of ranks, or whose results ranks merge."""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, autograd
+
+from autopar.program.operators.attention.sums import Gradients, Sum
+from autopar.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.axes import Axis
+from autopar.runtime.collectives.functions import raw_all_reduce
+from autopar.runtime.collectives.ring import Travelling
+from autopar.runtime.implementations.attention.places import Ranks, Split, on_each_rank
+
+
+class Local(Protocol):
+    """What a rank computes with the keys that it has after so many steps; `ranks` is where it stands."""
+
+    @property
+    def split(self) -> Split: ...
+
+    def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> None:
+        """Add these keys' part of the result to the total."""
+        ...
+
+    def gradients(self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], *masks: Any) -> None:
+        """Add these keys' part; `given` are the gradient, queries, keys, values, and whole rows' result and lse."""
+        ...
+
+
+def in_steps(q: Tensor, k: Tensor, v: Tensor, call: Local, masks: Sequence[Tensor | None]) -> Tensor:
+    """The result [B, H, S, D] for this rank's queries; `masks` is what `call` needs beside, and stays on its rank."""
+    return _InSteps.apply(q, k, v, call, *masks)
+
+
+class _InSteps(autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Local, *masks: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        split = call.split
+        total: tuple[Any, ...] = ()
+        keys: list[Tensor] = [k, v]
+
+        def compute(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, *further: Any) -> Any:
+            so_far = further[len(masks) :]
+            sums = Sum(so_far[0], so_far[1]) if so_far else Sum.empty(q, v)
+            call.attend(ranks, step, sums, q, k, v, *further[: len(masks)])
+            return sums.out_BHSD, sums.lse_BHS
+
+        for step in range(split.num_steps):
+            under_way = Travelling(keys, split.ring) if split.ring is not None and step + 1 < split.num_steps else None
+            total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
+            if under_way is not None:
+                keys = under_way.arrived()
+        out, lse = _merged(total[0], total[1], split.merged)
+        out = out.to(q.dtype)
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
+        ctx.save_for_backward(q, k, v, out, lse, *masks)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse, *masks = ctx.saved_tensors
+        call: Local = ctx.call
+        split = call.split
+        grad = grad.contiguous()
+
+        def compute(ranks: Ranks, *given: Any) -> Any:
+            here, so_far = given[:6], given[6 + len(masks) :]
+            sums = Gradients(so_far[0], so_far[1], so_far[2]) if so_far else Gradients.empty(*here[1:4])
+            call.gradients(ranks, step, sums, here, *given[6 : 6 + len(masks)])
+            return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
+
+        keys: list[Tensor] = [k, v]
+        dq: Tensor | None = None
+        own: list[Tensor] = []
+        of_others: list[Tensor] = []
+        """Gradients of the keys that are here, as far as the ranks before this one have made them."""
+        for step in range(split.num_steps):
+            last = step + 1 == split.num_steps
+            under_way = Travelling(keys, split.ring) if split.ring is not None and not last else None
+            if dq is None:
+                dq, *own = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks))
+            else:
+                arrived = of_others or [x.new_zeros(x.shape, dtype=dq.dtype) for x in keys]
+                dq, *of_others = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, dq, *arrived))
+                of_others = Travelling(of_others, split.ring).arrived()  # type: ignore[arg-type]
+            if under_way is not None:
+                keys = under_way.arrived()
+        assert dq is not None
+        dk, dv = (mine + other for mine, other in zip(own, of_others, strict=True)) if of_others else own
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
+
+
+def _merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
+    """The results of ranks that have seen different keys, as one."""
+    for axis in axes:
+        level = raw_all_reduce(lse, axis, "max")
+        level = level.masked_fill(level == -math.inf, 0.0)
+        weight = (lse - level).exp()
+        total = raw_all_reduce(weight, axis)
+        out = raw_all_reduce(out * weight.unsqueeze(-1), axis) / total.clamp(min=1e-45).unsqueeze(-1)
+        lse = total.log() + level
+    return out, lse

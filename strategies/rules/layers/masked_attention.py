@@ -1,0 +1,77 @@
+"""Attention under a mask of vectors: as attention's rule, with the dims of queries and of keys that vectors have.
+
+What a query sees follows from the vectors, which are dealt out with queries and keys, and not from where they are. An
+axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there
+are others than queries. On a ring every rank has the vectors of all keys, which are small.
+
+A block that the mask hides is not computed. As far as that is known without data, the call says how many are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.program import TensorInfo
+from autopar.sharding.layout import R, S
+from autopar.sharding.operation import ZIGZAG, Call, Implementation, LocalSizes, OpRule
+from autopar.sharding.rule import TOGETHER, WHOLE, Choice
+from autopar.strategies.notation import Entry, broadcast, rule, term
+from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, head_dims, lse_bytes, traffic
+
+
+def attention_by_mask(call: Call) -> OpRule:
+    """`query` (b, heads, s, d), `key` and `value` (b, heads, t, d), vectors that are broadcast to (b, heads, s, t)."""
+    query, key = call["query"].shape, call["key"].shape
+    heads, key_heads = head_dims(query, key)
+    scores, names = (*query[:-1], key[-2]), ["a0", *heads, "s", "t"]
+    queries, keys = term([*names[:-1], WHOLE]), [names[0], *key_heads, "t", WHOLE]
+    vectors = [term(broadcast(each.shape, scores, names)) for each in call["vectors"]]
+    around = query[-2] == key[-2]
+    by_blocks = Implementation(
+        "attention.by_mask:attention_by_mask",
+        frozenset({"s", "t"}),
+        joined=frozenset({"t"}),
+        padded=frozenset({"s"}),
+        traffic=traffic,
+        ordered=frozenset({"t"}),
+        zigzag=True,
+        flops=_flops_of_part,
+        saved_bytes=lse_bytes,
+        hidden_share=1.0 if around else 0.0,
+        hidden_as="ring" if around else "",
+    )
+    return OpRule(
+        rule([queries, term(keys), term(keys, "~"), *vectors], [queries]),
+        (by_blocks,),
+        flops=round(call["seen"] * _flops(call, query[-2], key[-2], math.prod(query[:-2]))),
+        backward=FUSED_BACKWARD,
+        efficiency="attention",
+        only_together=frozenset({"t"}) if around else frozenset(),
+        choices=(_ring(call["vectors"]),) if around else (),
+    )
+
+
+def _ring(vectors: Sequence[TensorInfo]) -> Choice:
+    """Queries and keys divided alike: keys and values travel; every rank has the vectors of all keys."""
+    of_queries = tuple(S(len(x.shape) - 2) if len(x.shape) > 1 and x.shape[-2] > 1 else R for x in vectors)
+    return Choice(f"s{TOGETHER}t", (S(2), S(2), S(2), *of_queries), (S(2),))
+
+
+def _flops(call: Call, queries: int, keys: int, heads: int) -> int:
+    """Scores and their product with the values: a multiplication and an addition per query, key and feature."""
+    return 2 * heads * queries * keys * (call["query"].shape[-1] + call["value"].shape[-1])
+
+
+def _flops_of_part(call: Call, sizes: LocalSizes) -> int:
+    """Of the busiest device: where later queries see more, and are split in order, the last one."""
+    heads = math.prod(sizes[name] for name in ("a0", "h", "r") if name in sizes)
+    keys = call["key"].shape[-2] if TOGETHER + "t" in sizes else sizes["t"]
+    seen = call["seen"]
+    if call["rising"] and ZIGZAG + "s" not in sizes:
+        seen = min(1.0, seen * (2 - sizes["s"] / call["query"].shape[-2]))
+    return round(seen * _flops(call, sizes["s"], keys, heads))
+
+
+RULES: dict[object, Entry] = {ATTENTION_BY_MASK: attention_by_mask}

@@ -1,0 +1,130 @@
+"""Masks of positions are worked out in blocks; others stay, and so do those that hide by large numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture.export import capture
+from autopar.capture.masks.seen import RISING
+from autopar.program.operators.attention import masked_blocks
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.program import Program, TensorInfo
+from tests.support.eager import assert_as_eager
+
+S = 8
+LOWEST = torch.finfo(torch.float32).min
+Mask = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Attention under a mask that is made of the module, a column of positions, a row of them, and which are seen."""
+
+    def __init__(self, mask: Mask, size: int = S, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mask, self.size, self.dropout = mask, size, dropout
+        self.proj = nn.Linear(8, 24)
+        self.register_buffer("triangle", torch.ones(size, size).tril())
+        self.register_buffer("of_keys", torch.zeros(size))
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25]))
+        self.bias = nn.Parameter(torch.zeros(size, size))
+
+    def forward(self, x_BSD: Tensor, seen_BS: Tensor) -> Tensor:
+        q, k, v = self.proj(x_BSD).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        at = torch.arange(self.size)
+        mask = self.mask(self, at[:, None], at[None], seen_BS)
+        return F.scaled_dot_product_attention(q, k, v, mask, self.dropout).square().sum()
+
+
+MADE: dict[str, tuple[Mask, str]] = {
+    "not later": (lambda m, i, j, p: ~(j > i), "bitwise_not(gt(v0, v1))"),
+    "near": (lambda m, i, j, p: (i - j).abs() < 3, "lt(abs(sub(v0, v1)), 3)"),
+    "triangle": (
+        lambda m, i, j, p: torch.ones(S, S, dtype=torch.bool).tril(1),
+        "masked_fill(v2, logical_not(le(v0, v1)), 0)",
+    ),
+    "nn.Transformer": (
+        lambda m, i, j, p: nn.Transformer.generate_square_subsequent_mask(S),
+        "masked_fill(v2, logical_not(ge(v0, v1)), 0)",
+    ),
+    "filled": (
+        lambda m, i, j, p: torch.zeros(S, S).masked_fill_(j > i, -math.inf),
+        "masked_fill(v0, gt(v1, v2), -inf)",
+    ),
+    "where": (
+        lambda m, i, j, p: torch.where((j <= i) & p[:, None, None, :], 0.0, -math.inf),
+        "where(bitwise_and(le(v0, v1), v2), 0.0, -inf)",
+    ),
+    "dim between": (lambda m, i, j, p: ((j <= i)[None] & p[:, None, :])[:, None], "bitwise_and(le(v0, v1), v2)"),
+    "expanded": (lambda m, i, j, p: p[:, None, None, :].expand(2, 2, S, S), "v0"),
+    "slopes": (
+        lambda m, i, j, p: (m.slopes[:, None, None] * (j - i)).masked_fill(j > i, -math.inf),
+        "masked_fill(mul(v0, sub(v1, v2)), gt(v1, v2), -inf)",
+    ),
+}
+
+LEFT: dict[str, Mask] = {
+    "finfo.min": lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST),
+    "finfo.min as a tensor": lambda m, i, j, p: torch.where(j <= i, 0.0, torch.tensor(LOWEST)),
+    "1e9": lambda m, i, j, p: (p[:, None, None, :].float() - 1) * 1e9 + 0 * i,
+    "a buffer": lambda m, i, j, p: m.triangle.bool(),
+    "numbers for keys": lambda m, i, j, p: m.of_keys + 0.0 * i,
+    "learned": lambda m, i, j, p: m.bias,
+    "sums": lambda m, i, j, p: torch.ones(S, S).cumsum(0) > j,
+    "random": lambda m, i, j, p: torch.rand(S, S) > 0.5,
+}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    seen = torch.ones(2, S, dtype=torch.bool)
+    seen[0, :3] = False
+    return torch.randn(2, S, 8), seen
+
+
+def by_mask(program: Program) -> list[Any]:
+    return [node for node in program.graph.nodes if node.target is ATTENTION_BY_MASK]
+
+
+def has_mask(program: Program) -> bool:
+    """Whether a tensor has a dim of queries and one of keys, but for buffers."""
+    infos = (node.meta.get("tensor") for node in program.graph.nodes if node.op == "call_function")
+    return any(isinstance(x, TensorInfo) and len(x.shape) != 3 and x.shape[-2:] == (S, S) for x in infos)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_mask_of_positions_is_an_expression(kind: str) -> None:
+    mask, text = MADE[kind]
+    torch.manual_seed(0)
+    program = assert_as_eager(Attention(mask), inputs(), {}, lambda y: y)
+    (node,) = by_mask(program)
+    assert node.args[4] == text
+    assert not has_mask(program)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_any_other_mask_stays(kind: str) -> None:
+    program = capture(Attention(LEFT[kind]), inputs(), {})
+    assert not by_mask(program)
+
+
+def test_attention_with_dropout_keeps_its_mask() -> None:
+    assert not by_mask(capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "rising"), [("not later", 10 / 16, True), ("near", 10 / 16, False), ("expanded", 1.0, False)]
+)
+def test_the_share_that_is_computed_is_known_without_data(
+    kind: str, seen: float, rising: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked_blocks, "LARGEST", 2)
+    monkeypatch.setattr(masked_blocks, "SMALLEST", 1)
+    (node,) = by_mask(capture(Attention(MADE[kind][0]), inputs(), {}))
+    assert (node.kwargs["seen"], node.kwargs["rising"]) == (seen, rising)
+    assert RISING < 2  # later halves of causal masks see more than twice what the first do

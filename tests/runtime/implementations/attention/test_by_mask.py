@@ -1,0 +1,199 @@
+"""Attention under masks of positions, documents and padding is the same however ranks divide sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.program.operators.attention import masked_blocks
+from autopar.program.operators.attention.expressions import evaluate, parse
+from autopar.runtime.collectives import functions
+from autopar.runtime.collectives.axes import axis_of
+from autopar.runtime.implementations.attention.by_mask import attention_by_mask
+from tests.runtime.implementations.attention.test_by_blocks import (
+    GATHERED,
+    MERGED,
+    POSITIONS,
+    RING,
+    WAYS,
+    Way,
+    divided,
+    on_ranks,
+    samples,
+)
+from tests.support.parity import SLOW_DEVICES
+from tests.support.ranks import Ranks, mesh
+from tests.support.simulation.simulate import from_ranks, local_values
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+
+Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
+HEADS, WORDS, WIDTH = 4, 32, 16
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_blocks, "LARGEST", 4)
+    monkeypatch.setattr(masked_blocks, "SMALLEST", 2)
+
+
+# The implementation alone.
+
+PLACES = [torch.arange(POSITIONS)[:, None], torch.arange(POSITIONS)]
+EXPRESSIONS = {
+    "window": ("bitwise_and(le(v1, v0), gt(v1, sub(v0, 5)))", PLACES),
+    "dead rows": ("bitwise_and(lt(v1, v0), ne(v0, 9))", PLACES),
+    "padding": ("bitwise_and(v2, le(v1, v0))", [*PLACES, torch.arange(2 * POSITIONS).view(2, 1, 1, -1) % 5 > 0]),
+}
+
+
+def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
+    """The result and the three gradients, on every rank."""
+    text, vectors = EXPRESSIONS[kind]
+    *tensors, weight = samples(key_heads)
+    given: list[Any] = [x.clone().requires_grad_() for x in tensors]
+    out = F.scaled_dot_product_attention(*given, attn_mask=evaluate(parse(text), vectors), enable_gqa=True)
+    expected = (out.detach(), *torch.autograd.grad((out * weight).sum(), given))
+    with on_ranks(way) as count:
+        simulated = [from_ranks([x] * count, requires_grad=True) for x in tensors]
+        every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
+        q, k, v = (
+            divided(x, axes, [axis for axis in every if axis not in axes], 2, zigzag)
+            for x, axes in zip(simulated, (way.queries, way.keys, way.keys), strict=True)
+        )
+        alone = [axis for axis in way.keys if axis not in way.queries]
+        local = [
+            divided(from_ranks([x] * count), alone if x.shape[-1] > 1 else way.queries, (), dim, zigzag)
+            for x in vectors
+            for dim in [x.ndim - 1 if x.shape[-1] > 1 else x.ndim - 2]
+        ]
+        axes = {name: axes for name, axes in (("s", way.queries), ("t", way.keys)) if axes}
+        sizes = {"s": POSITIONS, "t": POSITIONS}
+        out = attention_by_mask(q, k, v, local, text, axes=axes, sizes=sizes, zigzag="st" if zigzag else "")
+        for axis in reversed(way.queries):
+            out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
+        grads = torch.autograd.grad((out * from_ranks([weight] * count)).sum(), simulated)
+        found = [local_values(x) for x in (out, *grads)]
+    for name, ours, theirs in zip("oqkv", found, expected, strict=True):
+        for value in ours:
+            torch.testing.assert_close(value, theirs, msg=lambda text, n=name: f"{kind}, {n}: {text}")
+
+
+@pytest.mark.parametrize(("way", "kind"), [(GATHERED, "padding"), (RING, "window"), (MERGED, "dead rows")], ids=str)
+def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
+    check(way, True, kind, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigzag"])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_ranks_compute_what_one_computes_however_they_divide_it(way: Way, zigzag: bool, key_heads: int) -> None:
+    for kind in EXPRESSIONS:
+        check(way, zigzag, kind, key_heads)
+
+
+# A model that is trained.
+
+MASKS: dict[str, Mask] = {
+    "window": lambda i, j, given: (j <= i) & (j > i - 5),
+    "causal": lambda i, j, given: torch.ones(POSITIONS, POSITIONS, dtype=torch.bool).tril(),
+    "documents": lambda i, j, given: _same_document(given) & (j <= i),
+    "padding": lambda i, j, given: (j <= i) & (given > 2)[:, None, None, :],
+}
+
+
+def _same_document(position: Tensor) -> Tensor:
+    document = (position == 0).cumsum(-1)
+    return document[:, None, :, None] == document[:, None, None, :]
+
+
+class Model(nn.Module):
+    """Words through one attention with grouped heads, and the loss of their successors."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask = mask
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, given: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, 1)
+        at = torch.arange(POSITIONS)
+        mask = self.mask(at[:, None], at[None], given)
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x + self.out(y)).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def built(mask: Mask) -> Model:
+    torch.manual_seed(0)
+    return Model(mask)
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    """Ids and, of each, its place in its document."""
+    torch.manual_seed(1)
+    place = torch.cat([torch.arange(6), torch.arange(10)]).repeat(2, 1)
+    return [{"ids": torch.randint(WORDS, (2, POSITIONS)), "given": place} for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str
+    mesh: dict[str, int]
+    choice: tuple[str, ...]
+    """What the axes do to attention."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.mask}-{self.options.get('strategy', 'auto')}"
+
+
+CASES = (
+    Case("window", {"sp": 2}, ("s",), {"strategy": "gather_kv"}),
+    Case("documents", {"sp": 4}, ("s+t",), {"strategy": "ring"}),
+    Case("padding", {"a": 2, "b": 2}, ("s+t", "h"), {"strategy": "usp"}),
+    Case("causal", {"sp": 2}, ("s+t",), {"strategy": "ring"}),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
+    mask, steps = MASKS[case.mask], Steps(batches(3))
+    expected = train_alone(built(mask), steps)
+    found = train_on_ranks(built(mask), steps, case.mesh, case.options)
+    assert not fault_of(found, expected, relative=1e-5, absolute=1e-6)
+    assert found.plan is not None
+    (row,) = (row for row in found.plan.rows if row.name == "attention_by_mask_default")
+    assert tuple(found.plan.choices[row.name].split()) == case.choice
+    # Where later queries see more, positions are dealt by zigzag.
+    assert ("Z" in str(row)) == (case.mask != "window")
+
+
+def _trained(mask: str, strategy: str) -> list[Any]:
+    """Losses and gradients on this rank of real ones."""
+    model = autopar.compile(
+        built(MASKS[mask]), mesh((2,), ("sp",)), batches(1)[0], strategy=strategy, hardware=SLOW_DEVICES
+    )
+    loss = model(**batches(1)[0])
+    loss.backward()
+    whole = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
+    return [loss.detach(), *whole]
+
+
+def test_documents_in_a_ring_of_real_ranks(ranks: Ranks) -> None:
+    model = built(MASKS["documents"])
+    loss = model(**batches(1)[0])
+    loss.backward()
+    expected = [loss.detach(), *(p.grad for p in model.parameters())]
+    for found in ranks.run(_trained, "documents", "ring"):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
