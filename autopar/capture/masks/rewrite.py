@@ -5,7 +5,7 @@ up to tensors that have no dim of queries, or none of keys: positions, numbers o
 become the text of an expression, those tensors its vectors, and the attention an `attention_by_mask`, so that the mask
 is never made. Where it is not so made (an input, a buffer, a learned bias), needs a gradient, or hides keys by large
 finite numbers, the call stays as it is: a row that sees no key would be the mean of all values, in which PyTorch's
-kernels differ.
+kernels differ. So do small masks: made once, they serve all layers, and no GPU waits for a table of blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, sh
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 
 ATTENTION = aten.scaled_dot_product_attention.default
+SMALL = 2**24
+"""Elements of a mask that is made: those of 4,096 positions of one text."""
 
 
 def masks_by_position(draft: TracedGraph) -> None:
@@ -51,9 +53,10 @@ def _fits(given: dict[str, Any]) -> bool:
     whole = query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
     square = mask.ndim > 1 and mask.shape[-2:] == (query.shape[-2], key.shape[-2]) and min(mask.shape[-2:]) > 1
     added = mask.dtype in (torch.bool, query.dtype)
+    large = mask.numel() > SMALL
     plain = given["dropout_p"] == 0 and not given["is_causal"]
     heads = query.shape[1] % key.shape[1] == 0 and key.shape[1] == value.shape[1]
-    return whole and square and added and plain and heads and not mask.requires_grad
+    return large and whole and square and added and plain and heads and not mask.requires_grad
 
 
 @dataclass(frozen=True, slots=True)

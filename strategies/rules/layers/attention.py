@@ -2,7 +2,7 @@
 
 Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis may split queries, with
 whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there are others than queries. With
-dropout, or a mask that has a gradient, keys are whole. Biases and masks are broadcast.
+dropout, or a mask of numbers, keys are whole. Biases and masks are broadcast.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -44,7 +44,10 @@ def attention(call: Call) -> OpRule:
     heads, key_heads = head_dims(query, key) if len(query) > 2 else ([], [])
     dropout = call["dropout_p"] > 0
     fused = not dropout and (call["attn_mask"] is None or not call["attn_mask"].requires_grad)
-    keys = "t" if fused else WHOLE
+    mask = call["attn_mask"]
+    # Numbers may hide keys without being -inf: a row that sees none is then a mean over all keys, which no merge gives.
+    in_parts = fused and (mask is None or mask.dtype is torch.bool)
+    keys = "t" if in_parts else WHOLE
     dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])
     terms = [
@@ -56,9 +59,10 @@ def attention(call: Call) -> OpRule:
         terms.append(term(broadcast(call["attn_mask"].shape, scores, [*dims[:-1], keys])))
     text = rule(terms, [term(dims)])
     flops = _flops(call, causal=call["is_causal"] and fused)
-    if not fused:
+    backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
+    if not in_parts:
         ways = (Implementation("dropout:attention_with_dropout", factors=None, random=True),)
-        return OpRule(text, ways if dropout else (), flops=flops, backward=WRITTEN_OUT_BACKWARD, efficiency="attention")
+        return OpRule(text, ways if dropout else (), flops=flops, backward=backward, efficiency="attention")
     causal, around = call["is_causal"], query[-2] == key[-2]
     by_blocks = Implementation(
         "attention.by_blocks:attention",
@@ -76,7 +80,7 @@ def attention(call: Call) -> OpRule:
         text,
         (by_blocks,),
         flops=flops,
-        backward=FUSED_BACKWARD,
+        backward=backward,
         efficiency="attention",
         only_together=frozenset({"t"}) if around else frozenset(),
         choices=(_ring(call),) if around else (),

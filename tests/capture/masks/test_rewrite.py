@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
+from autopar.capture.masks import rewrite
 from autopar.capture.masks.seen import RISING
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
@@ -79,6 +80,19 @@ LEFT: dict[str, Mask] = {
     "sums": lambda m, i, j, p: torch.ones(S, S).cumsum(0) > j,
     "random": lambda m, i, j, p: torch.rand(S, S) > 0.5,
 }
+
+
+@pytest.fixture(autouse=True)
+def _all_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small."""
+    monkeypatch.setattr(rewrite, "SMALL", 0)
+
+
+def test_small_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention(MADE["near"][0])
+    for small, count in ((S * S, 0), (S * S - 1, 1)):
+        monkeypatch.setattr(rewrite, "SMALL", small)
+        assert len(by_mask(capture(model, inputs(), {}))) == count
 
 
 def inputs() -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ MAIN = {
     "weight_norm": ("conv1d_default", "batch_norm_default", "prelu_default", "conv_transpose1d_default"),
     "recommender": ("embedding_bags_default", "embedding_bags_default_1", "soft_margin_loss_default"),
     "spectra": ("fft_fft2_default", "fft_rfft_default", "cdist_default", "triplet_margin_loss_default"),
-    "falcon": ("attention_by_mask_default", "cross_entropy_loss_default"),
+    "falcon": ("scaled_dot_product_attention_default", "cross_entropy_loss_default"),
 }
 """What each family computes most with, by the names of its calls."""
 PRESETS = (None, "data_parallel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.capture.masks import rewrite
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.expressions import evaluate, parse
 from autopar.runtime.collectives import functions
@@ -39,6 +41,7 @@ HEADS, WORDS, WIDTH = 4, 32, 16
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "SMALL", 0)
     monkeypatch.setattr(masked_blocks, "LARGEST", 4)
     monkeypatch.setattr(masked_blocks, "SMALLEST", 2)
 
@@ -180,9 +183,10 @@ def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
 
 def _trained(mask: str, strategy: str) -> list[Any]:
     """Losses and gradients on this rank of real ones."""
-    model = autopar.compile(
-        built(MASKS[mask]), mesh((2,), ("sp",)), batches(1)[0], strategy=strategy, hardware=SLOW_DEVICES
-    )
+    with mock.patch.object(rewrite, "SMALL", 0):
+        model = autopar.compile(
+            built(MASKS[mask]), mesh((2,), ("sp",)), batches(1)[0], strategy=strategy, hardware=SLOW_DEVICES
+        )
     loss = model(**batches(1)[0])
     loss.backward()
     whole = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
