@@ -197,8 +197,12 @@ class _Builder:
         )
         source = (self.space.index[name], position)
         only = self.space.decisions[source[0]].menu.strategies
+        made = self.roled.calls.get(name)
         free = (
-            not info.requires_grad and len(only) == 1 and only[0].outputs[position] == replicated(self.space.mesh.ndim)
+            not info.requires_grad
+            and not (made is not None and made.learned)
+            and len(only) == 1
+            and only[0].outputs[position] == replicated(self.space.mesh.ndim)
         )
         if len(uses) == 1 or free:  # to slice what is equal everywhere costs nothing, however often
             for use in uses:
