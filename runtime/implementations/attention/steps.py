@@ -75,29 +75,38 @@ class _InSteps(autograd.Function):
 
         def compute(ranks: Ranks, *given: Any) -> Any:
             here, so_far = given[:6], given[6 + len(masks) :]
-            sums = Gradients(so_far[0], so_far[1], so_far[2]) if so_far else Gradients.empty(*here[1:4])
+            sums = Gradients.empty(*here[1:4])
+            if so_far:
+                (sums.q_BHSD,) = so_far
             call.gradients(ranks, step, sums, here, *given[6 : 6 + len(masks)])
             return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 
         keys: list[Tensor] = [k, v]
-        dq: Tensor | None = None
+        of_queries: list[Tensor] = []
         own: list[Tensor] = []
-        of_others: list[Tensor] = []
+        coming: Travelling | None = None
         """Gradients of the keys that are here, as far as the ranks before this one have made them."""
         for step in range(split.num_steps):
             last = step + 1 == split.num_steps
             under_way = Travelling(keys, split.ring) if split.ring is not None and not last else None
-            if dq is None:
-                dq, *own = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks))
+            dq, *of_keys = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, *of_queries))
+            of_queries = [dq]
+            if step == 0:
+                own = of_keys
             else:
-                arrived = of_others or [x.new_zeros(x.shape, dtype=dq.dtype) for x in keys]
-                dq, *of_others = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, dq, *arrived))
-                of_others = Travelling(of_others, split.ring).arrived()  # type: ignore[arg-type]
+                assert split.ring is not None, "only around a ring is there a second step"
+                coming = Travelling(_added(of_keys, coming), split.ring)
             if under_way is not None:
                 keys = under_way.arrived()
-        assert dq is not None
-        dk, dv = (mine + other for mine, other in zip(own, of_others, strict=True)) if of_others else own
+        (dq,), (dk, dv) = of_queries, _added(own, coming)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
+
+
+def _added(own: Sequence[Tensor], coming: Travelling | None) -> list[Tensor]:
+    """This rank's part of gradients, with that of the ranks before it."""
+    if coming is None:
+        return list(own)
+    return [mine + others for mine, others in zip(own, coming.arrived(), strict=True)]
 
 
 def _merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
