@@ -49,8 +49,7 @@ def attention(
     A mask has this rank's queries, and is split as the keys are by axes that split keys alone.
 
     Moves, over n ranks that split both: n - 1 times keys and values forward, and backward as often these and, but for
-    once in float32, their gradients. Over ranks that split keys alone: the result and two
-    numbers per query forward.
+    once in float32, their gradients. Over ranks that split keys alone: the result and two numbers per query forward.
     """
     assert dropout_p == 0, "the rule uses this for calls without dropout"
     q, k, v, mask = _four_dims(query, keys, value, attn_mask)

@@ -7,7 +7,7 @@ the type of the queries. No tensor has a dim of queries and one of keys but for 
 backward makes it again. What a mask hides of a query, and where it is, follows from the vectors alone, so that queries,
 and keys, may be given in any order, with their vectors in the same one. A query that sees no key gets zeros.
 
-`capture.passes.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
+`capture.masks` puts the operator in the place of `scaled_dot_product_attention`. Legend as in `kernels`.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
