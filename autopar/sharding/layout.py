@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from autopar.errors import LayoutError
@@ -81,6 +81,11 @@ def Z(dim: int) -> Placement:
     if dim < 0:
         raise LayoutError(f"Z({dim}): the dim of a split counts from 0.")
     return Placement("S", dim, zigzag=True)
+
+
+def dealt_in(placement: Placement, dims: Collection[int]) -> Placement:
+    """Z(d) in place of S(d) where d is one of the dims."""
+    return Z(placement.dim) if placement.is_split and placement.dim in dims else placement
 
 
 def parse_placement(text: str) -> Placement:

@@ -26,7 +26,7 @@ from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
-from autopar.sharding.layout import Layout, P, S, Z, replicated
+from autopar.sharding.layout import Layout, P, S, Z, dealt_in, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
@@ -121,7 +121,7 @@ class _Builder:
         padded = tuple([self.padded[key] for key in found.inputs])
         only_weights = found.learned and found.weight_only
         infinite = frozenset(place for place, (name, _) in enumerate(found.inputs) if name in self.infinite)
-        dims = self.dealt.inputs(found, self.roled), self.dealt.outputs(found)
+        dims = (self.dealt.inputs(found, self.roled), self.dealt.outputs(found)) if self.dealt.dims else ()
         menu = menu_of(
             found.ruled,
             padded,
@@ -168,7 +168,7 @@ class _Builder:
     def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts with Z(d) in place of S(d) of the dims that are dealt."""
         dims = self.dealt.of(value)
-        found = (Layout(Z(p.dim) if p.is_split and p.dim in dims else p for p in layout) for layout in layouts)
+        found = (Layout(dealt_in(placement, dims) for placement in layout) for layout in layouts)
         return tuple(layout for layout in found if layout.divides(info.shape, self.space.mesh.sizes))
 
     def _wire(self, key: tuple[str, int], uses: list[_Use]) -> None:

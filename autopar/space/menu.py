@@ -20,7 +20,7 @@ from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import strategy_name
 from autopar.program.program import TensorInfo
-from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
+from autopar.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.sharding.operation import ZIGZAG, Call, Implementation, OpRule
 from autopar.sharding.padding import padded_factors
@@ -238,8 +238,7 @@ def _dealt(choice: Choice, dims: DealtDims) -> Choice:
     """The choice with Z(d) in place of S(d) of the dims that are dealt."""
 
     def placed(placements: Sequence[Placement], of: Sequence[frozenset[int]]) -> tuple[Placement, ...]:
-        each = zip(placements, of, strict=True)
-        return tuple(Z(p.dim) if p.is_split and p.dim in dealt else p for p, dealt in each)
+        return tuple(map(dealt_in, placements, of))
 
     return replace(choice, inputs=placed(choice.inputs, dims[0]), outputs=placed(choice.outputs, dims[1]))
 

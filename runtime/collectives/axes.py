@@ -142,6 +142,12 @@ def part_of(axes: Sequence[Axis]) -> Any:
     return part
 
 
+def on_rank(number: Any, rank: int) -> int:
+    """What a number is on a simulated rank, each of which may have its own."""
+    ints = getattr(getattr(number, "node", None), "_local_ints", None)
+    return int(number) if ints is None else ints[rank]
+
+
 def num_parts_of(axes: Sequence[Axis]) -> int:
     """Into how many parts the axes split a dim."""
     parts = 1

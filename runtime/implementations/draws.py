@@ -16,7 +16,7 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
-from autopar.runtime.collectives.axes import Axes, axes_of, part_of
+from autopar.runtime.collectives.axes import Axes, axes_of, on_rank, part_of
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations.randomness import randomness
 from autopar.strategies.notation import names
@@ -125,10 +125,9 @@ def _seeded_on_each_rank(mode: LocalTensorMode, key: int, part: Any) -> Iterator
     """As `_seeded_generator`, where ranks are simulated and `part` may be a number per rank."""
     states = mode._per_rank_rng_states
     before = dict(states)
-    parts = getattr(getattr(part, "node", None), "_local_ints", None)
     with mode.disable():
         for rank in mode.ranks:
-            seed = randomness().seed_of(key, int(part) if parts is None else parts[rank])
+            seed = randomness().seed_of(key, on_rank(part, rank))
             states[rank] = (torch.Generator().manual_seed(seed).get_state(), {})
     try:
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, on_rank
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.sharding.mesh import joined_name
 
@@ -133,14 +133,8 @@ def on_each_rank(
     with mode.disable():
         results = {}
         for rank in sorted(mode.ranks):
-            stand = tuple(_of_rank(axis.rank, rank) for axis in axes)
+            stand = tuple(on_rank(axis.rank, rank) for axis in axes)
             own = [x._local_tensors[rank] if isinstance(x, LocalTensor) else x for x in tensors]
             results[rank] = compute(stand, *own)
         some = next(iter(results.values()))
         return [LocalTensor({rank: each[i] for rank, each in results.items()}) for i in range(len(some))]
-
-
-def _of_rank(number: Any, rank: int) -> int:
-    """A number that each simulated rank has of its own."""
-    ints = getattr(getattr(number, "node", None), "_local_ints", None)
-    return int(number) if ints is None else ints[rank]
