@@ -59,14 +59,10 @@ def test_an_argument_that_is_an_object_has_no_key() -> None:
     assert call_key(aten.rand.generator, ([3],), {"generator": torch.Generator()}) is None
 
 
-def test_nothing_is_shared_before_the_last_write() -> None:
+def test_a_value_of_a_call_s_own_is_not_shared() -> None:
     draft, _ = _draft()
-    draft.writes_left = 1
-    first, second = (draft.call(aten.zeros.default, [4]) for _ in range(2))
-    assert first.meta["val"] is not second.meta["val"]
-    draft.call(aten.add_.Scalar, first, 1)
-    third, fourth = (draft.call(aten.zeros.default, [4]) for _ in range(2))
-    assert third.meta["val"] is fourth.meta["val"] is not first.meta["val"]
+    first, own, third = (draft.call(aten.zeros.default, [4], own=own) for own in (False, True, False))
+    assert first.meta["val"] is third.meta["val"] is not own.meta["val"]
 
 
 def test_autocast_is_asked_once_about_equal_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ are kept for a backward that does not exist. Where autocast is on, its casts bec
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,8 @@ class Inliner:
     draft: TracedGraph
     functions: Sequence[KeptUse]
     """What the calls of KEPT stand for."""
+    written: frozenset[int] = frozenset()
+    """Storages of the exported values that a call writes into."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
@@ -91,12 +93,13 @@ class Inliner:
         path = module_path(node)
         check_call(target, args, kwargs, path)
         if not region.grad:
-            _check_writes_without_gradient(target, args, path)
+            _check_writes_without_gradient(target, args, kwargs, path)
         if not region.grad or not has_derivative(target):
             args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
         if region.casts is not None:
             args, kwargs = region.casts.applied(target, args, kwargs, path)
-        return self.draft.call(target, *args, module=path, **kwargs)
+        own = not self.written.isdisjoint(_storages(node.meta.get("val")))
+        return self.draft.call(target, *args, module=path, own=own, **kwargs)
 
     def _without_gradient(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
@@ -128,10 +131,7 @@ def inline(
         autocast: dtype of the autocast region around the whole graph, if any.
         functions: uses of autograd.Functions, by the number that stands for them.
     """
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    draft = TracedGraph(
-        fx.Graph(), mode, writes_left=sum(is_write(node.target) for graph in graphs for node in graph.nodes)
-    )
+    draft = TracedGraph(fx.Graph(), mode)
     made: dict[tuple[str, str, int], fx.Node] = {}
     inputs: list[Any] = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -144,7 +144,7 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    outputs = Inliner(draft, functions).copy(module, inputs, Region(casts=casts))
+    outputs = Inliner(draft, functions, _written(module)).copy(module, inputs, Region(casts=casts))
     draft.graph.output(outputs)
     return draft
 
@@ -164,16 +164,35 @@ def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake.requires_grad_(value.requires_grad)
 
 
+def _written(module: fx.GraphModule) -> frozenset[int]:
+    """Storages of the values that calls of a graph and its regions write into, as they were exported."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]
+    changed = (value for node in writes for value in _written_arguments(node.target, node.args, node.kwargs))
+    values = (value.meta.get("val") for value in pytree.tree_leaves(list(changed)) if isinstance(value, fx.Node))
+    return frozenset(storage for value in values for storage in _storages(value))
+
+
+def _storages(value: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
 def _requires_grad(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 
-def _check_writes_without_gradient(target: Callable[..., Any], args: tuple[Any, ...], path: str) -> None:
-    if not isinstance(target, torch._ops.OpOverload) or not is_write(target):
+def _written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that a call of `target` writes into, as its schema says."""
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _check_writes_without_gradient(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: str) -> None:
+    if not is_write(target):
         return
-    for argument, value in zip(target._schema.arguments, args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and isinstance(value, fx.Node) and _requires_grad(value.meta["val"]):
+    for value in pytree.tree_leaves(list(_written_arguments(target, args, kwargs))):
+        if isinstance(value, fx.Node) and _requires_grad(value.meta["val"]):
             raise CaptureError(
                 f"{target} in {path or 'the forward'} writes, without gradients, into a tensor that requires one; "
                 "the value and its gradient would belong to different computations. Write into a detached clone."

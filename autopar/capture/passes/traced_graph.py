@@ -41,29 +41,31 @@ class TracedGraph:
     mode: FakeTensorMode
     mutations: tuple[str, ...] = ()
     """Buffers whose new values follow the user's outputs."""
-    writes_left: int = 0
-    """In-place calls still to come: a value that one of them may change, or a view of it, belongs to its node alone."""
     seen: dict[object, Any] = field(default_factory=dict)
     """What calls gave, by `call_key`: equal layers are evaluated once."""
 
-    def call(self, target: Callable[..., Any], *args: Any, module: str = "", **kwargs: Any) -> fx.Node:
-        """Insert a call at the graph's insertion point, with its fake value."""
-        value = self.evaluate(target, args, kwargs, module)
+    def call(
+        self, target: Callable[..., Any], *args: Any, module: str = "", own: bool = False, **kwargs: Any
+    ) -> fx.Node:
+        """Insert a call at the graph's insertion point, with its fake value; `own` as in `evaluate`."""
+        value = self.evaluate(target, args, kwargs, module, own)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         node.meta["module"] = module
         return node
 
-    def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str = "") -> Any:
+    def evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any, module: str = "", own: bool = False) -> Any:
         """What the call gives on fake tensors; gradients are recorded, so that requires_grad is autograd's own.
+
+        Args:
+            own: the value belongs to this call alone, and is not that of an equal one: something writes into its
+                memory, which may change what else is known of it.
 
         Raises CaptureError where that, or its shape, depends on the values of tensors, and where it is not dense.
         """
-        writes = is_write(target)
-        key = None if writes or self.writes_left else call_key(target, args, kwargs)
+        key = None if own or is_write(target) else call_key(target, args, kwargs)
         if key is not None and key in self.seen:
             return self.seen[key]
-        self.writes_left -= writes
         args, kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
         with self.mode, torch.enable_grad():
             try:
