@@ -88,7 +88,7 @@ class MemoryModel(TensorBytes):
                 states.append((outputs, True))
             else:
                 states.append((saved.outputs, True))
-        besides = saved.other_bytes or any(map(_saves_otherwise, decision.menu.strategies))
+        besides = saved.other_bytes or self._any(_saves_otherwise, decision)
         if not any(outputs or (hidden and besides) for outputs, hidden in states):
             return None
         arrays = tuple(self._own(decision, saved, *state) for state in states)
@@ -101,6 +101,13 @@ class MemoryModel(TensorBytes):
             )
         return self.modes(arrays)
 
+    def _any(self, says: Callable[[Strategy], object], decision: Decision) -> bool:
+        """Whether something can be said of any strategy of a decision."""
+        made = self.cached(
+            (says, id(decision.menu)), lambda: np.array([bool(says(s)) for s in decision.menu.strategies])
+        )
+        return bool(made.any())
+
     def _talks(self, decision: Decision) -> np.ndarray:
         """Which strategies of a call run collectives of their own in the forward."""
         strategies = decision.menu.strategies
@@ -111,7 +118,7 @@ class MemoryModel(TensorBytes):
 
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
         outputs = outputs - saved.aliases
-        hides = hidden and any(map(_saves_otherwise, decision.menu.strategies))
+        hides = hidden and self._any(_saves_otherwise, decision)
         key = ("own", id(decision.menu), outputs, saved.other_bytes if hidden else 0, hides)
         return self.cached(key, lambda: self._own_bytes(decision, outputs, hidden))
 
@@ -126,7 +133,7 @@ class MemoryModel(TensorBytes):
     def _hidden(self, decision: Decision) -> Bytes:
         """Bytes of what a call keeps beside its inputs and outputs: split as the largest input that can be."""
         call, strategies, other = _call(decision), decision.menu.strategies, self.lifetimes.saved(decision).other_bytes
-        if not call.inputs or not (other or any(map(_saves_otherwise, strategies))):
+        if not call.inputs or not (other or self._any(_saves_otherwise, decision)):
             return np.zeros(len(strategies), dtype=np.int64)
         largest = largest_split_input(call, decision.menu.bound)
         info = call.inputs[largest]
@@ -197,17 +204,17 @@ class MemoryModel(TensorBytes):
 
     def working_forward(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""
-        strategies, bound = self.space.decisions[number].menu.strategies, self.space.decisions[number].menu.bound
-        found = [_works_forward(each) for each in strategies]
-        if bound is None or not any(found):
+        decision = self.space.decisions[number]
+        strategies, bound = decision.menu.strategies, decision.menu.bound
+        if bound is None or not self._any(_works_forward, decision):
             return None
 
         def make() -> Bytes:
-            call, mesh = _call(self.space.decisions[number]), self.space.mesh
-            pairs = zip(strategies, found, strict=True)
+            call, mesh = _call(decision), self.space.mesh
+            pairs = ((s, _works_forward(s)) for s in strategies)
             return np.array([each(call, s.local_sizes(bound.sizes, mesh)) if each else 0 for s, each in pairs])
 
-        return self.cached(("working forward", id(self.space.decisions[number].menu)), make)
+        return self.cached(("working forward", id(decision.menu)), make)
 
     def handed_on(self, number: int) -> Bytes | None:
         """Bytes of the gradients that a call's backward leaves for calls before it: of inputs that are no weights."""

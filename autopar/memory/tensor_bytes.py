@@ -66,6 +66,9 @@ class TensorBytes:
 
     def kinds(self, wire: Wire) -> np.ndarray:
         """How the tensor lies in memory after the wire, for every pair of layouts."""
+        return self.cached(("kinds", self.space.kind(wire)), lambda: self._kinds(wire))
+
+    def _kinds(self, wire: Wire) -> np.ndarray:
         before, after = self._codes(wire)
         before, after = before[:, None, :], after[None, :, :]
         whole_before, whole_after = before <= _REPLICATED, after <= _REPLICATED
@@ -133,9 +136,9 @@ class TensorBytes:
 
     def sent(self, wire: Wire) -> Bytes:
         """Bytes of a tensor where it has come over links; where not, it is made again."""
-        after = self.wire_ends(wire)[1]
         return self.cached(
-            ("sent", self.space.kind(wire)), lambda: np.where(self.communicated(wire), after[None, :], 0)
+            ("sent", self.space.kind(wire)),
+            lambda: np.where(self.communicated(wire), self.wire_ends(wire)[1][None, :], 0),
         )
 
     def gradients(self, number: int) -> Bytes | None:

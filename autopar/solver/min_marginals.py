@@ -114,8 +114,13 @@ def _calibrated(total: Floats, wanted: Iterable[tuple[int, ...]], margin: float,
 
 def _rounded(excess: Floats, grid: float) -> Floats:
     """Excesses rounded down to the grid, but for a hair: equal ones that differ in the last place stay equal."""
-    excess = np.maximum(excess, 0.0)
-    return np.floor(excess / grid + HAIR) * grid if grid else excess
+    excess = np.asarray(np.maximum(excess, 0.0))
+    if grid:
+        excess /= grid
+        excess += HAIR
+        np.floor(excess, out=excess)
+        excess *= grid
+    return excess
 
 
 def _cut_bag_sum(step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:

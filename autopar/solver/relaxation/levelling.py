@@ -34,7 +34,7 @@ from autopar.solver.relaxation.splitting import split
 
 DEAR_WORK = 2_000_000_000  # entries: an elimination of more takes longer than one of the loosened graph
 MAX_ROUNDS = 40
-FIRST_STEP, LEAST_STEP = 0.25, 0.01  # of the way to level
+FIRST_STEP, LEAST_STEP = 0.5, 0.01  # of the way to level
 WORTHWHILE = 0.02  # of the rest that is open: a round that closes less is the last
 GRID = 1e-7  # of the bound: excesses that differ by less are the same
 TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
@@ -68,6 +68,7 @@ class Levelling:
         self._step = FIRST_STEP
         self._held: dict[int, int] = {}
         self._narrow: tuple[dict[int, int], _Narrow | None] = {}, None
+        self._last: tuple[Loosened, float, Elimination, list[Floats]] | None = None
 
     def least(self, price: float) -> tuple[float, Point | None]:
         """A bound on seconds + price · bytes of any choices, and good ones: the best, where they cost the same.
@@ -112,6 +113,7 @@ class Levelling:
         TimeLimitError where that takes until the deadline.
         """
         elimination, weighted = self._evaluated(price)
+        self._last = None  # much memory, which is not needed again
         bound = optimum(elimination, weighted)
         found = self._excesses(elimination, weighted, bound, most - bound)
         nodes = (
@@ -125,9 +127,13 @@ class Levelling:
         return np.where(self.loose.excess(found, node) > margin, np.inf, self.problem.nodes[node].seconds)
 
     def _evaluated(self, price: float) -> tuple[Elimination, list[Floats]]:
-        tables = Tables(self.loose.problem)
-        elimination = compile_order(self.loose.problem, tables, self.loose.order)
-        return elimination, evaluate(elimination, tables.weighted(price), self.deadline)
+        if self._last is None or self._last[0] is not self.loose or self._last[1] != price:
+            self._last = None
+            tables = Tables(self.loose.problem)
+            elimination = compile_order(self.loose.problem, tables, self.loose.order)
+            weighted = evaluate(elimination, tables.weighted(price), self.deadline)
+            self._last = self.loose, price, elimination, weighted
+        return self._last[2:]
 
     def _excesses(
         self, elimination: Elimination, weighted: list[Floats], bound: float, margin: float = np.inf
