@@ -26,6 +26,7 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stage import Stage, leaf_of
 from autopar.runtime.pipeline.stage import received_tensors, sent_tensors
+from autopar.runtime.ranks.backends import backend_of
 from autopar.runtime.recompute.random_state import RandomState
 
 
@@ -80,12 +81,12 @@ class PipeDream:
         self._root: Root = root
         self._stage = stage
         self._order = schedule.orders[schedule.rank_of(number)]
-        self._group, self._gradients_group = group, _second_group(group)
+        self._device = executable.mesh.device_type
+        self._group, self._gradients_group = group, _second_group(group, self._device)
         self._last_rank = schedule.rank_of(last)
         self._before = schedule.rank_of(number - 1) if number else None
         self._after = schedule.rank_of(number + 1) if number < last else None
         self._loss_position = position if number == last else None
-        self._device = executable.mesh.device_type
         self._received = received_tensors(executable)
         self._sent = sent_tensors(executable)
         self._sending: list[tuple[Any, Tensor]] = []
@@ -196,9 +197,9 @@ def check_not_shared(schedule: str, holders: Sequence[str]) -> None:
         )
 
 
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _second_group(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
     """The group for gradients: NCCL runs the messages between two ranks of a group one after the other, both ways."""
-    if dist.get_backend(group) != "nccl":
+    if backend_of(group, device) != "nccl":
         return group
     second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     assert isinstance(second, dist.ProcessGroup)

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from autopar.errors import AutoparError, PeerError
 from autopar.runtime.collectives.axes import joined_groups
 from autopar.runtime.ranks.agreement import many_processes
+from autopar.runtime.ranks.backends import backend_of
 from autopar.runtime.ranks.signs import events_of, has_left, is_gone, named, obituary, read, store_for
 from autopar.runtime.ranks.uncompiled import uncompiled
 
@@ -87,6 +88,7 @@ class Watch:
         self._begun = self._ended = 0
         self._since = 0.0  # when the last event began
         self._backwards = 0  # that run now
+        self._device = mesh.device_type
         self._patience = _patience_of(self._groups[0], mesh.device_type)
         self.on_poll: Callable[[Store], None] = lambda store: None
         """What the thread does besides, each second."""
@@ -324,8 +326,8 @@ class Watch:
             return
         self._failed = message
         for group in (*self._groups, *joined_groups()):
-            if dist.get_backend(group) == "nccl":
-                backend: Any = group._get_backend(torch.device("cuda"))
+            if backend_of(group, self._device) == "nccl":
+                backend: Any = group._get_backend(torch.device(self._device))
                 backend.abort()
         if not self._left_within(GRACE_SECONDS, begun):
             self._print(f"ends, because {message}")

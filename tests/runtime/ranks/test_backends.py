@@ -1,0 +1,25 @@
+"""Groups made with one backend, one for each kind of device, or without a word."""
+
+import pytest
+import torch.distributed as dist
+
+from autopar.runtime.ranks.backends import backend_of
+
+
+@pytest.mark.parametrize(
+    ("backend", "by_device"),
+    [
+        (None, {"cpu": "gloo", "cuda": "nccl" if dist.is_nccl_available() else ""}),
+        ("cpu:gloo", {"cpu": "gloo", "cuda": ""}),
+        ("gloo", {"cpu": "gloo"}),
+        ("fake", {"cpu": "fake", "cuda": "fake"}),
+    ],
+)
+def test_the_backend_of_a_device(backend: str | None, by_device: dict[str, str]) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert {device: backend_of(group, device) for device in by_device} == by_device
+    finally:
+        dist.destroy_process_group()
