@@ -85,7 +85,7 @@ class RoledCall:
         return next((f for f in self.ruled.splittable if self.roles.get(f) == role), None)
 
     def fitting(self, factor: str, parts: int) -> str | None:
-        """The factor, or where it does not divide into so many parts what it is the outermost of; None: neither does."""
+        """The factor, or where it does not divide into so many parts what it is the outermost of; None: neither."""
         names = (factor, *(name for name, members in self.bound.rule.products if members[0] == factor))
         return next((name for name in names if self.bound.sizes[name] % parts == 0), None)
 

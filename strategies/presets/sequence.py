@@ -32,6 +32,9 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d_c = P - H
         all_reduce/c = 3·R/d
         all_reduce/d = H/c + 16
+
+    Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
+    then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
     """
     return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS})
 

@@ -2,9 +2,9 @@
 
 Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis splits groups, or,
 where these do not divide, query heads alone, "q": keys and values are whole then, and a rank takes of them the heads
-that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a ring; or
-keys, where there are others than queries. With dropout, or a mask of numbers, keys are whole. Biases and masks are
-broadcast.
+that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a
+ring; or keys, where there are others than queries. With dropout, or a mask of numbers, keys are whole. Biases and masks
+are broadcast.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -85,9 +85,7 @@ def attention(call: Call) -> OpRule:
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
     if not in_parts:
         drawing = Implementation("dropout:attention_with_dropout", factors=None, random=True)
-        taking = Implementation(
-            "attention.heads:attention", shared, wraps=True, ordered=shared, saved_bytes=kept_bytes, unkept=unkept
-        )
+        taking = Implementation("attention.heads:attention", shared, wraps=True)
         ways = (drawing,) if dropout else (taking,) if shared else ()
         return OpRule(text, ways, flops=flops, backward=backward, efficiency="attention", choices=alone)
     causal, around = call["is_causal"], query[-2] == key[-2]
