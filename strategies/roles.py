@@ -84,6 +84,11 @@ class RoledCall:
         """The first factor that can be split and has a role."""
         return next((f for f in self.ruled.splittable if self.roles.get(f) == role), None)
 
+    def fitting(self, factor: str, parts: int) -> str | None:
+        """The factor, or where it does not divide into so many parts what it is the outermost of; None: neither."""
+        names = (factor, *(name for name, members in self.bound.rule.products if members[0] == factor))
+        return next((name for name in names if self.bound.sizes[name] % parts == 0), None)
+
     @property
     def is_lookup(self) -> bool:
         return self.call.target in LOOKUPS
@@ -212,10 +217,11 @@ def _factor_roles(found: RuledCall, dims: tuple[Roles, ...], weights: tuple[bool
     """
     by_experts = _product_by_experts(found, weights)
     roles: dict[str, str] = {}
+    outermost = {name: members[0] for name, members in found.bound.rule.products}
     for factor in found.splittable:
         named = ROLE_OF_FACTOR.get(factor) if not by_experts else by_experts.get(factor)
-        on = zip(found.bound.rule.inputs, dims, strict=True)
-        held = [each[dim] for term, each in on if (dim := term.dim_of(factor)) is not None and each[dim]]
+        on, stands = zip(found.bound.rule.inputs, dims, strict=True), outermost.get(factor, factor)
+        held = [each[dim] for term, each in on if (dim := term.dim_of(stands)) is not None and each[dim]]
         role = named or (EXPERT if EXPERT in held else next(iter(held), None))
         if role:
             roles[factor] = role

@@ -161,7 +161,7 @@ class MemoryModel(TensorBytes):
         if target.kind == "output":
             return None
         needed, there = self.lifetimes.needs_input(wire), self.lifetimes.is_there_anyway(wire)
-        found = [self.kept(wire, there) if needed else None]
+        found = [self._kept_by_target(wire, there) if needed else None]
         inside = self.lifetimes.segment[wire.source] == self.lifetimes.segment[wire.target]
         for mode in range(1, self.lifetimes.num_modes(wire.target)):
             if self.space.is_weight(wire.source):
@@ -179,6 +179,25 @@ class MemoryModel(TensorBytes):
             tuple(len(self.space.decisions[end].menu.strategies) for end in (wire.source, wire.target))
         )
         return self.modes([nothing if each is None else each for each in found])
+
+    def _kept_by_target(self, wire: Wire, there: bool) -> Bytes:
+        """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
+        kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
+        bound, call, mesh = menu.bound, menu.call, self.space.mesh
+        said = [s.implementation.unkept if s.implementation else None for s in menu.strategies]
+        if bound is None or call is None or not any(said):
+            return kept
+
+        def make() -> Bytes:
+            let_go = np.array(
+                [
+                    each is not None and wire.target_input in each(call, s.local_sizes(bound.sizes, mesh))
+                    for s, each in zip(menu.strategies, said, strict=True)
+                ]
+            )
+            return np.where(let_go[None, :], 0, kept)
+
+        return self.cached(("kept by target", id(kept), id(menu), wire.target_input), make)
 
     def working(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs backward: its outputs, and gradients of all that it takes and makes.

@@ -7,6 +7,7 @@ An operation is an einsum over named factors. Terms stand for tensors, names for
     k        a dim that is one factor                 (h d)    a dim made of two factors, the outer one first
     ...      any number of leading dims               _        a dim that must stay whole
     1        a dim of size one                        ()       a tensor without dims: an empty term
+    ; q = h r    behind the rule: a name for all of (h r) at once, which a choice of an axis may split
 
 Splitting factor f over a mesh axis splits every dim whose outermost factor is f, asks R of the inputs that lack f,
 and gives P on the outputs that lack it (a name missing on the right is summed). Marks before a term:
@@ -95,9 +96,12 @@ class Rule:
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
+    products: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names for several factors at once, each with these factors, the outermost first."""
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+        products = [f"; {name} = {' '.join(members)}" for name, members in self.products]
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}{''.join(products)}"
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -189,8 +193,10 @@ class BoundRule:
 def _parse(text: str) -> Rule:
     if text.count("->") != 1:
         raise RuleError(f'rule "{text}": found {text.count("->")} arrows, needed one: "inputs -> outputs".')
-    left, right = text.split("->")
+    body, *products = text.split(";")
+    left, right = body.split("->")
     rule = Rule(_parse_terms(left, text), _parse_terms(right, text))
+    rule = Rule(rule.inputs, rule.outputs, tuple(_parse_product(each, rule, text) for each in products))
     for term in rule.outputs:
         if term.mark:
             raise RuleError(f'rule "{text}": the output "{term}" has a mark; marks belong to inputs.')
@@ -198,6 +204,17 @@ def _parse(text: str) -> Rule:
         if ELLIPSIS in term.factors and ELLIPSIS not in inputs:
             raise RuleError(f'rule "{text}": "..." stands on the right only; name those dims on the left too.')
     return rule
+
+
+def _parse_product(text: str, rule: Rule, whole: str) -> tuple[str, tuple[str, ...]]:
+    name, _, members = text.partition("=")
+    name, factors = name.strip(), tuple(members.split())
+    if not _TOKEN.fullmatch(name) or name in rule.factors or not factors or not set(factors) <= set(rule.factors):
+        raise RuleError(
+            f'rule "{whole}": cannot read "{text.strip()}"; behind ";" stands a new name for several of the factors '
+            f'{", ".join(rule.factors)}: "q = h r".'
+        )
+    return name, factors
 
 
 def _parse_terms(side: str, rule: str) -> tuple[Term, ...]:
@@ -275,7 +292,8 @@ def _bind(rule: Rule, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tuple[
         elif unknown or known != size:
             factors = ", ".join(f"{name}={sizes.get(name, '?')}" for name in dim)
             raise RuleError(f'rule "{rule}": the group "({" ".join(dim)})" ({factors}) does not make a dim of {size}.')
-    return BoundRule(Rule(terms_in, terms_out), sizes)
+    sizes |= {name: math.prod(sizes[factor] for factor in members) for name, members in rule.products}
+    return BoundRule(Rule(terms_in, terms_out, rule.products), sizes)
 
 
 def _leading_dims(rule: Rule, shapes: tuple[tuple[int, ...], ...]) -> int:

@@ -188,7 +188,7 @@ def menu_of(
         for implementation in op.ways(split):
             offer = offered[implementation]
             choices = [offer.choices[number] for number in numbers]
-            if not _divides(choices, bound, offer.paddable, mesh):
+            if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             layouts = strategy.inputs, strategy.outputs
@@ -261,6 +261,27 @@ def _divides(choices: Sequence[Choice], bound: BoundRule, paddable: frozenset[st
             if size % (2 * whole):
                 return False
         elif size % whole and not (factor in paddable and len(sizes) == 1 and size >= whole):
+            return False
+    return True
+
+
+def _nested(choices: Sequence[Choice], bound: BoundRule, mesh: Mesh) -> bool:
+    """Whether products of factors are split evenly, where their outermost factor is not, and inside of axes that do.
+
+    The parts that an axis makes of all query heads are no parts of the groups that an axis inside of it would make.
+    """
+    for name, (outermost, *_) in bound.rule.products:
+        parts, within = 1, False
+        for size, choice in zip(mesh.sizes, choices, strict=True):
+            if outermost in choice.factors and within:
+                return False
+            if name in choice.factors and not within:
+                if bound.sizes[outermost] % (parts * size) == 0:
+                    return False
+                within = True
+            if name in choice.factors or outermost in choice.factors:
+                parts *= size
+        if within and bound.sizes[name] % parts:
             return False
     return True
 

@@ -15,6 +15,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, num_parts_of, part_of
 from autopar.runtime.collectives.functions import local_slice
+from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import Dealing, Ranks, on_each_rank
 from autopar.runtime.implementations.randomness import randomness
 
@@ -44,10 +45,12 @@ def attention_with_dropout(
 ) -> Tensor:
     """As `aten.scaled_dot_product_attention.default`, by explicit probabilities [..., heads, queries, keys].
 
-    Factors: "h" heads (outermost where query heads share keys: "(h r)"), "s" queries, the others are the leading dims
-    in order. Half precision is computed in float32, as PyTorch's own explicit path does. Moves nothing.
+    Factors: "h" heads (outermost where query heads share keys: "(h r)"), "q" query heads alone, "s" queries, the
+    others are the leading dims in order. Half precision is computed in float32, as PyTorch's own explicit path does.
+    Moves nothing.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
+    keys, value = shared_heads(query, keys, value, axes, sizes)
     if enable_gqa:
         keys, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (keys, value))
     # Both sides take half of the scale, so that their product cannot overflow.
@@ -60,12 +63,13 @@ def attention_with_dropout(
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     # Safe: a query that may look at no key gets zeros.
     probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
-    leading = [factor for factor in sizes if factor not in ("h", "r", "s")]
+    leading = [factor for factor in sizes if factor not in ("h", "r", "q", "s")]
     whole = {factor: sizes[factor] for factor in leading[: query.ndim - 3]}
     if query.ndim > 2:
         whole["h"] = sizes["h"] * sizes.get("r", 1)
     whole |= {"s": sizes["s"], "keys": keys.shape[-2]}
-    probabilities = _dropped(probabilities, dropout_p, key, axes, whole, zigzag)
+    split = {**axes, "h": (*axes.get("h", ()), *axes.get("q", ()))}
+    probabilities = _dropped(probabilities, dropout_p, key, split, whole, zigzag)
     return (probabilities @ value.to(wide)).to(query.dtype)
 
 

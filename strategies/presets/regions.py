@@ -138,14 +138,17 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
     """One call on a way: it keeps the dim split, joins it as a loss does, or ends the way."""
     position, split = next(iter(held.items()))
     factor = call.in_terms[position].dims[split.dim][0]
-    reason = ""
+    found, reason = factor, ""
     if factor not in call.bound.splittable:
         reason = f"{call.name} needs it whole"
     elif not _divides(graph, call, factor, parts):
+        # Where heads of keys do not divide, heads of queries may, and keys are whole.
+        found = call.fitting(factor, parts)
+    if found is None:
         reason = f"{call.name} has {call.bound.sizes[factor]} of it, which do not divide into {parts}"
     biases: dict[str, str] = {}
     for other, value in enumerate(call.inputs):
-        if not reason and graph.is_activation(value) and factor in call.in_terms[other].factors:
+        if not reason and found == factor and graph.is_activation(value) and factor in call.in_terms[other].factors:
             dim = call.in_terms[other].dim_of(factor)
             same = other in held and dim == held[other].dim
             taken = None if other in held or dim is None else _taken_by_rows(graph, value, dim)
@@ -164,7 +167,7 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
     else:
         for name, taken in biases.items():
             _enter(walk, graph.calls[name], INNER, taken, _origins(held))
-        _enter(walk, call, INNER, factor, _origins(held))
+        _enter(walk, call, INNER, found or factor, _origins(held))
         _go_on(walk, call, factor)
 
 

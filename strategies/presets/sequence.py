@@ -32,6 +32,9 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d_c = P - H
         all_reduce/c = 3·R/d
         all_reduce/d = H/c + 16
+
+    Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
+    then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
     """
     return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS})
 
@@ -117,25 +120,29 @@ def _split_over(strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, 
             _check_attention(strategy, call, way, mesh, axis)
     classes = _class_factors(graph, math.prod(map(mesh.size, ways)))
 
-    def along(way: str) -> Wish:
+    def along(way: str, parts: int) -> Wish:
         def wish(call: RoledCall) -> str | None:
             if call.name in classes:
                 return classes[call.name]
-            return _in_attention(call, way) if call.is_attention else call.factor_of("sequence")
+            return _in_attention(call, way, parts) if call.is_attention else call.factor_of("sequence")
 
         return wish
 
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
-        split.along(axis, along_rows(graph, along(ways[axis])) if axis in ways else data)
+        split.along(axis, along_rows(graph, along(ways[axis], mesh.size(axis))) if axis in ways else data)
     return split.annotations()
 
 
-def _in_attention(call: RoledCall, way: str) -> str | None:
-    """The factor of a call that an axis splits, or factors that it splits together."""
+def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
+    """The factor of a call that an axis splits, or factors that it splits together; FREE where that is not said.
+
+    Where heads of keys and values do not divide into so many parts these are heads of queries alone.
+    """
     if way == RING:
         return next((choice.name for choice in call.op.choices if TOGETHER in choice.name), None)
-    return call.factor_of(way) if way else FREE
+    factor = call.factor_of(way) if way else FREE
+    return (call.fitting(factor, parts) if factor and way == HEADS else None) or factor
 
 
 def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis: str) -> None:
@@ -144,7 +151,7 @@ def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis:
         return
     what = {HEADS: "heads", QUERIES: "queries", RING: "queries and keys, as many of both and without dropout,"}[way]
     others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
-    factor = _in_attention(call, way)
+    factor = _in_attention(call, way, mesh.size(axis))
     if factor is None:
         raise StrategyError(
             f"{strategy} splits the {what} of attention over {axis}; {call.name} has none. "
@@ -154,9 +161,15 @@ def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis:
         if call.bound.sizes[each] % mesh.size(axis):
             raise StrategyError(
                 f"{strategy} splits the {what} of attention into {mesh.size(axis)} parts over {axis}; {call.name} has "
-                f"{call.bound.sizes[each]} of them{' (of keys and values)' if way == HEADS else ''}. "
-                "Use an axis whose size divides them."
+                f"{_number_of(call, each)}. Use an axis whose size divides them."
             )
+
+
+def _number_of(call: RoledCall, factor: str) -> str:
+    """How many parts a factor has, of heads those of queries and those of keys."""
+    queries = [call.bound.sizes[name] for name, members in call.bound.rule.products if members[0] == factor]
+    found = call.bound.sizes[factor]
+    return f"{queries[0]} of queries and {found} of keys and values" if queries else f"{found} of them"
 
 
 def _class_factors(graph: RoledProgram, parts: int) -> dict[str, str]:

@@ -26,6 +26,9 @@ def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     A projection of queries, keys and values in one weight (GPT-2) is stored whole, as the three are cut out of every
     part of it: its gradient is all-reduced over t, too.
+
+    Where heads of keys and values do not divide over t, those of queries are split alone. Every device projects keys
+    and values whole then; their gradients are summed, 2·L·K/d more by all-reduce over t.
     """
     return _tensor_split("megatron", program, mesh).annotations()
 

@@ -84,6 +84,11 @@ def test_a_rule_has_one_printed_form(text: str, printed: str) -> None:
     assert str(Rule.parse(printed)) == printed
 
 
+def test_a_name_for_several_factors_has_the_product_of_their_sizes() -> None:
+    bound = Rule.parse("(h r), h -> (h r) ;q=h r").bind([(12,), (3,)], [(12,)])
+    assert str(bound.rule) == "(h r), h -> (h r); q = h r" and bound.sizes == {"h": 3, "r": 4, "q": 12}
+
+
 def test_factors_are_listed_once_in_the_order_they_appear() -> None:
     assert Rule.parse("b (h d) _, 1 d -> h b e").factors == ("b", "h", "d", "e")
 
@@ -100,6 +105,16 @@ def test_a_factor_is_split_on_the_dim_where_it_is_outermost() -> None:
         ("a -> b -> c", 'rule "a -> b -> c": found 2 arrows, needed one: "inputs -> outputs".'),
         ("a -> ~a", 'rule "a -> ~a": the output "~a" has a mark; marks belong to inputs.'),
         ("a -> ... a", 'rule "a -> ... a": "..." stands on the right only; name those dims on the left too.'),
+        (
+            "a b -> a; b = a",
+            'rule "a b -> a; b = a": cannot read "b = a"; behind ";" stands a new name for several of the factors '
+            'a, b: "q = h r".',
+        ),
+        (
+            "(a b), b -> a; q = a c",
+            'rule "(a b), b -> a; q = a c": cannot read "q = a c"; behind ";" stands a new name for several of the '
+            'factors a, b: "q = h r".',
+        ),
         ("a ? b -> a", 'rule "a ? b -> a": cannot read "? b" in the term "a ? b".'),
         ("a 2 -> a", 'rule "a 2 -> a": cannot read "2" in the term "a 2".'),
         ("~+a -> a", 'rule "~+a -> a": cannot read "+a" in the term "~+a".'),

@@ -24,6 +24,7 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS, annotations_for
+from autopar.strategies.roles import RoledProgram
 from tests.support.simulation.simulate import simulate
 
 HIDDEN, CLASSES = 16, 8
@@ -185,9 +186,20 @@ def test_zero1_is_zero2_and_a_warning_says_so() -> None:
 
 
 def test_megatron_warns_where_heads_do_not_divide() -> None:
-    mesh = Mesh({"tp": 8}, "cpu")  # 4 heads of keys and values
-    with pytest.warns(UserWarning, match=r"megatron: attention stays whole on tp in 1 calls .* repeated on 8 devices"):
+    mesh = Mesh({"tp": 16}, "cpu")  # 8 heads of queries, 4 of keys and values
+    with pytest.warns(UserWarning, match=r"megatron: attention stays whole on tp in 1 calls .* repeated on 16 devices"):
         annotations_for("megatron", captured("tiny-llama"), mesh)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(4, "h"), (8, "q")])
+@pytest.mark.filterwarnings("error")
+def test_where_heads_of_keys_do_not_divide_those_of_queries_are_split(size: int, factor: str) -> None:
+    said = {each.pattern: each.axes for each in annotations_for("megatron", captured("tiny-llama"), Mesh({"tp": size}))}
+    assert said["%scaled_dot_product_attention_default"] == (("tp", f"factor:{factor}"),)
+    calls = [call for call in RoledProgram.of(captured("tiny-llama")).learned if call.call.name == "linear"]
+    queries, keys, values, out = (said[f"%{call.name}"] for call in calls[:4])
+    kept = (("tp", "factor:o" if factor == "h" else "replicated"),)
+    assert (queries, keys, values, out) == ((("tp", "factor:o"),), kept, kept, (("tp", "factor:k"),))
 
 
 def test_what_the_user_says_goes_before_the_preset() -> None:
@@ -319,9 +331,9 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
     ),
     (
         "ulysses",
-        Mesh({"sp": 8}, "cpu"),
-        lambda: captured("tiny-llama"),
-        "into 8 parts over sp; .* has 4 of them .of keys",
+        Mesh({"sp": 16}, "cpu"),
+        lambda: capture(*built_in("tiny-llama", 4, 16), {}, training=True),
+        "into 16 parts over sp; .* has 8 of queries and 4 of keys and values. Use an axis whose size divides them",
     ),
     (
         "ulysses",

@@ -160,6 +160,19 @@ def test_a_step_of_llama_moves_what_the_docstring_says(strategy: str, shape: tup
     assert moved(plan_of_llama(strategy, shape)) == formulas(strategy, symbols_of_llama(), axes)
 
 
+def test_where_heads_of_keys_do_not_divide_keys_are_whole() -> None:
+    symbols = symbols_of_llama()
+    layers, keys = symbols["L"], 2 * symbols["L"] * symbols["K"]
+    ulysses = formulas("ulysses", symbols, {"c": 8})
+    ulysses["all_to_all", "c"] = Fraction(4 * layers * symbols["A"], 8)
+    for collective in ("all_gather", "reduce_scatter"):
+        ulysses[collective, "c"] += keys
+    assert moved(plan_of_llama("ulysses", (8,))) == ulysses
+    megatron = formulas("megatron", symbols, {"t": 8})
+    megatron["all_reduce", "t"] += keys
+    assert moved(plan_of_llama("megatron", (8,))) == megatron
+
+
 @pytest.mark.parametrize(
     ("strategy", "shape"),
     [("data_parallel", (4,)), ("data_parallel", (2, 2)), ("zero2", (2, 2)), ("zero3", (2, 2)), ("hsdp", (2, 2))],

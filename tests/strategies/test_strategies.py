@@ -242,7 +242,7 @@ def test_a_rule_made_from_arguments(text: str, target: Any, args: tuple[Any, ...
 def test_query_heads_share_key_heads_and_queries_may_be_split() -> None:
     query, key = x(2, 8, 5, 4), x(2, 4, 5, 4)
     causal = rule_text(aten.scaled_dot_product_attention.default, query, key, key, is_causal=True, enable_gqa=True)
-    assert causal == "a0 (h r) s _, a0 h t _, ~a0 h t _ -> a0 (h r) s _"
+    assert causal == "a0 (h r) s _, a0 h t _, ~a0 h t _ -> a0 (h r) s _; q = h r"
     mask = x(1, 8, 1, 5)
     learned = rule_text(aten.scaled_dot_product_attention.default, query, query, query, mask)
     assert learned == "a0 h s _, a0 h _ _, ~a0 h _ _, 1 h 1 _ -> a0 h s _"

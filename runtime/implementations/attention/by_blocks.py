@@ -6,6 +6,7 @@ An axis may split
     both, together      keys and values travel around a ring while the ranks compute with what they have; their
                         gradients travel with them, and are home after n - 1 steps ("ring attention", Liu et al. 2023)
     the keys            each rank has a part of every result, which are merged by their log-sum-exp
+    query heads         keys and values have all heads, of which each rank takes those that its queries share (`heads`)
 
 and axes may do different things, as in Ulysses inside of a ring ("USP", Fang and Zhao 2024) or 2D attention
 ("LoongTrain", Gu et al. 2024). No tensor has a dim of queries and one of keys, but a mask that is given.
@@ -25,8 +26,11 @@ from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Pair, add_blocks, add_gradients, pairs_of
+from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split
 from autopar.runtime.implementations.attention.steps import in_steps
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def attention(
@@ -52,6 +56,9 @@ def attention(
     once in float32, their gradients. Over ranks that split keys alone: the result and two numbers per query forward.
     """
     assert dropout_p == 0, "the rule uses this for calls without dropout"
+    keys, value = shared_heads(query, keys, value, axes, sizes)
+    if not (axes.get(QUERIES) or axes.get(KEYS)):
+        return _ATTENTION(query, keys, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, mask = _four_dims(query, keys, value, attn_mask)
     split = _ByPositions(
         Split.of(axes, zigzag, sizes[KEYS]),

@@ -15,6 +15,7 @@ from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD,
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.axes import Axes
 from autopar.runtime.implementations.attention.blocks import Piece
+from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import KEYS, Ranks, Split
 from autopar.runtime.implementations.attention.steps import in_steps
 
@@ -37,6 +38,7 @@ def attention_by_mask(
 
     Moves what `by_blocks.attention` does.
     """
+    key, value = shared_heads(query, key, value, axes, sizes)
     return in_steps(
         query, key, value, _ByMask(Split.of(axes, zigzag, sizes[KEYS]), mask, scale_of(query, scale)), vectors
     )

@@ -1,8 +1,10 @@
 """Scaled dot product attention: batch, heads and queries are free, and keys where the call runs by blocks.
 
-Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis may split queries, with
-whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there are others than queries. With
-dropout, or a mask of numbers, keys are whole. Biases and masks are broadcast.
+Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis splits groups, or,
+where these do not divide, query heads alone, "q": keys and values are whole then, and a rank takes of them the heads
+that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a
+ring; or keys, where there are others than queries. With dropout, or a mask of numbers, keys are whole. Biases and masks
+are broadcast.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -30,11 +32,31 @@ WIDE_BYTES = 4
 """Of a number in float32, in which results and gradients are summed."""
 
 
+QUERY_HEADS = "q"
+"""Heads of queries, split alone."""
+
+
 def head_dims(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
     """The dims of query and key heads: one head of keys serves all queries, several serve r queries each."""
     if query[-3] == key[-3]:
         return ["h"], ["h"]
     return (["h"], ["1"]) if key[-3] == 1 else (["(h r)"], ["h"])
+
+
+def heads_alone(call: Call) -> tuple[str, tuple[Choice, ...], frozenset[str]]:
+    """The choice to split query heads alone, where several share a head of keys: what its rule says of it besides.
+
+    That is the text behind the terms, the choice, and the factor that an implementation serves.
+    """
+    query, key = call["query"].shape, call["key"].shape
+    if len(query) < 3 or key[-3] in (1, query[-3]):
+        return "", (), frozenset()
+    queries, *masks = (
+        S(len(shape) - 3) if len(shape) > 2 and shape[-3] > 1 else R
+        for shape in (query, *(info.shape for info in call.inputs[3:]))
+    )
+    choice = Choice(QUERY_HEADS, (queries, R, R, *masks), (queries,))
+    return f"; {QUERY_HEADS} = h r", (choice,), frozenset({QUERY_HEADS})
 
 
 def attention(call: Call) -> OpRule:
@@ -57,22 +79,26 @@ def attention(call: Call) -> OpRule:
     ]
     if call["attn_mask"] is not None:
         terms.append(term(broadcast(call["attn_mask"].shape, scores, [*dims[:-1], keys])))
-    text = rule(terms, [term(dims)])
+    further, alone, shared = heads_alone(call)
+    text = rule(terms, [term(dims)]) + further
     flops = _flops(call, causal=call["is_causal"] and fused)
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
     if not in_parts:
-        ways = (Implementation("dropout:attention_with_dropout", factors=None, random=True),)
-        return OpRule(text, ways if dropout else (), flops=flops, backward=backward, efficiency="attention")
+        drawing = Implementation("dropout:attention_with_dropout", factors=None, random=True)
+        taking = Implementation("attention.heads:attention", shared, wraps=True)
+        ways = (drawing,) if dropout else (taking,) if shared else ()
+        return OpRule(text, ways, flops=flops, backward=backward, efficiency="attention", choices=alone)
     causal, around = call["is_causal"], query[-2] == key[-2]
     by_blocks = Implementation(
         "attention.by_blocks:attention",
-        frozenset({"s", "t"}) if causal else frozenset({"t"}),
+        (frozenset({"s", "t"}) if causal else frozenset({"t"})) | shared,
         joined=frozenset({"t"}),
         padded=frozenset({"s"}) if causal else frozenset(),
         traffic=traffic,
         zigzag=True,
         flops=_flops_by_blocks,
-        saved_bytes=lse_bytes,
+        saved_bytes=kept_bytes,
+        unkept=unkept,
         hidden_share=1.0 if around else 0.0,
         hidden_as="ring" if around else "",
     )
@@ -83,7 +109,7 @@ def attention(call: Call) -> OpRule:
         backward=backward,
         efficiency="attention",
         only_together=frozenset({"t"}) if around else frozenset(),
-        choices=(_ring(call),) if around else (),
+        choices=(*alone, *((_ring(call),) if around else ())),
     )
 
 
@@ -118,14 +144,12 @@ def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
         twice_seen = queries * (key[-2] + 1)
     else:
         twice_seen = queries * (2 * key[-2] + 1 - queries)
-    heads = math.prod(sizes[name] for name in (*batch_names(len(query) - 3), "h", "r") if name in sizes)
-    return heads * twice_seen * (query[-1] + value[-1])
+    return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
 
 
 def traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged."""
-    value, heads = call["value"], _key_heads(call, sizes)
-    keys = heads * sizes["t"] * (call["key"].shape[-1] + value.shape[-1])
+    value, keys = call["value"], _key_elements(call, sizes)
     hops = sizes.get(TOGETHER + "t", 1) - 1
     wide = max(WIDE_BYTES, value.dtype.itemsize)
     around = TOGETHER + "t"
@@ -141,19 +165,52 @@ def traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     return tuple(each for each in travelling for _ in range(hops))
 
 
-def lse_bytes(call: Call, sizes: LocalSizes) -> int:
-    """What blocks are merged by, of the local queries."""
-    return _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
+def kept_bytes(call: Call, sizes: LocalSizes) -> int:
+    """What blocks are merged by, of the local queries; and the heads of keys and values that were taken for these."""
+    lse = _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
+    return lse + (_key_elements(call, sizes) * call["value"].dtype.itemsize if _alone(call, sizes) else 0)
 
 
-def _query_rows(call: Call, sizes: LocalSizes) -> int:
-    names = (*batch_names(len(call["query"].shape) - 3), "h", "r", "s")
-    return math.prod(sizes[name] for name in names if name in sizes)
+def unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
+    """Keys and values, where heads of them are taken."""
+    return frozenset({1, 2}) if _alone(call, sizes) else frozenset()
+
+
+def batches(call: Call, sizes: LocalSizes) -> int:
+    """Of one device."""
+    return math.prod(sizes[name] for name in batch_names(len(call["query"].shape) - 3) if name in sizes)
+
+
+def query_heads(call: Call, sizes: LocalSizes) -> int:
+    """Of one device."""
+    heads = math.prod(sizes[name] for name in ("h", "r") if name in sizes)
+    return heads * sizes[QUERY_HEADS] // call["query"].shape[-3] if _alone(call, sizes) else heads
 
 
 def _key_heads(call: Call, sizes: LocalSizes) -> int:
-    names = (*batch_names(len(call["query"].shape) - 3), "h")
-    return math.prod(sizes[name] for name in names if name in sizes)
+    """Those that the queries of one device share; one of them, again and again, where their groups are cut."""
+    query, key = call["query"].shape, call["key"].shape
+    if len(query) < 3 or key[-3] == 1:
+        return 1
+    if not _alone(call, sizes):
+        return sizes["h"]
+    heads = query_heads(call, sizes)
+    return heads // math.gcd(heads, sizes["r"])
+
+
+def _alone(call: Call, sizes: LocalSizes) -> bool:
+    """Whether axes split query heads alone."""
+    return QUERY_HEADS in sizes and sizes[QUERY_HEADS] < call["query"].shape[-3]
+
+
+def _query_rows(call: Call, sizes: LocalSizes) -> int:
+    return batches(call, sizes) * query_heads(call, sizes) * sizes["s"]
+
+
+def _key_elements(call: Call, sizes: LocalSizes) -> int:
+    """Of keys and values together."""
+    features = call["key"].shape[-1] + call["value"].shape[-1]
+    return batches(call, sizes) * _key_heads(call, sizes) * sizes["t"] * features
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

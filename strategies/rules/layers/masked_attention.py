@@ -18,7 +18,16 @@ from autopar.sharding.layout import R, S
 from autopar.sharding.operation import ZIGZAG, Call, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, broadcast, rule, term
-from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, head_dims, lse_bytes, traffic
+from autopar.strategies.rules.layers.attention import (
+    FUSED_BACKWARD,
+    batches,
+    head_dims,
+    heads_alone,
+    kept_bytes,
+    query_heads,
+    traffic,
+    unkept,
+)
 
 
 def attention_by_mask(call: Call) -> OpRule:
@@ -29,27 +38,29 @@ def attention_by_mask(call: Call) -> OpRule:
     queries, keys = term([*names[:-1], WHOLE]), [names[0], *key_heads, "t", WHOLE]
     vectors = [term(broadcast(each.shape, scores, names)) for each in call["vectors"]]
     around = query[-2] == key[-2]
+    further, alone, shared = heads_alone(call)
     by_blocks = Implementation(
         "attention.by_mask:attention_by_mask",
-        frozenset({"s", "t"}),
+        frozenset({"s", "t"}) | shared,
         joined=frozenset({"t"}),
         padded=frozenset({"s"}),
         traffic=traffic,
-        ordered=frozenset({"t"}),
+        ordered=frozenset({"t"}) | shared,
         zigzag=True,
         flops=_flops_of_part,
-        saved_bytes=lse_bytes,
+        saved_bytes=kept_bytes,
+        unkept=unkept,
         hidden_share=1.0 if around else 0.0,
         hidden_as="ring" if around else "",
     )
     return OpRule(
-        rule([queries, term(keys), term(keys, "~"), *vectors], [queries]),
+        rule([queries, term(keys), term(keys, "~"), *vectors], [queries]) + further,
         (by_blocks,),
         flops=round(call["seen"] * _flops(call, query[-2], key[-2], math.prod(query[:-2]))),
         backward=FUSED_BACKWARD,
         efficiency="attention",
         only_together=frozenset({"t"}) if around else frozenset(),
-        choices=(_ring(call["vectors"]),) if around else (),
+        choices=(*alone, *((_ring(call["vectors"]),) if around else ())),
     )
 
 
@@ -66,7 +77,7 @@ def _flops(call: Call, queries: int, keys: int, heads: int) -> int:
 
 def _flops_of_part(call: Call, sizes: LocalSizes) -> int:
     """Of the busiest device: where later queries see more, and are split in order, the last one."""
-    heads = math.prod(sizes[name] for name in ("a0", "h", "r") if name in sizes)
+    heads = batches(call, sizes) * query_heads(call, sizes)
     keys = call["key"].shape[-2] if TOGETHER + "t" in sizes else sizes["t"]
     seen = call["seen"]
     if call["rising"] and ZIGZAG + "s" not in sizes:

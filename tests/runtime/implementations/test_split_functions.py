@@ -378,9 +378,9 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize(("kind", "heads"), [*((kind, "h") for kind in ATTENTION), ("grouped", "q")])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_deterministic_attention_with_dropout_equals_one_device(kind: str, p: float) -> None:
+def test_deterministic_attention_with_dropout_equals_one_device(kind: str, heads: str, p: float) -> None:
     query, key, further = ATTENTION[kind]
     causal = further.get("is_causal", False)
     keywords = {name: value for name, value in further.items() if name != "is_causal"}
@@ -391,14 +391,16 @@ def test_deterministic_attention_with_dropout_equals_one_device(kind: str, p: fl
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
-        axes = {"a0": ("a",), "h": ("b",)}
+        axes = {"a0": ("a",), heads: ("b",)}
         sizes = {"a0": 4, "h": key[1], "r": query[1] // key[1], "s": query[2]}
+        if heads == "q":  # those of queries alone
+            sizes["q"] = query[1]
         with use_randomness(0, 0, True):
             return attention_with_dropout(q, k, v, None, p, causal, key=0, axes=axes, sizes=sizes, **keywords)
 
-    at = on(S(0), S(1))
+    at, keys = on(S(0), S(1)), on(S(0), S(1) if heads == "h" else R)
     inputs = wants_grad(*query), wants_grad(*key), wants_grad(*key)
-    assert check(reference, function, inputs, (at, at, at), at) == {}
+    assert check(reference, function, inputs, (at, keys, keys), at) == {}
 
 
 def test_deterministic_attention_draws_nothing_for_queries_that_are_padding() -> None:

@@ -112,6 +112,7 @@ def attention(d: Draw) -> list[Sample]:
         sample(d.x(2, 8, b, c), d.x(2, 4, e, c), d.x(2, 4, e, c), enable_gqa=True),
         sample(d.x(2, 8, b, c), d.x(2, 4, b, c), d.x(2, 4, b, c), is_causal=True, enable_gqa=True),
         sample(d.x(2, 8, b, c), d.x(2, 2, e, c), d.x(2, 2, e, c), d.constant(2, 1, b, e), enable_gqa=True),
+        sample(d.x(2, 6, b, c), d.x(2, 3, e, c), d.x(2, 3, e, c), d.constant(2, 6, b, e), enable_gqa=True),
         sample(d.x(a, b, c), d.x(a, e, c), d.x(a, e, c)),
         sample(d.x(2, a, b, c), d.x(2, 1, b, c), d.x(2, 1, b, c), is_causal=True),
         sample(d.x(2, a, b, c), d.x(2, 1, b, c), d.x(2, 1, b, c), d.constant(2, a, b, b), enable_gqa=True),
