@@ -80,10 +80,10 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
                 together[root(other)] = root(linked[0])
             if name in ordered:
                 told_apart += linked[:1]
-        if _later_see_more(call):
+        if later_see_more(call):
             wanted += found[QUERIES][:1]
     refused = {root(dim) for dim in told_apart}
-    pieces = 2 * max(sizes, default=1)
+    pieces = num_pieces(sizes)
     size_of = {root(dim): graph.infos[dim[0]].shape[dim[1]] for dim in wanted}
     kept = {each for each, size in size_of.items() if size % pieces == 0} - refused
     dims: dict[Value, set[int]] = defaultdict(set)
@@ -93,7 +93,12 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
     return Dealt({value: frozenset(found) for value, found in dims.items()})
 
 
-def _later_see_more(call: RoledCall) -> bool:
+def num_pieces(sizes: Sequence[int]) -> int:
+    """What a dim must divide into to be dealt on a mesh of these axis sizes, by any one of its axes."""
+    return 2 * max(sizes, default=1)
+
+
+def later_see_more(call: RoledCall) -> bool:
     """Whether an attention computes more keys for later queries."""
     said = "rising" if call.call.target is ATTENTION_BY_MASK else "is_causal"
     return call.call.target in ATTENTION and call.call[said]

@@ -156,11 +156,25 @@ def contradiction(space: Space, decision: Decision, text: str, other: str) -> st
     if text == other:
         return (
             f"{text} says things of {_place(decision)} that exclude each other on the mesh {space.mesh}: "
-            "each can hold, but not all. Leave one out."
+            f"each can hold, but not all. {_not_dealt(space, decision)}Leave one out."
         )
     return (
         f"{text} contradicts {other}: {_place(decision)} cannot satisfy both on the mesh {space.mesh}. "
         "Remove one of them."
+    )
+
+
+def _not_dealt(space: Space, decision: Decision) -> str:
+    """That positions of causal attention are dealt by zigzag, into more pieces than all axes have devices."""
+    dealt = sorted({factor for strategy in decision.menu.strategies for factor in strategy.zigzag})
+    pieces = 2 * space.mesh.num_devices
+    sizes = [decision.menu.bound.sizes[factor] for factor in dealt] if decision.menu.bound is not None else []
+    size = next((size for size in sizes if size % pieces), None)
+    if size is None:
+        return ""
+    return (
+        "Positions of causal attention are dealt by zigzag, two pieces to each device of the axes that split them: for "
+        f"all axes pad its {size} positions to {-(-size // pieces) * pieces}. "
     )
 
 

@@ -16,6 +16,7 @@ from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.experts.samples import tokens_in_samples
+from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
@@ -144,6 +145,7 @@ PASSES: tuple[Pass, ...] = (
     repeated_tokens,
     drop_dead_calls,
     packed_projections_to_separate,
+    documents_by_position,
     masks_by_position,
     drop_dead_calls,
     drop_unused_placeholders,

@@ -20,6 +20,7 @@ from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.recompute_segments import MODES
+from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
 
 
@@ -114,6 +115,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             *(f"assumed, not checked: {each}" for each in space.program.assumed),
             *notes_on_experts(context, answer),
             *notes_on_losses(context, answer),
+            *notes_on_order(space, choices),
         ),
         memory=answer.memory,
         recompute=answer.modes,

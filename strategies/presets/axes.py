@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from autopar.errors import StrategyError
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.roles import RoledProgram
+from autopar.strategies.zigzag import dealt, later_see_more
 
 TENSOR = ("tp", "tensor", "mp", "model")
 SEQUENCE = ("sp", "cp", "seq", "sequence", "context")
@@ -64,14 +65,30 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
             "preset."
         )
     parts = math.prod(map(mesh.size, axes))
+    rising = any(map(later_see_more, graph.calls.values()))
+    wanted = 2 * parts if rising else parts
+    pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, with labels that the loss ignores"
     if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
+        dealt_too = f", and of {wanted} for causal attention to deal them by zigzag" if rising else ""
         raise StrategyError(
             f"{strategy} splits the positions of a sequence into {parts} parts over {', '.join(axes)}; found "
-            f"{graph.positions} positions, if dim 1 of the input {source} is that of positions. Pad the sequences, or "
-            "use an axis whose size divides them; where another dim is meant, as that of points in [batch, channels, "
-            "points], use another preset."
+            f"{graph.positions} positions, if dim 1 of the input {source} is that of positions, and needed is a "
+            f"multiple of {parts}{dealt_too}. {pad}, or use an axis whose size divides them; where another dim is "
+            "meant, as that of points in [batch, channels, points], use another preset."
         )
+    if graph.positions % wanted and len(axes) > 1 and _is_dealt(graph, mesh):
+        raise StrategyError(
+            f"{strategy} splits positions over {', '.join(axes)}, and causal attention deals them by zigzag, two "
+            f"pieces to each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
+            f"{wanted}. {pad}, or use smaller axes."
+        )
+
+
+def _is_dealt(graph: RoledProgram, mesh: Mesh) -> bool:
+    """Whether positions of some attention are dealt by zigzag, as they divide over single axes."""
+    found = dealt(graph, mesh.sizes, {})
+    return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 
 
 def need_batch(strategy: str, samples: int, mesh: Mesh, axes: tuple[str, ...]) -> None:

@@ -339,7 +339,15 @@ NO_PLACE: list[tuple[str, Mesh, Make, str]] = [
         "ulysses",
         Mesh({"sp": 3}, "cpu"),
         lambda: captured("tiny-llama"),
-        r"into 3 parts over sp; found 8 positions, if dim 1 of the input int64\[4, 8\] is that of positions. Pad",
+        r"into 3 parts over sp; found 8 positions, if dim 1 of the input int64\[4, 8\] is that of positions, and "
+        r"needed is a multiple of 3, and of 6 for causal attention to deal them by zigzag. Pad the sequences to 12",
+    ),
+    (
+        "usp",
+        Mesh({"cp": 2, "sp": 4}, "cpu"),
+        lambda: captured("tiny-llama"),
+        "usp splits positions over cp, sp, and causal attention deals them by zigzag, two pieces to each of 8 devices; "
+        "found 8 positions, and needed is a multiple of 16. Pad the sequences to 16, with labels that the loss ignores",
     ),
     (
         "ulysses",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture.export import capture
-from autopar.errors import StrategyError
+from autopar.errors import AnnotationError, StrategyError
 from autopar.planning.settings import context_of
 from autopar.sharding.layout import Z
 from autopar.sharding.mesh import Mesh
@@ -151,6 +151,18 @@ def test_a_ring_needs_attention_whose_keys_can_be_divided() -> None:
 def test_heads_and_a_ring_need_two_axes() -> None:
     with pytest.raises(StrategyError, match="usp needs 2 mesh axes, one for heads and one for the ring; the mesh is"):
         autopar.plan(Text(), Mesh({"cp": 4}), batch(), strategy="usp")
+
+
+def test_annotations_for_more_axes_than_a_zigzag_divides_over_say_what_to_pad() -> None:
+    model = Text()
+    autopar.annotate(model, "o", dp="sequence", cp="sequence")
+    with pytest.raises(AnnotationError) as caught:
+        autopar.plan(model, Mesh({"dp": 4, "cp": 8}), batch())
+    assert str(caught.value) == (
+        'annotate("o", dp="sequence", cp="sequence") says things of o that exclude each other on the mesh dp=4 × cp=8: '
+        "each can hold, but not all. Positions of causal attention are dealt by zigzag, two pieces to each device of "
+        "the axes that split them: for all axes pad its 16 positions to 64. Leave one out."
+    )
 
 
 @pytest.mark.parametrize("strategy", [None, "megatron", "zero3"])
