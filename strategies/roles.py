@@ -22,6 +22,7 @@ from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.sharding.operation import Call, OpRule, is_matmul
 from autopar.sharding.rule import ROLE_OF_FACTOR, WHOLE, BoundRule, Term
@@ -37,7 +38,7 @@ Roles = tuple[str | None, ...]
 EXPERT = "expert"
 ATTENTION = (aten.scaled_dot_product_attention.default, ATTENTION_BY_MASK)
 LOOKUPS = (aten.embedding.default, EMBEDDING_BAGS)
-CLASS_LOSSES = (aten.cross_entropy_loss.default, LINEAR_CROSS_ENTROPY)
+CLASS_LOSSES = (aten.cross_entropy_loss.default, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ ORDER = (
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models"),
     ("capture.experts", "capture.masks", "hardware", "solver", "strategies.rules", "strategies.rules.layers"),
+    ("capture.rows",),
     ("capture",),
     ("strategies",),
     ("strategies.presets", "plans", "cost", "validation"),

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
-from autopar.capture.experts.samples import tokens_in_samples
 from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.passes.bags import pooled_bags
@@ -25,6 +24,8 @@ from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import split_before_permuting, state_sizes
+from autopar.capture.rows.labels import ignored_positions
+from autopar.capture.rows.samples import tokens_in_samples
 from autopar.capture.tiled_loss import LossTiles, tiled_losses
 from autopar.errors import CaptureError
 from autopar.program.program import TensorInfo
@@ -143,6 +144,8 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_calls,
     tokens_in_samples,
     repeated_tokens,
+    drop_dead_calls,
+    ignored_positions,
     drop_dead_calls,
     packed_projections_to_separate,
     documents_by_position,

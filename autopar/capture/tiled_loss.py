@@ -21,13 +21,14 @@ from torch import fx
 from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
+from autopar.capture.rows.labels import ONE_TENSOR, Cut, cut_of, cuts_positions, in_rows, with_ignored
 from autopar.errors import CaptureError
 from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, SUM
+from autopar.program.operators.rows import CROSS_ENTROPY
 
 AUTO: Literal["auto"] = "auto"
 LossTiles = int | Literal["auto"] | None
 """A number of tiles; "auto": a plan chooses it where losses can be taken apart; None: no loss is."""
-ONE_TENSOR = (aten.contiguous.default, aten.clone.default)
 TRANSPOSED = (aten.t.default, aten.numpy_T.default)
 PERMUTING = (
     aten.permute.default,
@@ -52,7 +53,7 @@ class _Head:
     hidden: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    slices: tuple[tuple[int, int, int], ...]
+    slices: tuple[Cut, ...]
     """(dim, positions cut off before, and behind) in the order in which they were taken."""
 
 
@@ -66,7 +67,7 @@ def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"], training: boo
     Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
     """
     said = f"loss_tiles={tiles!r} computes the cross-entropy of a linear layer tile by tile"
-    losses = draft.calls(aten.cross_entropy_loss.default)
+    losses = draft.calls(aten.cross_entropy_loss.default, CROSS_ENTROPY)
     if not losses and training:
         _refuse(
             f"{said}, and the forward computes none. Compute it there: give the model its labels, and return the loss.",
@@ -102,13 +103,14 @@ def _found_head(loss: fx.Node) -> _Head:
     """As `_head_of`; _UnfitError where something lies between, or others read the logits."""
     given = arguments(loss)
     _check_kind(given)
-    node, num_classes = given["self"], shape_of(given["self"])[1 if len(shape_of(given["self"])) > 1 else 0]
+    node = given["self"]
     if len(shape_of(node)) < 2:
         raise _UnfitError("it has logits of one row alone; give it several rows")
-    if len(shape_of(node)) > 2:
+    if loss.target is not CROSS_ENTROPY and len(shape_of(node)) > 2:
         _only_user(node)
         node = _classes_last(node)
-    slices: list[tuple[int, int, int]] = []
+    num_classes = shape_of(node)[-1]
+    slices: list[Cut] = []
     while True:
         _only_user(node)
         source = node.args[0]
@@ -116,8 +118,8 @@ def _found_head(loss: fx.Node) -> _Head:
             return PRODUCTS[node.target](node, tuple(reversed(slices)))
         if not isinstance(source, fx.Node):
             break
-        if node.target is aten.slice.Tensor and _cuts_positions(node):
-            slices.append(_cut(node))
+        if cuts_positions(node):
+            slices.append(cut_of(node))
         elif not _keeps_rows(node, source, num_classes, sliced=bool(slices)):
             break
         node = source
@@ -168,12 +170,12 @@ def _memory(node: fx.Node, order: Sequence[int] = ()) -> list[tuple[int, int]]:
     return [found[dim] for dim in order] or found
 
 
-def _linear(node: fx.Node, slices: tuple[tuple[int, int, int], ...]) -> _Head:
+def _linear(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
     given = arguments(node)
     return _Head(node, given["input"], given["weight"], given["bias"], slices)
 
 
-def _product(node: fx.Node, slices: tuple[tuple[int, int, int], ...]) -> _Head:
+def _product(node: fx.Node, slices: tuple[Cut, ...]) -> _Head:
     """A product with a transposed matrix, as `x @ weight.t()`."""
     x, weight = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
@@ -189,7 +191,7 @@ def _product(node: fx.Node, slices: tuple[tuple[int, int, int], ...]) -> _Head:
     return _Head(node, x, source, None, slices)
 
 
-PRODUCTS: dict[object, Callable[[fx.Node, tuple[tuple[int, int, int], ...]], _Head]] = {
+PRODUCTS: dict[object, Callable[[fx.Node, tuple[Cut, ...]], _Head]] = {
     aten.linear.default: _linear,
     aten.matmul.default: _product,
     aten.mm.default: _product,
@@ -205,21 +207,6 @@ def _keeps_rows(node: fx.Node, source: fx.Node, num_classes: int, sliced: bool) 
     return widens or node.target in ONE_TENSOR
 
 
-def _cuts_positions(node: fx.Node) -> bool:
-    given = arguments(node)
-    ndim = len(shape_of(node))
-    return given["step"] == 1 and given["dim"] % ndim != ndim - 1
-
-
-def _cut(node: fx.Node) -> tuple[int, int, int]:
-    given = arguments(node)
-    dim = given["dim"] % len(shape_of(node))
-    size, kept = shape_of(given["self"])[dim], shape_of(node)[dim]
-    start = min(given["start"] or 0, size)
-    start = start if start >= 0 else max(size + start, 0)
-    return dim, start, size - start - kept
-
-
 def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.Node:
     given, module = arguments(loss), head.node.meta["module"]
     hidden, target = head.hidden, given["target"]
@@ -229,10 +216,8 @@ def _in_tiles(draft: TracedGraph, loss: fx.Node, head: _Head, tiles: int) -> fx.
     rows = list(shape_of(hidden)[:-1])
     for dim, before, behind in head.slices:
         rows[dim] -= before + behind
-    target = _in_rows(draft, target, tuple(rows), module)
-    for dim, before, behind in reversed(head.slices):
-        sides = [0] * (2 * (len(rows) - dim - 1)) + [before, behind]
-        target = draft.call(aten.constant_pad_nd.default, target, sides, given["ignore_index"], module=module)
+    target = in_rows(draft, target, tuple(rows), module)
+    target = with_ignored(draft, target, reversed(head.slices), given["ignore_index"], module)
     dtype = value_of(given["self"]).dtype
     call = (hidden, head.weight, head.bias, target, given["reduction"], given["ignore_index"], dtype, tiles)
     return draft.call(LINEAR_CROSS_ENTROPY, *call, module=module)
@@ -247,16 +232,6 @@ def _flattens(node: fx.Node) -> bool:
         and len(shape_of(source)) > len(shape_of(node)) == 2
         and shape_of(source)[-1] == shape_of(node)[-1]
     )
-
-
-def _in_rows(draft: TracedGraph, target: fx.Node, rows: tuple[int, ...], module: str) -> fx.Node:
-    """The targets in this shape: what was flattened, where it was that."""
-    source = target
-    while source.target in (*VIEWS, *ONE_TENSOR) and shape_of(source) != rows and isinstance(source.args[0], fx.Node):
-        source = source.args[0]
-    if shape_of(source) == rows:
-        return source
-    return draft.call(aten.reshape.default, target, list(rows), module=module)
 
 
 def _name(node: fx.Node) -> str:

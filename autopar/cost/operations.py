@@ -41,9 +41,15 @@ def bandwidth(op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
 
 def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Implementation | None = None) -> float:
     """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
-    peak = hardware.flops_of(call.outputs[0].dtype if call.outputs else torch.float32)
+    peak = hardware.flops_of(_computed_in(call, op))
     reached = (implementation and implementation.efficiency) or op.efficiency
     return peak * hardware.attention_efficiency if reached == "attention" else peak
+
+
+def _computed_in(call: Call, op: OpRule) -> torch.dtype:
+    """The dtype of what a call gives; where its rule states FLOPs, of what it multiplies: a loss may be wider."""
+    first = [*(call.inputs if op.flops is not None else ()), *call.outputs]
+    return first[0].dtype if first else torch.float32
 
 
 def moved_bytes(op: OpRule, inputs: int, outputs: int, implementation: Implementation | None = None) -> int:

@@ -59,6 +59,23 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, target, weight, call)
 
 
+def cross_entropy_of_rows(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """As `autopar.cross_entropy_loss`, classes last; moves what `cross_entropy` does."""
+    given = logits.flatten(0, -2), target.flatten(), weight, reduction, ignore_index, label_smoothing
+    loss = cross_entropy(*given, axes=axes, sizes=sizes)
+    return loss.view(target.shape) if reduction == NONE else loss
+
+
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What a mean of this rank's rows divides by: the weights of their targets; their number where there are none."""
     kept = target != ignore_index

@@ -16,9 +16,8 @@ bytes that one device has to do with. The symbols are bytes of whole tensors, ov
     W  weights of matrix products, the head too    K  the keys that attention is given; its values are as large
     N  weights of norms                            F  what an up projection puts out
     T  the table that token ids look up            V  logits
-    H  the head                                    R  one number (float32) for each token
-    U  parameters whose values the backward has    L  number of layers (a number, as are the sizes of axes)
-       no use for: tables, biases, what is added,
+    U  parameters whose values the backward has    R  one number (float32) for each token
+       no use for: tables, biases, what is added,  L  number of layers (a number, as are the sizes of axes)
        weights that meet inputs
 
 A mean loss adds 16 to each axis that splits the batch: its sum and its number of tokens, 8 each. The layouts are a

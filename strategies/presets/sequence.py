@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from autopar.errors import StrategyError
@@ -11,7 +10,6 @@ from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.regions import LOSS, regions_of
 from autopar.strategies.presets.rows import along_rows
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
@@ -23,15 +21,12 @@ HEADS, QUERIES, RING = "column", "sequence", "ring"
 def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Positions split, heads instead of them in attention, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
-    Over an axis c of positions and an axis d of the batch; parameters are whole, except the head, which is split by
-    classes where the loss flattens positions into rows:
+    Over an axis c of positions and an axis d of the batch; parameters are whole:
 
         all_to_all/c = 4·L·(A + K)/(c·d)
-        all_gather/c = A/d
-        reduce_scatter/c = A/d
-        all_reduce/d_c = P - H
-        all_reduce/c = 3·R/d
-        all_reduce/d = H/c + 16
+        all_reduce/d_c = P
+        all_reduce/c = 16
+        all_reduce/d = 16
 
     Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
     then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
@@ -45,11 +40,11 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     Over an axis c of positions and an axis d of the batch:
 
-        all_gather/c = 2·L·K/d + A/d
-        reduce_scatter/c = 2·L·K/d + A/d
-        all_reduce/d_c = P - H
-        all_reduce/c = 3·R/d
-        all_reduce/d = H/c + 16
+        all_gather/c = 2·L·K/d
+        reduce_scatter/c = 2·L·K/d
+        all_reduce/d_c = P
+        all_reduce/c = 16
+        all_reduce/d = 16
     """
     return _split_over("gather_kv", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): QUERIES})
 
@@ -63,11 +58,9 @@ def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     as often, in float32:
 
         permute/c = 6·L·K·(c-1)/(c·d)
-        all_gather/c = A/d
-        reduce_scatter/c = A/d
-        all_reduce/d_c = P - H
-        all_reduce/c = 3·R/d
-        all_reduce/d = H/c + 16
+        all_reduce/d_c = P
+        all_reduce/c = 16
+        all_reduce/d = 16
     """
     return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING})
 
@@ -81,14 +74,10 @@ def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_to_all/u = 4·L·(A + K)/(c·d·u)
         permute/c = 6·L·K·(c-1)/(c·d·u)
-        all_gather/c = A/d
-        all_gather/u = A/(c·d)
-        reduce_scatter/c = A/d
-        reduce_scatter/u = A/(c·d)
-        all_reduce/d_c_u = P - H
-        all_reduce/c = 3·R/d
-        all_reduce/u = 3·R/d
-        all_reduce/d = H/(c·u) + 16
+        all_reduce/d_c_u = P
+        all_reduce/c = 16
+        all_reduce/u = 16
+        all_reduce/d = 16
     """
     axes.need_axes("usp", mesh, 2, "one for heads and one for the ring")
     heads = axes.axis_of(mesh, ("sp", "ulysses"))
@@ -118,12 +107,9 @@ def _split_over(strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, 
     for call in attentions:
         for axis, way in ways.items():
             _check_attention(strategy, call, way, mesh, axis)
-    classes = _class_factors(graph, math.prod(map(mesh.size, ways)))
 
     def along(way: str, parts: int) -> Wish:
         def wish(call: RoledCall) -> str | None:
-            if call.name in classes:
-                return classes[call.name]
             return _in_attention(call, way, parts) if call.is_attention else call.factor_of("sequence")
 
         return wish
@@ -170,16 +156,3 @@ def _number_of(call: RoledCall, factor: str) -> str:
     queries = [call.bound.sizes[name] for name, members in call.bound.rule.products if members[0] == factor]
     found = call.bound.sizes[factor]
     return f"{queries[0]} of queries and {found} of keys and values" if queries else f"{found} of them"
-
-
-def _class_factors(graph: RoledProgram, parts: int) -> dict[str, str]:
-    """The factors of the calls that make a loss whose rows are no positions any more, split by classes.
-
-    A loss over (batch, positions) flattened to rows cannot keep the positions split, unless the batch is one sample:
-    its classes are split instead, from the product that makes the logits on.
-    """
-    regions = regions_of(graph, parts)
-    losses = [graph.calls[name] for name in regions.names(LOSS)]
-    if not losses or all(call.factor_of("sequence") for call in losses):
-        return {}
-    return {name: regions.factors[name] for name in regions.heads}

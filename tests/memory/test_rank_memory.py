@@ -47,6 +47,7 @@ def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequ
         ("tiny-llama", (4,), "zero3", 8, 64),
         ("tiny-llama", (4,), "zero3", 4, 8),  # mostly weights: most when the first layer's are reduced with the table's
         ("tiny-llama", (2,), "megatron", 32, 128),  # mostly logits and what the loss makes of them
+        ("tiny-llama", (2,), "ring", 32, 128),  # the same, by positions dealt by zigzag
     ],
 )
 def test_ranks_hold_what_the_plan_predicts(

@@ -143,7 +143,6 @@ def symbols_of_llama() -> dict[str, int]:
         "W": num_bytes(model) - table - norms,
         "N": norms,
         "T": table,
-        "H": num_bytes(model, "lm_head"),
         "U": table,
         "A": hidden,
         "K": hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"],

@@ -73,6 +73,7 @@ def test_positions_are_dealt_from_tokens_to_logits_and_features_are_not() -> Non
     assert dims.of(("x", 0)) == {1}
     assert not any(dims.of((name, 0)) for name in graph.parameters)
     add = graph.calls["add_tensor"]
+    assert dims.inputs(graph.calls["cross_entropy_loss_default"], graph) == ({1}, {1}), "rows of a loss keep positions"
     assert dims.inputs(add, graph) == ({1}, {1}), "a weight is dealt for a call whose other tensors are"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.sharding.operation import Call, Collective, Implementation, OpRule
 from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import (
@@ -40,12 +41,21 @@ def cross_entropy(call: Call) -> Answer:
     logits, target = call["self"].shape, call["target"]
     if target.dtype.is_floating_point:
         return _of_probabilities(call)
-    dims = ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)]
+    return _of_classes(call, ["v"] if len(logits) == 1 else ["n", "v", *names(len(logits) - 2)], "cross_entropy")
+
+
+def cross_entropy_of_rows(call: Call) -> OpRule:
+    """`self` (…, v), `target` (…)."""
+    return _of_classes(call, [*names(len(call["target"].shape)), "v"], "cross_entropy_of_rows")
+
+
+def _of_classes(call: Call, dims: list[str], function: str) -> OpRule:
+    """Logits of these dims, of which "v" are the classes; what the function is called that joins parts."""
     kept = [name for name in dims if name != "v"]
     joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
     classes = frozenset({"v"})
     vocabulary_parallel = Implementation(
-        "loss:cross_entropy", joined, joined=joined, padded=classes, traffic=cross_entropy_traffic, ordered=classes
+        f"loss:{function}", joined, joined=joined, padded=classes, traffic=cross_entropy_traffic, ordered=classes
     )
     return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
 
@@ -159,6 +169,7 @@ def cosine_similarity(call: Call) -> Answer:
 
 RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.cross_entropy_loss.default: cross_entropy,
+    CROSS_ENTROPY: cross_entropy_of_rows,
     aten.nll_loss.default: nll,
     aten.nll_loss_nd.default: nll,
     aten.mse_loss.default: distance("mse_loss"),

@@ -11,6 +11,7 @@ import torch
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.bags import EMBEDDING_BAGS
+from autopar.program.operators.rows import CROSS_ENTROPY
 
 aten = torch.ops.aten
 
@@ -40,6 +41,7 @@ ALLOWED: dict[Any, dict[str, str]] = {
         [
             aten.binary_cross_entropy.default,
             aten.cross_entropy_loss.default,
+            CROSS_ENTROPY,
             aten.nll_loss.default,
             aten.nll_loss_nd.default,
         ],

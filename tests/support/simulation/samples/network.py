@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autopar.program.operators.bags import EMBEDDING_BAGS, RAGGED_EMBEDDING_BAGS
 from autopar.program.operators.capacity import WITHIN_CAPACITY
+from autopar.program.operators.rows import CROSS_ENTROPY
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -127,6 +128,17 @@ def cross_entropy(d: Draw) -> list[Sample]:
     ]
 
 
+def cross_entropy_of_rows(d: Draw) -> list[Sample]:
+    n, s, v = d.sizes(3)
+    rest = IGNORED, 0.0
+    return [
+        *(sample(d.x(n, s, v), labels(d, v, n, s), None, reduction, *rest) for reduction in (0, 1, 2)),
+        sample(d.x(n, v), labels(d, v, n), None, 1, *rest),
+        sample(d.x(n, s, v), labels(d, v, n, s), d.positive(v).detach(), 1, IGNORED, 0.1),
+        sample(d.x(n, s, v), labels(d, v, n, s), d.positive(v).detach(), 2, *rest),
+    ]
+
+
 def nll(d: Draw) -> list[Sample]:
     n, v = d.sizes(2)
     return [
@@ -183,6 +195,7 @@ SAMPLES: dict[Any, Samples] = {
     aten.one_hot.default: one_hot,
     WITHIN_CAPACITY: lambda d: [sample(d.index(3, *shape), 3, 0.5) for shape in ((4, 6, 2), (4, 6, 2, 1))],
     aten.cross_entropy_loss.default: cross_entropy,
+    CROSS_ENTROPY: cross_entropy_of_rows,
     aten.nll_loss.default: nll,
     aten.nll_loss_nd.default: nll,
     aten.nll_loss_forward.default: native_nll,

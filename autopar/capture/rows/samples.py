@@ -1,8 +1,8 @@
-"""Samples and positions of tokens kept apart, from where a model flattens them for its router to where it undoes that.
+"""Samples and positions of tokens kept apart, from where a model flattens them for its router, or for its loss.
 
 A split of positions cannot pass a view of [B, S, D] as [B · S, D]; calls that treat every token alone need no such
-view. It is put off, call by call, until something needs it: calls then work on [B, S, ...]. Legend: L leading dims,
-T their product.
+view. It is put off, call by call, until something needs it, or the model undoes it: calls then work on [B, S, ...], and
+a loss takes rows of these dims. Legend: L leading dims, T their product.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.capture.experts.forms import CASTS
-from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import VIEWS
+from autopar.capture.rows.labels import NONE, in_rows
 from autopar.program.operators.experts import COMBINE, DISPATCH
+from autopar.program.operators.rows import CROSS_ENTROPY
 
 ALONG_DIM = (
     aten.softmax.int,
@@ -39,32 +41,37 @@ ALONG_DIM = (
     aten.squeeze.dim,
 )
 """Calls along one dim, or several, that they name."""
+PRODUCTS = (aten.linear.default, aten.matmul.default)
+"""Products with a matrix, which is the second argument."""
+OF_FEATURES = (aten.layer_norm.default, aten.rms_norm.default)
+"""Calls along the last dims, of the sizes that they name."""
 LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
 
 
 def tokens_in_samples(draft: TracedGraph) -> None:
-    """Let the calls around experts work on samples and positions."""
-    if draft.calls(DISPATCH):
-        _Lifting(draft).run()
+    """Let the calls around experts, and those before losses, work on samples and positions."""
+    flat = {node for node in _before(draft.calls(DISPATCH)) if _flattens(node)}
+    flat |= {view for loss in draft.calls(aten.cross_entropy_loss.default) for view in _flat_rows(loss)}
+    if flat:
+        _Lifting(draft, flat).run()
 
 
 class _Lifting:
     """What has been computed with its leading dims apart, in one pass over the calls."""
 
-    def __init__(self, draft: TracedGraph) -> None:
-        self.draft = draft
+    def __init__(self, draft: TracedGraph, flat: set[fx.Node]) -> None:
+        self.draft, self.flat = draft, flat
         self.apart: dict[fx.Node, fx.Node] = {}
         """Node of (T, ...) → the same as (*L, ...)."""
         self.leading: dict[fx.Node, tuple[int, ...]] = {}
         """Node → L."""
         self.begins: set[fx.Node] = set()
-        """The views that make T of L, on the way to experts."""
+        """The views that make T of L, on the way to experts or losses."""
 
     def run(self) -> None:
-        to_experts = _before(self.draft.calls(DISPATCH))
         for node in self.draft.calls():
             leading = {self.leading[each] for each in node.all_input_nodes if each in self.apart}
-            if node in to_experts and _flattens(node):
+            if node in self.flat:
                 (source,) = node.all_input_nodes
                 source = self.apart.get(source, source)  # the slots of tokens are flattened once more
                 self._note(node, source, shape_of(source)[:-1])
@@ -94,6 +101,8 @@ class _Lifting:
             self._dispatch(node, leading)
         elif target is COMBINE:
             self._combine(node, leading)
+        elif target is aten.cross_entropy_loss.default:
+            self._loss(node, leading)
         else:
             changed = self._changed(node, leading)
             if changed is not None:
@@ -115,8 +124,10 @@ class _Lifting:
             (sizes,) = rest
             keeps = len(sizes) > 1 and sizes[0] == shape[0] and (target in VIEWS or len(sizes) == len(shape))  # type: ignore[index, arg-type]
             return (source, [*leading, *sizes[1:]]) if keeps else None  # type: ignore[index]
-        if target is aten.linear.default:
-            return node.args if len(shape) > 1 else None
+        if target in PRODUCTS:
+            return node.args if len(shape) > 1 and rest[0] not in self.apart else None
+        if target in OF_FEATURES:
+            return node.args if len(rest[0]) < len(shape) else None  # type: ignore[arg-type]
         if target in LIKE:
             return node.args
         if target in ALONG_DIM:
@@ -177,6 +188,19 @@ class _Lifting:
         new = self._call(node, COMBINE, rows, weights, route, *rest)
         self._note(node, new, leading)
 
+    def _loss(self, node: fx.Node, leading: tuple[int, ...]) -> None:
+        """Rows keep their dims, and so do their labels."""
+        given = arguments(node)
+        if given["self"] not in self.apart or value_of(given["target"]).is_floating_point():
+            return
+        target = in_rows(self.draft, given["target"], leading, node.meta["module"])
+        rest = [given[name] for name in ("weight", "reduction", "ignore_index", "label_smoothing")]
+        call = (self.apart[given["self"]], target, *rest)
+        if given["reduction"] == NONE:
+            self._note(node, self._call(node, CROSS_ENTROPY, *call), leading)
+        else:
+            set_call(node, CROSS_ENTROPY, *call)
+
     def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.draft.call(target, *args, module=node.meta["module"], **kwargs)
 
@@ -193,6 +217,23 @@ def _flattens(node: fx.Node) -> bool:
         return False
     before, after = shape_of(source), shape_of(node)
     return len(after) == 2 and len(before) > 2 and before[-1] == after[-1]
+
+
+def _flat_rows(loss: fx.Node) -> set[fx.Node]:
+    """The views that make the rows of a loss over a list of them, reached through calls of as many rows."""
+    found: set[fx.Node] = set()
+    open_nodes = [arguments(loss)["self"]]
+    while open_nodes:
+        node = open_nodes.pop()
+        if _flattens(node):
+            found.add(node)
+        elif node.op == "call_function" and len(shape_of(node)) == 2:
+            open_nodes += [each for each in node.all_input_nodes if _same_rows(each, node)]
+    return found
+
+
+def _same_rows(node: fx.Node, other: fx.Node) -> bool:
+    return _has_one_tensor(node) and shape_of(node)[:1] == shape_of(other)[:1]
 
 
 def _before(nodes: list[fx.Node]) -> set[fx.Node]:
