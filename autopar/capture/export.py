@@ -25,6 +25,7 @@ from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.guards import check_no_backward_hooks
 from autopar.capture.normalize import normalize, rehome
+from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
@@ -57,7 +58,8 @@ def capture(
         model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
         args, kwargs: example inputs; only shapes and dtypes of tensors count.
         training: the mode to capture in; by default the model's own.
-        device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
+        device: where the program's calls make tensors, and whose autocast counts; by default the CPU and any autocast,
+            which suits a program that is only planned.
         assume: branches on values whose outcome is known.
         capacity_factor: how many times its balanced share of a sample's rows an expert takes; None: all that come.
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": a plan chooses.
@@ -71,13 +73,16 @@ def capture(
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
-    options = training, device, assume, capacity_factor, loss_tiles, precision
-    first, recorder = _captured(model, args, kwargs, *options)
-    settled = True
-    if recorder.evolved:
-        second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
-        check_settled(recorder, again)
-        settled = _equal(first, second)
+    autocast = Autocast.around(None if device is None else device.type)
+    check_not_beside_autocast(precision, autocast)
+    options = training, device, assume, capacity_factor, loss_tiles, precision, autocast
+    with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
+        first, recorder = _captured(model, args, kwargs, *options)
+        settled = True
+        if recorder.evolved:
+            second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
+            check_settled(recorder, again)
+            settled = _equal(first, second)
     first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
     return first
 
@@ -92,6 +97,7 @@ def _captured(
     capacity_factor: float | None,
     loss_tiles: LossTiles,
     precision: Precision,
+    autocast: Autocast | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
 ) -> tuple[Program, Recorder]:
     """The Program of a model that is changed before, and what its forward reads and writes of Python."""
@@ -99,8 +105,7 @@ def _captured(
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training, precision)
     change(traced)
-    autocast = _autocast_dtype(args, kwargs)
-    check_not_beside_autocast(precision, autocast)
+    kind = None if device is None else device.type
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     used = [in_compute_dtype(leaf, precision) for leaf in leaves]
     fake_args, fake_kwargs = pytree.tree_map_only(
@@ -108,9 +113,9 @@ def _captured(
     )
     fake_kwargs = _without_cache(fake_kwargs)
     observed = Observed.of(traced, model, assume)
-    exported = export(traced, fake_args, fake_kwargs, autocast, observed)
+    exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
     sources, values, tied = _sources(exported, traced, used)
-    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions)
+    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions, kind)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -228,14 +233,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A key-value cache serves generation; a captured forward returns none."""
     return {name: False if name == "use_cache" and value is True else value for name, value in kwargs.items()}
-
-
-def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """The dtype of the autocast region that the capture happens in, for the device of the inputs or for the CPU."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    devices = dict.fromkeys([x.device.type for x in tensors if x.device.type != "meta"] + ["cpu"])
-    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
-    return torch.get_autocast_dtype(enabled[0]) if enabled else None
 
 
 def _sources(

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture.normalize import propagate
+from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import TracedGraph, aten, value_of
 from autopar.errors import InputError
 from autopar.program.precision import AS_IT_IS, Precision
 
 
-def check_not_beside_autocast(precision: Precision, autocast: torch.dtype | None) -> None:
+def check_not_beside_autocast(precision: Precision, autocast: Autocast | None) -> None:
     """Raise InputError where a model is called, or compiled, with a precision inside of an autocast region."""
     if precision != AS_IT_IS and autocast is not None:
+        region = f"autocast({autocast.device!r}, {autocast.dtype})"
         raise InputError(
-            f"the model has a precision of its own ({precision}), and this is inside of autocast({autocast}), which "
-            "would cast once more; leave one of them out."
+            f"the model has a precision of its own ({precision}), and this is inside of {region}, which would cast "
+            "once more; leave one of them out."
         )
 
 
