@@ -24,6 +24,7 @@ from autopar.errors import (
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.program.operators.capacity import record_dropped_rows
+from autopar.program.precision import Precision
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.register import register_rule
 from autopar.validation.check_rule import check_rule
@@ -42,6 +43,7 @@ __all__ = [
     "PipelinePlan",
     "Plan",
     "PlanError",
+    "Precision",
     "RuleError",
     "StrategyError",
     "annotate",

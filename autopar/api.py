@@ -29,6 +29,7 @@ from autopar.pipeline.request import pipeline_axis
 from autopar.planning.request import Inputs, Outputs
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
+from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
 from autopar.sharding.mesh import Mesh
 
@@ -63,6 +64,7 @@ def compile(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
+    precision: str | Precision | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -113,6 +115,8 @@ def compile(
             never there at once (docs/long-sequences.md); "auto": as many as the plan chooses. By default it is not.
         imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
             divides these by expert; 1.0 for routing that is balanced.
+        precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",
+            "bf16", or an `autopar.Precision` (docs/precision.md). By default dtypes are those of the model.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -143,6 +147,7 @@ def compile(
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         imbalance=imbalance,
+        precision=precision,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -184,6 +189,7 @@ def plan(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
+    precision: str | Precision | None = None,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -217,5 +223,6 @@ def plan(
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         imbalance=imbalance,
+        precision=precision,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

@@ -29,6 +29,7 @@ from autopar.models.named import named
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import NAMES as SCHEDULES
 from autopar.plans.plan import Plan
+from autopar.program.precision import NAMED
 from autopar.program.recompute_segments import MODES
 from autopar.report.table import plan_table
 from autopar.sharding.mesh import Mesh
@@ -158,6 +159,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
+    parser.add_argument("--precision", choices=tuple(NAMED), help="in which dtypes to store, compute and reduce")
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
     parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {', '.join(PRESETS)}")
     parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
@@ -264,4 +266,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             capacity_factor=options.capacity_factor,
             loss_tiles=options.loss_tiles,
             imbalance=options.imbalance,
+            precision=options.precision,
         )

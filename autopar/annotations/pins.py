@@ -169,7 +169,9 @@ class _Pins:
 
         Unless all of these take views, such as the pieces of a packed weight.
         """
-        for number in found.parameters:
+        matched = {self._decision(number).name for number in found.parameters}
+        casts = [self.space.index[cast] for cast, weight in self.space.weight_casts.items() if weight in matched]
+        for number in (*found.parameters, *casts):
             strategies = self._decision(number).menu.strategies
             if any(strategy.kept for strategy in strategies) and number not in self.fixed:
                 mask = np.array([not s.outputs[0].is_split or s.kept != annotation.regather for s in strategies])

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
+from autopar.capture.passes.autocast import Autocast
+
 aten = torch.ops.aten
 
 
@@ -143,12 +145,12 @@ COMPOSITES: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def composites_taken_apart() -> Iterator[None]:
-    """Let a trace record, of every operation in COMPOSITES, the calls that it consists of."""
+def composites_taken_apart(device: str | None = None) -> Iterator[None]:
+    """Let a trace for a type of device record, of every operation in COMPOSITES, the calls that it consists of."""
     handle = proxy_tensor.maybe_handle_decomp
 
     def take_apart(mode: Any, op: Any, args: Any, kwargs: Any) -> object:
-        if op not in COMPOSITES or _casts_as_one(op):
+        if op not in COMPOSITES or _casts_as_one(op, device):
             return handle(mode, op, args, kwargs)
         with mode:
             found = COMPOSITES[op](*args, **kwargs)
@@ -158,7 +160,7 @@ def composites_taken_apart() -> Iterator[None]:
         yield
 
 
-def _casts_as_one(op: torch._ops.OpOverload) -> bool:
-    """Whether autocast is on and casts the inputs of the whole."""
-    autocasting = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    return autocasting and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU")
+def _casts_as_one(op: torch._ops.OpOverload, device: str | None) -> bool:
+    """Whether autocast is on and casts the inputs of the whole, on the type of device that a trace is for."""
+    on = Autocast.around("cpu") or Autocast.around("cuda")
+    return on is not None and Autocast(device or on.device, on.dtype).casts_whole(op)

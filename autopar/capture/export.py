@@ -25,12 +25,15 @@ from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.guards import check_no_backward_hooks
 from autopar.capture.normalize import normalize, rehome
+from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
+from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tiled_loss import LossTiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
+from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program, TensorInfo, fault_of_form
 from autopar.program.python_state import INTERNALS, PythonState
 
@@ -47,6 +50,7 @@ def capture(
     assume: Sequence[Assumption] = (),
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
+    precision: Precision = AS_IT_IS,
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
 
@@ -54,25 +58,31 @@ def capture(
         model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
         args, kwargs: example inputs; only shapes and dtypes of tensors count.
         training: the mode to capture in; by default the model's own.
-        device: where the program's calls make tensors; by default the CPU, which suits a program that is only planned.
+        device: where the program's calls make tensors, and whose autocast counts; by default the CPU and any autocast,
+            which suits a program that is only planned.
         assume: branches on values whose outcome is known.
         capacity_factor: how many times its balanced share of a sample's rows an expert takes; None: all that come.
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": a plan chooses.
+        precision: the dtypes of compute, of gradient reduction and of outputs; parameters are stored as the model's.
 
     Raises:
+        InputError: a precision is asked for inside of an autocast region.
         CaptureError: the forward depends on the values of tensors, on random numbers that are not PyTorch's or on the
             time, or writes where it may not; a module has a backward hook.
 
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
-    options = training, device, assume, capacity_factor, loss_tiles
-    first, recorder = _captured(model, args, kwargs, *options)
-    settled = True
-    if recorder.evolved:
-        second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
-        check_settled(recorder, again)
-        settled = _equal(first, second)
+    autocast = Autocast.around(None if device is None else device.type)
+    check_not_beside_autocast(precision, autocast)
+    options = training, device, assume, capacity_factor, loss_tiles, precision, autocast
+    with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
+        first, recorder = _captured(model, args, kwargs, *options)
+        settled = True
+        if recorder.evolved:
+            second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
+            check_settled(recorder, again)
+            settled = _equal(first, second)
     first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
     return first
 
@@ -86,29 +96,36 @@ def _captured(
     assume: Sequence[Assumption],
     capacity_factor: float | None,
     loss_tiles: LossTiles,
+    precision: Precision,
+    autocast: Autocast | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
 ) -> tuple[Program, Recorder]:
     """The Program of a model that is changed before, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     check_no_backward_hooks(model)
-    traced = _prepared(model, mode, training)
+    traced = _prepared(model, mode, training, precision)
     change(traced)
-    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda x: _fake(x, mode), (tuple(args), dict(kwargs)))
-    fake_kwargs = _without_cache(fake_kwargs)
-    autocast = _autocast_dtype(args, kwargs)
-    observed = Observed.of(traced, model, assume)
-    exported = export(traced, fake_args, fake_kwargs, autocast, observed)
+    kind = None if device is None else device.type
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    sources, values, tied = _sources(exported, traced, leaves)
-    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions)
+    used = [in_compute_dtype(leaf, precision) for leaf in leaves]
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        Tensor, lambda x: _fake(x, mode), pytree.tree_unflatten(used, in_spec)
+    )
+    fake_kwargs = _without_cache(fake_kwargs)
+    observed = Observed.of(traced, model, assume)
+    exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
+    sources, values, tied = _sources(exported, traced, used)
+    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions, kind)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft, capacity_factor, loss_tiles, traced.training)
+    cast_at_borders(draft, model, leaves, precision, num_outputs)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
+    program.reduced = precision.reduced
     program.assumed = tuple(observed.branches.taken)
     program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
     return program, observed.recorder
@@ -120,11 +137,15 @@ def _equal(one: Program, other: Program) -> bool:
     return one.fingerprint == other.fingerprint and all(torch.equal(a, b) for a, b in constants)
 
 
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device, with their names and ties."""
+def skeleton(model: nn.Module, precision: Precision = AS_IT_IS) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device, with their names and ties.
+
+    Parameters have the dtype in which they are to be stored.
+    """
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        dtype = precision.stores(tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
     return _copied(model, empty)
 
@@ -135,9 +156,16 @@ def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
         parameter.requires_grad_(name not in (frozen or ()))
 
 
-def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None) -> nn.Module:
-    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache or loops over data."""
-    traced = _copied(model, lambda tensor: _fake(tensor, mode))
+def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None, precision: Precision) -> nn.Module:
+    """The skeleton to trace, on fake CPU tensors, in the wanted mode, without a key-value cache or loops over data.
+
+    Parameters have the dtype in which they are used.
+    """
+
+    def fake(tensor: Tensor) -> Tensor:
+        return _fake(in_compute_dtype(tensor, precision) if isinstance(tensor, nn.Parameter) else tensor, mode)
+
+    traced = _copied(model, fake)
     if training is not None and training != traced.training:
         traced.train(training)
     for module in traced.modules():
@@ -205,14 +233,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A key-value cache serves generation; a captured forward returns none."""
     return {name: False if name == "use_cache" and value is True else value for name, value in kwargs.items()}
-
-
-def _autocast_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """The dtype of the autocast region that the capture happens in, for the device of the inputs or for the CPU."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    devices = dict.fromkeys([x.device.type for x in tensors if x.device.type != "meta"] + ["cpu"])
-    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
-    return torch.get_autocast_dtype(enabled[0]) if enabled else None
 
 
 def _sources(

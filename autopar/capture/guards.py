@@ -20,7 +20,7 @@ from autopar.errors import CaptureError
 
 
 @contextlib.contextmanager
-def faithful_tracing() -> Iterator[None]:
+def faithful_tracing(device: str | None = None) -> Iterator[None]:
     """Everything below at once, with gradients enabled, as training runs."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -30,7 +30,7 @@ def faithful_tracing() -> Iterator[None]:
         stack.enter_context(no_fused_encoder_layers())
         stack.enter_context(parameters_kept())
         stack.enter_context(ConstantIndices())
-        stack.enter_context(composites_taken_apart())
+        stack.enter_context(composites_taken_apart(device))
         yield
 
 

@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
 from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
+from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.functions import KeptUse
 from autopar.capture.python.globals_read import called_functions, globals_read
 from autopar.capture.python.grad_mode import asked_modes
@@ -69,14 +70,19 @@ def export(
     traced: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     observed: Observed,
+    device: str | None = None,
 ) -> torch.export.ExportedProgram:
-    """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed."""
+    """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
+
+    The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    """
     branches = observed.branches
-    autocasting = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+    dtype = torch.bfloat16 if autocast is None else autocast.dtype
+    autocasting = torch.autocast("cpu", dtype, enabled=autocast is not None)
     try:
-        with faithful_tracing(), _only_what_is_read(), autocasting, observed.observing(traced):
+        with faithful_tracing(device), _only_what_is_read(), autocasting, observed.observing(traced):
             exported = torch.export.export(traced, args, kwargs, strict=False)
     except Exception as error:
         own = _cause(error, CaptureError)

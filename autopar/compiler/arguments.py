@@ -22,6 +22,7 @@ from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.request import Inputs, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
+from autopar.program.precision import Precision, precision_of
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
 from autopar.units import parse_bytes
@@ -68,6 +69,7 @@ def plan_request(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     imbalance: float = 1.0,
+    precision: str | Precision | None = None,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
@@ -93,6 +95,7 @@ def plan_request(
         None if capacity_factor is None else float(capacity_factor),
         loss_tiles,
         imbalance,
+        precision_of(precision),
     )
 
 

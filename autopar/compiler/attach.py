@@ -36,13 +36,14 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
     program = capture(
-        skeleton(model),
+        skeleton(model, request.precision),
         args,
         kwargs,
         training=model.training,
         assume=request.assume,
         capacity_factor=request.capacity_factor,
         loss_tiles=request.loss_tiles,
+        precision=request.precision,
     )
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)

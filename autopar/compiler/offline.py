@@ -69,7 +69,7 @@ class _Planner:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
                 part = whole_batch(split_batch(self.batch, count)[0], num_parts)
-                model = skeleton(self.model)
+                model = skeleton(self.model, self.request.precision)
                 program = capture(
                     model,
                     *part,
@@ -77,6 +77,7 @@ class _Planner:
                     assume=self.request.assume,
                     capacity_factor=self.request.capacity_factor,
                     loss_tiles=self.request.loss_tiles,
+                    precision=self.request.precision,
                 )
                 self.programs[count, num_parts] = check_hooks(program, count)
         return self.programs[count, num_parts]

@@ -23,6 +23,7 @@ from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Who
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.program.precision import NAMED, Precision
 from autopar.runtime.module.stored import StoredModule
 from autopar.sharding.mesh import Mesh
 
@@ -80,6 +81,11 @@ _TILES = _Satisfying(
     f'a whole number from 1 to {MAX_TILES}, or "auto"',
 )
 
+_PRECISION = _Satisfying(
+    lambda found: isinstance(found, str | Precision),
+    f"one of {', '.join(map(repr, NAMED))}, or an autopar.Precision",
+)
+
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
     "strategy": Maybe(_WORD),
@@ -105,6 +111,7 @@ OPTIONS: Mapping[str, Schema] = {
     "check_inputs": Maybe(Flag()),
     "capacity_factor": Maybe(_FACTOR),
     "loss_tiles": Maybe(_TILES),
+    "precision": Maybe(_PRECISION),
 }
 """Argument → what it may be, beside None where that is its default."""
 

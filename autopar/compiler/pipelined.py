@@ -76,7 +76,7 @@ class _Compiler:
     ) -> None:
         self.mesh, self.axis, self.request, self.plan = mesh, axis, request, plan
         self.stage_devices = stage_devices(mesh, axis)
-        self.tree = Tree(skeleton(model))
+        self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.warned = False
@@ -127,6 +127,7 @@ class _Compiler:
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
                 loss_tiles=self.request.loss_tiles,
+                precision=self.request.precision,
             )
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
@@ -173,6 +174,7 @@ class _Compiler:
             whole,
             lambda name: name not in self.owners or name in mine,
             lambda tensor: _of_first_rank(tensor, self.mesh, self.axis),
+            self.request.precision.stores,
         )
         self.module.lay_out(storage, original)
 

@@ -53,7 +53,7 @@ class _Compiler:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None) -> None:
         self.mesh, self.request, self.plan = mesh, request, plan
-        self.tree = Tree(skeleton(model))
+        self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
         self.warned = False
@@ -83,6 +83,7 @@ class _Compiler:
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
                 loss_tiles=self.request.loss_tiles,
+                precision=self.request.precision,
             )
         check_hooks(program, self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
@@ -111,4 +112,4 @@ class _Compiler:
         self.storage.update(dict.fromkeys(self.tree.first_names, whole))
         self.storage.update({name: local.layouts[node] for name, node in space.program.parameters.items()})
         original, self.original = self.original, None
-        self.module.lay_out(Storage(self.mesh, self.storage, whole), original)
+        self.module.lay_out(Storage(self.mesh, self.storage, whole, stores=self.request.precision.stores), original)

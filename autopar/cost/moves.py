@@ -64,6 +64,8 @@ class MovedTensor:
     """With how many it shares its messages, where it is bucketed."""
     ragged: bool = False
     """Rows of experts: what dim 0 holds, and how much, each device knows alone, so that no move splits or joins it."""
+    reduced: torch.dtype | None = None
+    """A parameter whose gradient is summed in another dtype than its own."""
     fixed: bool = False
     """What says where such rows are: true only where it was made, so that no move exists."""
 
@@ -99,11 +101,12 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
     name = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
     before = tensor.local_bytes(move.before, mesh.sizes)
+    summed = before if tensor.reduced is None else before // tensor.dtype.itemsize * tensor.reduced.itemsize
     after = tensor.local_bytes(move.after, mesh.sizes)
     found: list[Transfer] = []
     match source.kind, target.kind:
         case "I", "R":
-            found = [Transfer("all_reduce", name, before, backward=True)]
+            found = [Transfer("all_reduce", name, summed, backward=True)]
         case "I", "S":
             found = [Transfer("all_gather", name, after * size, backward=True)]
         case "P", "I":
@@ -116,7 +119,7 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
         case "S", "R":
             found = [
                 Transfer("all_gather", name, before * size),
-                Transfer("reduce_scatter", name, before * size, backward=True),
+                Transfer("reduce_scatter", name, summed * size, backward=True),
             ]
         case "S", "I":
             found = [Transfer("all_gather", name, before * size)]

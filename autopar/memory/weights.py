@@ -88,6 +88,8 @@ class MovedWeights:
 
     def _sent_off(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)
-        return np.where(
-            self.tensors.communicated(wire), after[None, :], 0
-        )  # what is only summed lies where it is sent from
+        moves, reduced = self.tensors.communicated(wire), wire.tensor.reduced
+        if reduced is None:
+            return np.where(moves, after[None, :], 0)  # what is only summed lies where it is sent from
+        sent = after // wire.tensor.dtype.itemsize * reduced.itemsize
+        return np.where(moves | self.tensors.reduced(wire), sent[None, :], 0)

@@ -22,6 +22,7 @@ from autopar.planning.planner import make_plan
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
+from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
@@ -67,6 +68,7 @@ class PlanRequest:
     """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
+    precision: Precision = AS_IT_IS
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):

@@ -75,6 +75,8 @@ class Program:
     """Of a pipeline stage: placeholders of what arrives from the stage before, in the order in which that sends it."""
     num_sent: int = 0
     """Of a pipeline stage: how many entries of the graph's output, before the user's, go to the next stage."""
+    reduced: torch.dtype | None = None
+    """In which dtype gradients of parameters are summed over devices; None: as they are made."""
     assumed: tuple[str, ...] = ()
     """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
     python: PythonState = field(default=PythonState(), compare=False)

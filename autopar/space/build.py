@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.cost.messages import ALONE, sharing
@@ -192,6 +193,7 @@ class _Builder:
             viewed=weight and all(views),
             view=not weight and self._is_view(self.space.decisions[number].node),
             sharing=shared,
+            reduced=self._reduced(name, weight, info),
             ragged=key in self.rows,
             fixed=fixed,
         )
@@ -223,6 +225,12 @@ class _Builder:
             else:
                 for use in group:
                     self._connect((hub, 0), use, tensor)
+
+    def _reduced(self, name: str, weight: bool, info: TensorInfo) -> torch.dtype | None:
+        """The dtype in which the gradient of a weight, or of what is made of weights, is summed, if not in its own."""
+        made = self.roled.calls.get(name)
+        of_weights = weight or (made is not None and made.learned and made.weight_only)
+        return self.program.reduced if of_weights and self.program.reduced != info.dtype else None
 
     def _hub(self, name: str, source: tuple[int, int], uses: list[_Use], tensor: MovedTensor) -> int:
         """A decision on the layout that a tensor takes before it goes on to several consumers."""

@@ -16,9 +16,7 @@ collective, or that a collective waits for, shares its number.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +25,8 @@ from torch.distributed._local_tensor import local_tensor_mode
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
-from autopar.runtime.collectives.functions import gathered_rows, padded
+from autopar.runtime.collectives.functions import padded
+from autopar.runtime.collectives.regather import Recipe, Regather, by_dtype, cast, gather
 
 _c10d = torch.ops._c10d_functional
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
@@ -66,17 +65,20 @@ class _Pending:
         self.results.clear()
 
 
-def reduce_gradients(axis: str, *parameters: Tensor, in_place: bool = False) -> tuple[Tensor, ...]:
+def reduce_gradients(
+    axis: str, *parameters: Tensor, in_place: bool = False, reduce: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """I → R for many parameters: one all-reduce per dtype of all their gradients. Moves their bytes backward.
 
     With `in_place`, which is for one parameter whose gradient nobody else may hold, that gradient is not copied.
+    Gradients are summed as `reduce`, or as they are.
     """
     where = axis_of(axis)
     learning = _learning(parameters)
     if where.size == 1 or not learning:
         return parameters
     pending, entered = _enter([parameters[i] for i in learning])
-    left = _ReduceGradients.apply(where, pending, in_place, *entered)
+    left = _ReduceGradients.apply(where, pending, in_place, reduce, *entered)
     return _replaced(parameters, learning, _prefer(left, pending))
 
 
@@ -136,24 +138,31 @@ class _Wait(torch.autograd.Function):
 class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: Axis, pending: _Pending | None, in_place: bool, *parameters: Tensor
+        ctx: Any,
+        axis: Axis,
+        pending: _Pending | None,
+        in_place: bool,
+        reduce: torch.dtype | None,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.pending, ctx.in_place = axis, pending, in_place
+        ctx.axis, ctx.pending, ctx.in_place, ctx.reduce = axis, pending, in_place, reduce
         return parameters
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.in_place and grads[0] is not None and grads[0].is_contiguous():
-            return None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
+        if ctx.in_place and grads[0] is not None and grads[0].is_contiguous() and ctx.reduce in (None, grads[0].dtype):
+            return None, None, None, None, _reduced(grads[0], ctx.axis, ctx.pending)
         reduced: list[Tensor | None] = [None] * len(grads)
-        for group in _by_dtype(grads).values():
-            flat = _reduced(torch.cat([grad.reshape(-1) for grad in group.values()]), ctx.axis, ctx.pending)
+        for dtype, group in by_dtype(grads).items():
+            own = _flat(list(group.values()), ctx.reduce or dtype)
+            # What is cast once it has arrived is waited for first.
+            flat = _reduced(own, ctx.axis, ctx.pending if own.dtype == dtype else None).to(dtype)
             pieces = flat.split([grad.numel() for grad in group.values()])
             for (i, grad), piece in zip(group.items(), pieces, strict=True):
                 reduced[i] = piece.view(grad.shape)
-        return None, None, None, *reduced
+        return None, None, None, None, *reduced
 
 
 def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
@@ -166,6 +175,18 @@ def _reduced(own: Tensor, axis: Axis, pending: _Pending | None) -> Tensor:
     return result
 
 
+def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All elements one behind the other, in a dtype."""
+    pieces = [each.reshape(-1) for each in tensors]
+    if pieces[0].dtype == dtype:
+        return torch.cat(pieces)
+    # Cast on their way there, not in copies of them.
+    flat = pieces[0].new_empty(sum(each.numel() for each in pieces), dtype=dtype)
+    for place, piece in zip(flat.split([each.numel() for each in pieces]), pieces, strict=True):
+        place.copy_(piece)
+    return flat
+
+
 def _started(result: Tensor, pending: _Pending | None) -> Tensor:
     """The collective's result: to be waited for later, or waited for now."""
     if pending is None:
@@ -174,50 +195,41 @@ def _started(result: Tensor, pending: _Pending | None) -> Tensor:
     return result
 
 
-def _by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:
-    """Dtype → the tensors that there are, by position: a weight that a loss does not use has a gradient on no rank."""
-    groups: dict[torch.dtype, dict[int, Tensor]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor is not None:
-            groups.setdefault(tensor.dtype, {})[number] = tensor
-    return groups
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How the weights of a bucket are gathered: what `Regather` needs to do it again."""
-
-    axis: Axis
-    dims: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shards: tuple[Any, ...]
-    """Tensors, or handles of shards that are gathered first."""
-
-
 def gather_parameters(
-    axis: str, dims: tuple[int, ...], sizes: tuple[int, ...], *shards: Tensor, regather: tuple[int, ...] = ()
+    axis: str,
+    dims: tuple[int, ...],
+    sizes: tuple[int, ...],
+    *shards: Tensor,
+    regather: tuple[int, ...] = (),
+    to: tuple[torch.dtype | None, ...] = (),
+    reduce: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """S → R for many parameters: one all-gather per dtype, and one reduce-scatter per dtype of their gradients.
 
-    `dims` are the split dims, `sizes` their whole sizes. Inside a `Regather` block, the weights at the positions
-    `regather` are not kept for the backward but gathered again there. Moves the (padded) wholes' bytes per collective.
+    `dims` are the split dims, `sizes` their whole sizes; `to` the dtypes to which shards are cast before they are
+    gathered, and `reduce` that in which gradients are summed; without them both are as they are. Inside a `Regather`
+    block, the weights at the positions `regather` are not kept for the backward but gathered again there. Moves the
+    (padded) wholes' bytes per collective.
     """
     where = axis_of(axis)
     if where.size == 1:
-        return shards
+        return tuple(cast(shards, to))
     learning = _learning(shards)
     pending, entered = None, shards
     if learning:
         pending, behind = _enter([shards[i] for i in learning])
         entered = _replaced(shards, learning, behind)
-    gathered = _prefer(_GatherParameters.apply(where, dims, sizes, tuple(learning), pending, *entered), pending)
+    gathered = _prefer(
+        _GatherParameters.apply(where, dims, sizes, tuple(learning), pending, to, reduce, *entered), pending
+    )
     # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
     if regather and not torch.compiler.is_compiling() and Regather.current is not None:
-        again = _Recipe(
+        again = Recipe(
             where,
             tuple(dims[i] for i in regather),
             tuple(sizes[i] for i in regather),
             tuple(shards[i].detach() for i in regather),
+            [to[i] for i in regather] if to else (),
         )
         Regather.current.watch(again, tuple(gathered[i] for i in regather))
     return gathered
@@ -232,134 +244,60 @@ class _GatherParameters(torch.autograd.Function):
         sizes: tuple[int, ...],
         learning: tuple[int, ...],
         pending: _Pending | None,
+        to: tuple[torch.dtype | None, ...],
+        reduce: torch.dtype | None,
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending = axis, dims, pending
-        whole = _gather(_Recipe(axis, dims, sizes, shards))
+        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = axis, dims, pending, reduce
+        ctx.dtypes, ctx.exact = [shard.dtype for shard in shards], {}
+        whole = gather(Recipe(axis, dims, sizes, shards, to))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
         scattered: list[Tensor | None] = [None] * len(grads)
         size = ctx.axis.size
-        for group in _by_dtype(grads).values():
+        for dtype, group in by_dtype(grads).items():
             parts = [padded(grad, ctx.dims[i], size).chunk(size, ctx.dims[i]) for i, grad in group.items()]
-            flat = torch.cat([part[rank].reshape(-1) for rank in range(size) for part in parts])
+            flat = _flat([part[rank] for rank in range(size) for part in parts], ctx.reduce or dtype)
             count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
-            mine = _started(_c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group), ctx.pending)
+            # What is cast once it has arrived is waited for first.
+            later = all(ctx.dtypes[i] == flat.dtype for i in group)
+            mine = _c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group)
+            mine = _started(mine, ctx.pending if later else None)
             for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
-                scattered[i] = piece.view(part[0].shape)
-        return None, None, None, None, None, *scattered
+                scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
+        return None, None, None, None, None, None, None, *scattered
 
 
-def _gather(recipe: _Recipe) -> tuple[Tensor, ...]:
-    shards: list[Any] = list(map(Regather.given_back, recipe.shards))
-    whole: list[Tensor | None] = [None] * len(shards)
-    for numbers in map(tuple, _by_dtype(shards).values()):
-        shapes = [shards[i].shape for i in numbers]
-        flat = torch.cat([shards[i].reshape(-1) for i in numbers])
-        for i in numbers:
-            shards[i] = None  # parts that were gathered for this make room for the wholes
-        size = recipe.axis.size
-        count("all_gather", recipe.axis, flat.numel() * flat.itemsize * size)
-        rows = gathered_rows(flat, recipe.axis).view(size, -1)
-        del flat
-        parts = rows.split([shape.numel() for shape in shapes], 1)
-        for i, shape, part in zip(numbers, shapes, parts, strict=True):
-            dim = recipe.dims[i]
-            joined = part.view(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
-            # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
-            whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous()
-    return tuple(whole)  # type: ignore[arg-type]
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in the dtype of its use; its gradient gets back the dtype in which it is stored."""
+    return _CastWeight.apply(weight, dtype)
 
 
-@dataclass(slots=True, eq=False)
-class _Bucket:
-    """The weights of one recipe; they live as long as somebody uses them."""
+class _CastWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype, ctx.exact = weight.dtype, {}
+        return weight.to(dtype)
 
-    recipe: _Recipe
-    uses: int = 0
-    """How often a weight, or a view of one, was saved for the backward."""
-    asked: int = 0
-    """How many of those uses this backward has asked for."""
-    again: tuple[Tensor, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """A saved view of a gathered weight, without its storage."""
-
-    bucket: _Bucket
-    number: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.exact.pop(0, grad).to(ctx.dtype), None
 
 
-class Regather(torch.autograd.graph.saved_tensors_hooks):
-    """Inside the block, gathered weights (or views of them) that a backward needs are not kept, but gathered again.
+def take_back(values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` of moved weights, with gradients that may be of higher precision than they are.
 
-    Each bucket is gathered once per backward, when the first of its weights is needed, and freed after the last.
+    Autograd casts a gradient to the dtype of its tensor before it is summed: what has cast the tensor gets it apart.
     """
-
-    current: Regather | None = None
-
-    def __init__(self) -> None:
-        super().__init__(self._pack, self.given_back)
-        self._buckets: dict[int, tuple[Any, _Bucket, int]] = {}
-
-    def __enter__(self) -> Regather:  # type: ignore[override]
-        self._before = Regather.current
-        Regather.current = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
-        Regather.current = self._before
-        self._buckets.clear()
-
-    def watch(self, recipe: _Recipe, weights: tuple[Tensor, ...]) -> None:
-        """Remember whose weights these are, without keeping them alive."""
-        # Shards that were themselves gathered are not kept either: a handle gathers them again first.
-        bucket = _Bucket(replace(recipe, shards=tuple(map(self._pack, recipe.shards))))
-        for number, weight in enumerate(weights):
-            storage = weight.untyped_storage()
-            self._buckets[storage._cdata] = (weakref.ref(storage), bucket, number)
-
-    def _pack(self, x: Tensor) -> Tensor | _Handle:
-        storage = x.untyped_storage()
-        alive, bucket, number = self._buckets.get(storage._cdata, (None, None, 0))
-        if alive is None or bucket is None or alive() is None:
-            return _without_graph(x)
-        bucket.uses += 1
-        return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
-
-    @staticmethod
-    def hold(x: Tensor) -> object:
-        """What to keep of a tensor, as an open `Regather` block would; `given_back` makes the tensor of it, once."""
-        return _without_graph(x) if Regather.current is None else Regather.current._pack(x)
-
-    @staticmethod
-    def given_back(saved: object) -> Tensor:
-        """The tensor that was held."""
-        if isinstance(saved, Tensor):
-            return saved
-        assert isinstance(saved, _Handle)
-        bucket = saved.bucket
-        if bucket.again is None:
-            with torch.no_grad():
-                bucket.again = _gather(bucket.recipe)
-        weight = bucket.again[saved.number]
-        bucket.asked += 1
-        if bucket.asked == bucket.uses:
-            bucket.asked, bucket.again = 0, None
-        return weight.as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _without_graph(x: Tensor) -> Tensor:
-    """The tensor as a node of the graph may hold it: a call's own output, with its graph, would hold the node."""
-    return x.detach() if x.grad_fn is not None else x
+    for value, gradient in zip(values, gradients, strict=True):
+        exact = getattr(value.grad_fn, "exact", None)
+        if exact is not None and gradient.dtype != value.dtype:
+            exact[value.output_nr] = gradient
+    torch.autograd.backward(values, gradients)

@@ -17,7 +17,8 @@ from autopar.program.gradient_hooks import use_hooks
 from autopar.program.program import Program, TensorInfo, info_of
 from autopar.program.python_state import PythonState
 from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
-from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
+from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts

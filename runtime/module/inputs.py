@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError
 from autopar.program.program import Program, fault_of_form
 from autopar.runtime.ranks.calls import Values
@@ -63,12 +64,7 @@ def _dense(arguments: Arguments) -> Arguments:
 def kind_of(arguments: Arguments, device: str) -> object:
     """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast."""
     leaves, spec = pytree.tree_flatten(arguments)
-    return str(spec), tuple(map(_kind_of_leaf, leaves)), autocast_dtypes(device)
-
-
-def autocast_dtypes(device: str) -> tuple[torch.dtype | bool, ...]:
-    """To which dtypes autocast casts on a device, and on the CPU; False where it does not."""
-    return tuple(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in (device, "cpu"))
+    return str(spec), tuple(map(_kind_of_leaf, leaves)), Autocast.around(device)
 
 
 def _kind_of_leaf(leaf: Any) -> object:

@@ -14,14 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.errors import InputError
 from autopar.program.operators.derivatives import once_differentiable
 
 
 def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:
-    """The scale of a `GradScaler` or `ShardedGradScaler`; None without one.
+    """The scale of a `ShardedGradScaler`; None without one.
 
     A scaler makes its scale when it is first used: a rank without the loss calls this too.
+
+    Raises InputError for a scaler with which ranks would decide apart whether to skip a step.
     """
+    if scaler is not None and not hasattr(scaler, "process_group"):
+        raise InputError(
+            f"model.scaler is a {type(scaler).__name__}, which looks for overflow in the gradients that a rank holds, "
+            "so that one rank skips a step that another takes; give a ShardedGradScaler "
+            "(torch.distributed.fsdp.sharded_grad_scaler) whose process group is that of all ranks."
+        )
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 

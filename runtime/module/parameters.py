@@ -53,6 +53,8 @@ class Storage:
     """Of whose (first) name this is false, that is left out, under all its names."""
     agreed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """The values of a tensor that count; called for each one, of those left out too."""
+    stores: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    """The dtype in which a parameter of a dtype is stored."""
 
     @property
     def splits(self) -> bool:
@@ -69,7 +71,7 @@ class Storage:
         values = self._values(name, given, self.layouts.get(name, self.whole), self.splits)
         if values is None:
             return None
-        stored = nn.Parameter(values, requires_grad=given.requires_grad)
+        stored = nn.Parameter(values.to(self.stores(values.dtype)), requires_grad=given.requires_grad)
         carry_over(given, stored)
         return stored
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.collectives.buckets import take_back
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
@@ -64,10 +65,10 @@ class Stage(nn.Module):
         """Take the gradients of the leaves back through the moves, to the parameters that the root stores."""
         leaves, moved = self._leaves(), self._moved
         learned = [(value, leaf) for value, leaf in zip(moved, leaves, strict=True) if leaf.grad is not None]
-        gradients = [leaf.grad for _, leaf in learned]
+        gradients = [leaf.grad for _, leaf in learned if leaf.grad is not None]
         self.abandon()
         if learned:
-            torch.autograd.backward([value for value, _ in learned], gradients)
+            take_back([value for value, _ in learned], gradients)
 
     def abandon(self) -> None:
         """Let go of what a step holds."""

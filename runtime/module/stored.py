@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
@@ -17,7 +18,6 @@ from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.module.inputs import (
     Arguments,
-    autocast_dtypes,
     call_signature,
     canonical_arguments,
     described,
@@ -191,12 +191,13 @@ class StoredModule(nn.Module, Generic[Runs]):
     def _said(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
         """What other ranks are told of a call."""
         _, *below = self.tree.root.named_modules()
+        autocast = Autocast.around(self._device)
         return {
             **described(arguments),
             "mode": "training" if self.training else "evaluation",
             "modules in another mode": [name for name, module in below if module.training != self.training],
             "hooks": str(len(self._state.hooks) if self._state else 0),
-            "autocast": str(autocast_dtypes(self._device)),
+            "autocast": "off" if autocast is None else str(autocast.dtype),
             "Python state": f"the {python + 1}. that forward has read with these inputs",
             "frozen parameters": sorted(frozen or ()),
         }

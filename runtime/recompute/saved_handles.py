@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.collectives.axes import current_axes, use_axes
-from autopar.runtime.collectives.buckets import Regather
+from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark

@@ -10,13 +10,17 @@ itself: where its gradient is nobody else's, as that of a matrix product is, it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from autopar.cost.messages import joined_layers, messages
 from autopar.cost.moves import is_gather
 from autopar.cost.reshard import ReshardPath
 from autopar.program.paths import layer_or_owner
+from autopar.program.program import info_of
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import joined_name
 from autopar.space.space import Decision, Space, Wire
@@ -51,6 +55,8 @@ class Bucket:
     """Positions of those that are freed after use and gathered again in the backward."""
     in_place: bool
     """Whether it is one parameter whose gradient may be overwritten."""
+    reduced: torch.dtype | None
+    """The dtype in which gradients are summed, where it is not their own."""
 
     @property
     def at_entry(self) -> bool:
@@ -79,7 +85,7 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
         if steps:
             gathers = any(step.gathers for step in steps)
             member = _Member(wire, path, steps, any(path.regathered), _layer(space, wire, layers) if gathers else "")
-            key = (steps, wire.tensor.requires_grad, member.layer)
+            key = (steps, wire.tensor.requires_grad, member.layer, wire.tensor.reduced)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
 
@@ -120,7 +126,25 @@ def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
         steps=members[0].steps,
         regathered=tuple(position for position, member in enumerate(members) if member.regather),
         in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
+        reduced=members[0].wire.tensor.reduced,
     )
+
+
+def late_casts(space: Space, buckets: Sequence[Bucket]) -> dict[int, torch.dtype]:
+    """Weights' casts in buckets that wait for the first gather, or for the end of the bucket: decision → dtype.
+
+    They do where gradients are summed as the weight is stored: the sums are not rounded to the dtype of its use.
+    """
+    found: dict[int, torch.dtype] = {}
+    leaving = Counter(wire.source for wire in space.wires)
+    for bucket in buckets:
+        for source in bucket.sources:
+            decision = space.decisions[source]
+            if decision.name in space.weight_casts and leaving[source] == 1:
+                wire = space.inbound[source, 0]
+                if wire.tensor.dtype == bucket.reduced:
+                    found[source] = info_of(decision.node).dtype
+    return found
 
 
 def _makes_its_gradient(target: Decision, wire: Wire) -> bool:

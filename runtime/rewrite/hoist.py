@@ -99,7 +99,11 @@ def _gather_of(
     axis, dims, sizes, *shards = args
     chosen = [(dims[number], sizes[number], copies[shards[number]]) for number in numbers]
     some_dims, some_sizes, some_shards = zip(*chosen, strict=True)
-    kwargs: Any = {"regather": tuple(range(len(chosen)))} if again else {}
+    kwargs: Any = {name: value for name, value in node.kwargs.items() if name != "regather"}
+    if "to" in kwargs:
+        kwargs["to"] = tuple(kwargs["to"][number] for number in numbers)
+    if again:
+        kwargs["regather"] = tuple(range(len(chosen)))
     new = graph.call_function(target, (axis, some_dims, some_sizes, *some_shards), kwargs)
     new.meta = dict(node.meta)
     return new

@@ -23,14 +23,14 @@ from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
 from autopar.program.recompute_segments import MODES, is_kept, segments_of
-from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
-from autopar.runtime.rewrite.bucketing import Bucket, buckets_of
+from autopar.runtime.rewrite.bucketing import Bucket, buckets_of, late_casts
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.sharding.constraint import is_constraint
-from autopar.sharding.layout import I, Layout, Placement
+from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.space.space import Space
 from autopar.strategies.roles import RoledProgram
@@ -91,6 +91,8 @@ class _Rewriter:
         self.values: dict[Value, fx.Node] = {}
         self.by_wire: dict[Value, fx.Node] = {}
         """Value at the end of a wire that a bucket has moved, by (target, input position)."""
+        self.casts_left: dict[Value, tuple[torch.dtype, Layout]] = {}
+        """Of those, the ones that are cast when they are used, and the layout that they have."""
         self.slices: dict[tuple[fx.Node, tuple[int, ...], Placement], fx.Node] = {}
         """Parts of tensors that are equal everywhere and need no gradient: taken once, for all who want them."""
         self.layouts: dict[str, Layout] = {}
@@ -102,6 +104,7 @@ class _Rewriter:
         """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
+        self.cast_late = late_casts(space, self.buckets)
         self.changed = {buffer for node in space.program.graph.nodes for buffer in writes(node)}
         self.next_key = first_key
 
@@ -153,7 +156,7 @@ class _Rewriter:
 
     def _call(self, node: fx.Node) -> None:
         number = self.space.index[node.name]
-        if (number, 0) in self.values:
+        if (number, 0) in self.values or number in self.cast_late:
             return
         decision = self.space.decisions[number]
         strategy = self._strategy(number)
@@ -186,6 +189,8 @@ class _Rewriter:
                 self.next_key += 1
             if strategy.implementation.wraps:
                 kwargs["op"] = node.target
+        if node.name in self.space.weight_casts and self.space.program.reduced is not None:
+            target = cast_weight
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new
@@ -218,16 +223,17 @@ class _Rewriter:
         """The value that arrives at an input, moved to the layout it asks for."""
         if (decision, position) in self.bucket_of and (decision, position) not in self.by_wire:
             self._bucket(self.bucket_of[decision, position])
+        if (decision, position) in self.casts_left:
+            cast, layout = self.casts_left.pop((decision, position))
+            value = self.by_wire[decision, position]
+            self.by_wire[decision, position] = self._emit_weight(cast_weight, (value, cast), layout)
         if (decision, position) in self.by_wire:
             return self.by_wire[decision, position]
         wire = self.space.inbound[decision, position]
         value = self._value(wire.source, wire.source_output)
         path = self.space.path(wire, self.choices)
         for move, again in zip(path.moves, path.regathered, strict=True):
-            if again:
-                value = self._gather_alone(value, move, wire.tensor.shape)
-            else:
-                value = self._move(value, move, wire.tensor)
+            value = (self._gather_alone if again else self._move)(value, move, wire.tensor)
         return value
 
     def _value(self, decision: int, output: int) -> fx.Node:
@@ -244,6 +250,8 @@ class _Rewriter:
     def _move(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         if move.num_parts(self.mesh.sizes) == 1:
             return value
+        if tensor.reduced is not None and move.target is R and (move.source is I or move.source.is_split):
+            return self._summed_as(value, move, tensor)
         call = move_call(move, tensor.shape, self.mesh)
         if move.source is I and not tensor.requires_grad:  # a slice of a mask or of rotary tables serves every layer
             key = (value, move.axes, move.target)
@@ -252,16 +260,33 @@ class _Rewriter:
             return self.slices[key]
         return self._emit_move(call, value, move.after)
 
-    def _gather_alone(self, value: fx.Node, move: Move, shape: Sequence[int]) -> fx.Node:
+    def _summed_as(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
+        """Move a weight by itself whose gradient is summed in another dtype than its own."""
+        axis, kwargs = joined_name(self.mesh.names, move.axes), {"reduce": tensor.reduced}
+        if move.source is I:
+            new = self._emit(reduce_gradients, (axis, value), kwargs, None)
+        else:
+            dim = move.source.dim
+            size = move.after.local_shape(tensor.shape, self.mesh.sizes)[dim]
+            new = self._emit(gather_parameters, (axis, (dim,), (size,), value), kwargs, None)
+        return self._emit_weight(operator.getitem, (new, 0), move.after)
+
+    def _gather_alone(self, value: fx.Node, move: Move, tensor: MovedTensor) -> fx.Node:
         """Gather a weight that shares its path with no other, to be freed after use and gathered again."""
         axis, dim = joined_name(self.mesh.names, move.axes), move.source.dim
-        size = move.after.local_shape(shape, self.mesh.sizes)[dim]
-        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,)}, None)
+        size = move.after.local_shape(tensor.shape, self.mesh.sizes)[dim]
+        summed = {} if tensor.reduced is None else {"reduce": tensor.reduced}
+        gathered = self._emit(gather_parameters, (axis, (dim,), (size,), value), {"regather": (0,), **summed}, None)
         return self._emit_weight(operator.getitem, (gathered, 0), move.after)
 
     def _bucket(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket together, one collective per step of their common path."""
-        values = [self._value(source, 0) for source in bucket.sources]
+        late = [source in self.cast_late for source in bucket.sources]
+        values = [
+            self._input(source, 0) if cast else self._value(source, 0)
+            for source, cast in zip(bucket.sources, late, strict=True)
+        ]
+        casts = [self.cast_late.get(source) for source in bucket.sources]
         layouts = list(bucket.layouts)
         for step in bucket.steps:
             moves = [path.moves[step.number] for path in bucket.paths]
@@ -271,15 +296,23 @@ class _Rewriter:
                     move.after.local_shape(shape, self.mesh.sizes)[dim]
                     for move, shape, dim in zip(moves, bucket.shapes, dims, strict=True)
                 )
-                again = {"regather": bucket.regathered} if bucket.regathered else {}
-                new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), again, None)
+                kwargs: dict[str, Any] = {"regather": bucket.regathered} if bucket.regathered else {}
+                if any(casts):
+                    kwargs["to"], casts = tuple(casts), [None] * len(casts)
+                if bucket.reduced is not None:
+                    kwargs["reduce"] = bucket.reduced
+                new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), kwargs, None)
             else:
-                in_place = {"in_place": True} if bucket.in_place else {}
-                new = self._emit(reduce_gradients, (step.axis, *values), in_place, None)
+                kwargs = {"in_place": True} if bucket.in_place else {}
+                if bucket.reduced is not None and not any(casts):
+                    kwargs["reduce"] = bucket.reduced
+                new = self._emit(reduce_gradients, (step.axis, *values), kwargs, None)
             layouts = [move.after for move in moves]
             values = [self._emit_weight(operator.getitem, (new, i), layout) for i, layout in enumerate(layouts)]
-        for end, value in zip(bucket.ends, values, strict=True):
+        for end, value, cast, layout in zip(bucket.ends, values, casts, layouts, strict=True):
             self.by_wire[end] = value
+            if cast is not None:
+                self.casts_left[end] = cast, layout
 
     def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout) -> fx.Node:
         """A move of a tensor."""

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.capture.export import capture
-from autopar.capture.passes.autocast import Casts
+from autopar.capture.passes.autocast import Autocast, Casts
 from autopar.capture.passes.inline import add_placeholder
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, call_key, value_of
 from autopar.program.program import info_of
@@ -70,7 +70,7 @@ def test_autocast_is_asked_once_about_equal_calls(monkeypatch: pytest.MonkeyPatc
     asked = []
     result = Casts._result
     monkeypatch.setattr(Casts, "_result", lambda *args, **kwargs: asked.append(args[1]) or result(*args, **kwargs))
-    casts = Casts(draft, torch.bfloat16)
+    casts = Casts(draft, Autocast("cpu", torch.bfloat16))
     for pair in ((a, b), (b, a), (a, a)):
         (left, right), _ = casts.applied(aten.mm.default, pair, {}, "")
         assert {value_of(left).dtype, value_of(right).dtype} == {torch.bfloat16}

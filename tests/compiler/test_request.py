@@ -61,6 +61,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "capacity_factor": 1.25,
         "loss_tiles": 3,
         "imbalance": 1.5,
+        "precision": "bf16-mixed",
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()
     request, plain = plan_request(model, **said), PlanRequest()
@@ -97,6 +98,12 @@ def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: R
         ({"mode": "hand"}, InputError, 'mode=\'hand\'; modes are "auto", "semi_auto" and "manual"'),
         ({"outputs": "none"}, InputError, "outputs='none'; outputs are"),
         ({"solver": "lp"}, InputError, 'solver=\'lp\'; solvers are "auto" and "ilp"'),
+        (
+            {"precision": "bf8"},
+            InputError,
+            "precision='bf8' is not known; names are 'bf16-mixed', 'fp16-mixed'",
+        ),
+        ({"precision": 16}, InputError, "precision=16; give one of 'bf16-mixed', 'fp16-mixed', 'bf16', or an autopar"),
         ({"recompute": "some"}, PlanError, "recompute='some'; give 'auto', 'none', 'selective', 'full'"),
     ],
 )

@@ -186,7 +186,7 @@ def parallel(case: Case) -> Training:
         autopar.annotate(model, pattern, **keywords)
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
-    with captured_once((*case.graph, *map(case.options.get, ("capacity_factor", "loss_tiles")))):
+    with captured_once((*case.graph, *map(case.options.get, ("capacity_factor", "loss_tiles", "precision")))):
         compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)

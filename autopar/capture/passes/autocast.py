@@ -4,11 +4,16 @@ policy   an operation whose inputs become
 low      the autocast dtype: bf16 comes out of fp32
 full     fp32: fp32 comes out of bf16
 promote  the widest dtype among them
+
+Each type of device has its own (softmax, norms, powers and sums are full on CUDA, and none of these on the CPU), and
+that of the mesh counts. PyTorch has the policies of all of them, and answers for tensors without memory on devices
+that are not there: `torch.autocast` alone refuses those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +28,40 @@ from autopar.errors import CaptureError
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+"""Type of device → the dispatch key under which its policy is registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast region: the type of device whose policy counts, and the dtype."""
+
+    device: str
+    dtype: torch.dtype
+
+    @classmethod
+    def around(cls, device: str | None) -> Autocast | None:
+        """The region that now is on for a type of device (None: for any)."""
+        kinds = tuple(KEYS) if device is None else (device,)
+        found = (each for each in kinds if torch.is_autocast_enabled(each))
+        return next((cls(each, torch.get_autocast_dtype(each)) for each in found), None)
+
+    @property
+    def key(self) -> str:
+        """Its dispatch key; that of the CPU where there is no policy to ask."""
+        return KEYS.get(self.device, KEYS["cpu"])
+
+    def casts_whole(self, op: torch._ops.OpOverload) -> bool:
+        """Whether the policy has an entry for an operation."""
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), self.key)
+
+
 @dataclass(slots=True)
 class Casts:
-    """The casts of one autocast region with its dtype; a tensor is cast once, as autocast casts a weight once."""
+    """The casts of one autocast region; a tensor is cast once, as autocast casts a weight once."""
 
     draft: TracedGraph
-    dtype: torch.dtype
+    region: Autocast
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
     asked: dict[object, torch.dtype | None] = field(default_factory=dict)
     """The answers of autocast, by `call_key`."""
@@ -59,10 +92,10 @@ class Casts:
         floats = [x.dtype for x in pytree.tree_leaves(values) if _is_float(x)]
         if not floats:
             return None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "AutocastCPU"):
-            if self._result(target, _all_as(values, torch.float32)) == self.dtype:
-                return self.dtype
-            if self._result(target, _all_as(values, self.dtype)) == torch.float32:
+        if self.region.casts_whole(target):
+            if self._result(target, _all_as(values, torch.float32)) == self.region.dtype:
+                return self.region.dtype
+            if self._result(target, _all_as(values, self.region.dtype)) == torch.float32:
                 return torch.float32
             return max(floats, key=lambda dtype: dtype.itemsize)
         found = self._result(target, values)
@@ -71,20 +104,47 @@ class Casts:
             return None
         if self._result(target, _all_as(values, found), enabled=False) != found:
             raise CaptureError(
-                f"{target} gives {found} under autocast({self.dtype}), by casts inside of it that cannot be told; "
-                "run it outside autocast."
+                f"{target} gives {found} under autocast({self.region.dtype}), by casts inside of it that cannot be "
+                "told; run it outside autocast."
             )
         return found
 
     def _result(self, target: Callable[..., Any], values: Any, enabled: bool = True) -> torch.dtype | None:
         """The dtype of the call's first floating-point output; None where it has none, or the call is refused."""
-        args, kwargs = values
+        device = "cuda" if self.region.key == KEYS["cuda"] else "cpu"
         try:
-            with self.draft.mode, torch.no_grad(), torch.autocast("cpu", self.dtype, enabled=enabled):
+            with self.draft.mode, torch.no_grad(), autocasting(device, self.region.dtype, enabled):
+                args, kwargs = _on(device, values)
                 found = target(*args, **kwargs)
         except (RuntimeError, ValueError):
             return None
         return next((x.dtype for x in pytree.tree_leaves(found) if _is_float(x)), None)
+
+
+@contextlib.contextmanager
+def autocasting(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:
+    """`torch.autocast`, also for a device that is not there; without a cache of casts, which leaves alone have."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def _on(device: str, values: Any) -> Any:
+    """The values with tensors on another device, which have no memory; PyTorch without CUDA has no gradients there."""
+    if device == "cpu":
+        return values
+
+    def there(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return torch.device(device) if isinstance(value, torch.device) else value
+
+    return pytree.tree_map(there, values)
 
 
 def _is_float(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from autopar.capture.passes.autocast import Casts
+from autopar.capture.passes.autocast import Autocast, Casts
 from autopar.capture.passes.functions import KEPT, KeptUse
 from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
@@ -50,6 +50,8 @@ class Inliner:
     """What the calls of KEPT stand for."""
     written: frozenset[int] = frozenset()
     """Storages of the exported values that a call writes into."""
+    device: str | None = None
+    """The type of device that the program is for; None: any."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
@@ -77,14 +79,17 @@ class Inliner:
             enabled, body, *inputs = args
             return self.copy(body, inputs, replace(region, grad=enabled))
         if target is torch.ops.higher_order.wrap_with_autocast:
-            _, dtype, enabled, _, body, *inputs = args
-            casts = Casts(self.draft, dtype or torch.bfloat16) if enabled else None
-            return self.copy(body, inputs, replace(region, casts=casts))
+            device, dtype, enabled, _, body, *inputs = args
+            # What is traced lies on the CPU, which stands for the mesh's own device; others cast nothing there.
+            if self.device is not None and device not in (self.device, "cpu"):
+                return self.copy(body, inputs, region)
+            there = Autocast(self.device or device, dtype or torch.bfloat16)
+            return self.copy(body, inputs, replace(region, casts=Casts(self.draft, there) if enabled else None))
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
         if target is KEPT:
             number, *tensors = args
-            target, args = self.functions[number].call(tensors, region.casts and region.casts.dtype)
+            target, args = self.functions[number].call(tensors, region.casts and region.casts.region.dtype)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
@@ -120,16 +125,18 @@ def inline(
     sources: Mapping[str, Source],
     mode: FakeTensorMode,
     values: Mapping[str, Any],
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     functions: Sequence[KeptUse] = (),
+    device: str | None = None,
 ) -> TracedGraph:
     """A draft of an exported graph.
 
     Args:
         sources: what each tensor placeholder stands for; equal sources become one placeholder.
         values: fake value of every tensor placeholder.
-        autocast: dtype of the autocast region around the whole graph, if any.
+        autocast: the autocast region around the whole graph, if any.
         functions: uses of autograd.Functions, by the number that stands for them.
+        device: the type of device that the program is for, whose autocast regions count; None: any.
     """
     draft = TracedGraph(fx.Graph(), mode)
     made: dict[tuple[str, str, int], fx.Node] = {}
@@ -144,7 +151,7 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    outputs = Inliner(draft, functions, _written(module)).copy(module, inputs, Region(casts=casts))
+    outputs = Inliner(draft, functions, _written(module), device).copy(module, inputs, Region(casts=casts))
     draft.graph.output(outputs)
     return draft
 

@@ -121,6 +121,7 @@ def _stage(
         input_names=program.input_names,
         received=tuple(node.name for node in received),
         num_sent=len(sent),
+        reduced=program.reduced,
         assumed=program.assumed,
         python=program.python,
     )

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autopar
 from autopar.errors import MeshError
 from autopar.runtime.collectives.axes import axis_of, join_axes, joined_groups, record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
+from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.regather import Regather
 from autopar.sharding.mesh import joined_axes
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES

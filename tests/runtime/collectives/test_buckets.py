@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.runtime.collectives import buckets
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.collectives.buckets import Regather, gather_parameters, reduce_gradients
+from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.regather import Regather
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values, simulate
 

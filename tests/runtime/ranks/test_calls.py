@@ -118,7 +118,7 @@ DIFFERENCES: dict[Callable[[int], None], str] = {
     a_known_shape: r"rank 0 with x_BH: float32\[8, 16\]; rank 1 with x_BH: float32\[4, 16\]\. Every rank needs",
     another_mode: "rank 0 with mode: training; rank 1 with mode: evaluation. Set mode alike on every rank",
     another_frozen_set: "rank 0 with frozen parameters: none of these; rank 1 with frozen parameters: up.weight. Set",
-    another_autocast: r"rank 0 with autocast: .*False.*; rank 1 with autocast: .*bfloat16.* Set autocast alike",
+    another_autocast: r"rank 0 with autocast: off; rank 1 with autocast: torch.bfloat16. Set autocast alike",
     no_gradients: "rank 0 with gradients: on; rank 1 with gradients: off. Set gradients alike",
     a_backward_skipped: "out of step: rank 0 begins a backward, rank 1 another call of the model. Every rank must",
     a_backward_more: "out of step: rank 0 begins another call of the model, rank 1 a backward. Every rank must",

@@ -23,7 +23,7 @@ from autopar.program.program import Program, tensor_inputs
 from autopar.program.recompute_segments import MODES, recomputation, segments_of
 from autopar.program.saved_tensors import saved_in
 from autopar.runtime.collectives.axes import Axis, record_traffic, use_axes
-from autopar.runtime.collectives.buckets import Regather
+from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import use_randomness
 from autopar.runtime.recompute import saved_handles
 from autopar.runtime.recompute.run import run, steps_of
