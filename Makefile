@@ -4,6 +4,7 @@
 # make fuzz    random programs on simulated ranks beside one process: make fuzz CASES=10000 SEED=0
 # make bench   strategies measured beside their predictions and beside PyTorch's own tools, on small models
 # make bench-planner   how long planning and solving take
+# make cuda-check      graphs and casts on CUDA, as a CUDA build of PyTorch sees them; no GPU, an environment of 7 GB
 #
 # The environment is made in .venv on first use, and again when pyproject.toml changes.
 # torch comes first and alone, so that TORCH decides which build it is, for example
@@ -11,6 +12,7 @@
 
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 TORCH ?= torch==2.13.0
+CUDA_TORCH ?= torch===2.13.0
 CASES ?= 1000
 SEED ?= 0
 
@@ -20,7 +22,7 @@ DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
 
-.PHONY: demo test lint format slow fuzz bench bench-planner clean
+.PHONY: demo test lint format slow fuzz bench bench-planner cuda-check clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
@@ -51,8 +53,11 @@ bench-planner: $(DEMO_READY)
 	$(BIN)/python benchmarks/solve_speed.py
 	$(BIN)/python -m benchmarks.plan_speed --quick
 
+cuda-check: .venv-cuda/ready
+	.venv-cuda/bin/python -m benchmarks.cuda_check
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" \
@@ -70,4 +75,10 @@ $(BENCH_READY): $(DEMO_READY)
 
 $(TEST_READY): $(DEMO_READY)
 	$(PIP) install -e ".[test,hf]"
+	@touch $@
+
+.venv-cuda/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip --quiet --disable-pip-version-check install "$(CUDA_TORCH)"
+	.venv-cuda/bin/python -m pip --quiet --disable-pip-version-check install -e ".[hf]"
 	@touch $@

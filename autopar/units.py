@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Bytes, seconds and shares as people write them."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def format_share(share: float) -> str:
+    """A share as per cent, of which something is left to see however small it is.
+
+    >>> format_share(0.0325), format_share(1.5e-5), format_share(0.0)
+    ('3.25%', '0.0015%', '0.00%')
+    """
+    return f"{share:.2%}" if share == 0 or abs(share) >= 1e-4 else f"{100 * share:.2g}%"

@@ -37,7 +37,7 @@ from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.solve import solve, solve_narrow
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
@@ -104,8 +104,8 @@ def best_within(
     if _share(found) > gap:
         why = "the time limit passed: " if is_over(search.deadline) else ""
         warnings.warn(
-            f"{why}the plan is within the limit at every moment, but not proven best: at most {_share(found):.2%} of "
-            "its step could be saved.",
+            f"{why}the plan is within the limit at every moment, but not proven best: at most "
+            f"{format_share(_share(found))} of its step could be saved.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -16,7 +16,7 @@ from autopar.hardware.profile import Hardware
 from autopar.plans.plan import Plan
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, format_share
 
 AXIS_NAMES = ("dp", "tp", "sp")
 SHOWN_REASON = 100  # characters
@@ -102,7 +102,7 @@ def mesh_table(tried: tuple[Tried, ...]) -> str:
     """What was tried, fastest first, those without a plan last."""
     planned = sorted((each for each in tried if each.plan is not None), key=lambda each: _plan(each).seconds)
     table = [
-        [str(each.mesh), format_seconds(plan.seconds), format_bytes(plan.peak_bytes), f"{plan.gap:.2%}"]
+        [str(each.mesh), format_seconds(plan.seconds), format_bytes(plan.peak_bytes), format_share(plan.gap)]
         for each in planned
         for plan in [_plan(each)]
     ]

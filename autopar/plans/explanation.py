@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
 from autopar.plans.rows import Moved, is_main
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, format_share
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
 MAX_PLACES = 3  # of a collective that a runner-up runs more or less
@@ -163,7 +163,7 @@ class Explanation(Generic[P]):
             f"  memory   {format_bytes(second.memory.after)}, {signed_bytes(second.memory.delta)}",
         ]
         if second.plan.gap > SHOWN_GAP:
-            lines.append(f"  bound    not proven best: at most {second.plan.gap:.2%} of it could be saved")
+            lines.append(f"  bound    not proven best: at most {format_share(second.plan.gap)} of it could be saved")
         if signed_seconds(second.step.delta) == "0":
             lines.append("  equally fast: the choice between them is arbitrary")
         table = []

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow, is_main
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, format_share
 
 TEMPLATE = Path(__file__).with_name("plan.html")
 ROLES = ("data", "sequence", "column", "row", "expert", "replicated", "partial", "other")
@@ -44,7 +44,7 @@ def page(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {plan.gap:.2%}"
+    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     facts = {
         "mesh": f"{plan.mesh} ({plan.mesh.num_devices} devices)",

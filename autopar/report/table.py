@@ -18,7 +18,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow, is_main
 from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, format_share
 
 MODULE_WIDTH = 42
 MOVED_WIDTH = 30
@@ -56,7 +56,7 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {plan.gap:.2%}"
+    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     return "\n".join(
         (

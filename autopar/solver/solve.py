@@ -45,6 +45,7 @@ from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.relaxation.levelling import DEAR_WORK, Levelling, loosen
 from autopar.solver.relaxation.loosened import Loosened
+from autopar.units import format_share
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
@@ -382,7 +383,7 @@ def _solution(found: Point, bound: float, solver: str, multiplier: float = 0.0) 
 def _warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:
     share = (seconds - bound) / abs(seconds) if seconds else 0.0
     warnings.warn(
-        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({share:.3%} less). "
+        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "
         "Raise the time limit, or give up a little more with gap=….",
         RuntimeWarning,
         stacklevel=4,

@@ -23,6 +23,7 @@ from autopar.plans.difference import Amount
 from autopar.plans.explanation import SHOWN_GAP, Explanation
 from autopar.plans.plan import Plan
 from autopar.space.space import Space
+from autopar.units import format_share
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pinned import IDS_BS, Net
@@ -216,7 +217,9 @@ def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_ru
     assert second is not None and second.memory.after <= limit
     assert second.plan.bound <= best * (1 + 1e-9) and best <= second.step.after * (1 + 1e-9)
     if second.plan.gap > SHOWN_GAP:
-        assert f"not proven best: at most {second.plan.gap:.2%} of it could be saved" in str(plan.explain("up", False))
+        assert f"not proven best: at most {format_share(second.plan.gap)} of it could be saved" in str(
+            plan.explain("up", False)
+        )
     else:
         assert second.step.after == pytest.approx(best, rel=1e-9)
 

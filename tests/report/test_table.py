@@ -84,6 +84,10 @@ def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
     assert "elimination" in table
 
 
+def test_a_gap_is_not_rounded_away() -> None:
+    assert "gap 0.0015%" in plan_table(_plan(_call("a", "head"), bound=0.001 * (1 - 1.5e-5)))
+
+
 def test_the_memory_at_the_peak_is_told_part_by_part() -> None:
     memory = MemoryUse({"parameters": 1_000_000, "activations": 2_000_000, "gradients": 0})
     table = plan_table(replace(_plan(_call("a", "head")), memory=memory))

@@ -1,6 +1,9 @@
 """Groups made with one backend, one for each kind of device, or without a word."""
 
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from autopar.runtime.ranks.backends import backend_of
@@ -9,7 +12,7 @@ from autopar.runtime.ranks.backends import backend_of
 @pytest.mark.parametrize(
     ("backend", "by_device"),
     [
-        (None, {"cpu": "gloo", "cuda": "nccl" if dist.is_nccl_available() else ""}),
+        (None, {"cpu": "gloo", "cuda": "nccl" if torch.cuda.is_available() else ""}),
         ("cpu:gloo", {"cpu": "gloo", "cuda": ""}),
         ("gloo", {"cpu": "gloo"}),
         ("fake", {"cpu": "fake", "cuda": "fake"}),
@@ -23,3 +26,10 @@ def test_the_backend_of_a_device(backend: str | None, by_device: dict[str, str])
         assert {device: backend_of(group, device) for device in by_device} == by_device
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_has_a_backend_for_each_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    group: Any = None
+    assert backend_of(group, "cuda") == "nccl"
+    assert backend_of(group, "cpu") == "gloo"
