@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.capture.masks.hiding import hides_by_numbers
+from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
@@ -42,7 +43,7 @@ def masks_by_position(draft: TracedGraph) -> None:
             continue
         tensors = (given[name] for name in ("query", "key", "value"))
         with draft.graph.inserting_before(node):
-            further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising}
+            further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
             call = (*tensors, made.vectors, made.text)
             draft.replace(node, draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further))
 
@@ -65,6 +66,7 @@ class _Mask:
     vectors: list[fx.Node]
     seen: float
     rising: bool
+    reach: int | None
 
 
 def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
@@ -77,4 +79,4 @@ def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
         except NotByPositionError:
             return None
     seen, rising = share_seen(text, reading.vectors, *shape_of(mask)[-2:])
-    return _Mask(text, reading.vectors, seen, rising)
+    return _Mask(text, reading.vectors, seen, rising, reach_of(text, reading.vectors, *shape_of(mask)[-2:]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
+from autopar.program.operators.attention.by_mask import parts_seen
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, on_rank
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.sharding.mesh import joined_name
@@ -59,9 +60,11 @@ class Split:
     merged: tuple[Axis, ...]
     """Those that split keys alone."""
     num_keys: int
+    reach: int | None = None
+    """How many positions back a query sees, and none ahead; None: any."""
 
     @classmethod
-    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int) -> Split:
+    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int, reach: int | None = None) -> Split:
         """By the keywords of an implementation."""
         ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
         return cls(
@@ -70,6 +73,7 @@ class Split:
             axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
             axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
             num_keys,
+            reach,
         )
 
     @property
@@ -79,7 +83,12 @@ class Split:
 
     @property
     def num_steps(self) -> int:
-        return self.ring.size if self.ring is not None else 1
+        """How many parts of the keys a rank has one after the other: those that queries see, where all is in order."""
+        if self.ring is None:
+            return 1
+        alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
+        reach = self.reach if alike and not self.queries.zigzag else None
+        return parts_seen(reach, self.num_keys // self.ring.size, self.ring.size)
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
         """The keys that a rank has after so many steps around the ring."""

@@ -95,7 +95,8 @@ class _InSteps(autograd.Function):
                 own = of_keys
             else:
                 assert split.ring is not None, "only around a ring is there a second step"
-                coming = Travelling(_added(of_keys, coming), split.ring)
+                # At last they go home, from as far as the keys have come.
+                coming = Travelling(_added(of_keys, coming), split.ring, -step if last else 1)
             if under_way is not None:
                 keys = under_way.arrived()
         (dq,), (dk, dv) = of_queries, _added(own, coming)

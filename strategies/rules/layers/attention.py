@@ -147,22 +147,25 @@ def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
     return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
 
 
-def traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged."""
+def traffic(call: Call, sizes: LocalSizes, hops: int | None = None) -> tuple[Collective, ...]:
+    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged.
+
+    After so many hops no rank needs the keys any more; None: after all others have had them.
+    """
     value, keys = call["value"], _key_elements(call, sizes)
-    hops = sizes.get(TOGETHER + "t", 1) - 1
+    parts = sizes.get(TOGETHER + "t", 1)
     wide = max(WIDE_BYTES, value.dtype.itemsize)
     around = TOGETHER + "t"
     rows = _query_rows(call, sizes)
     merged = [Collective("all_reduce", "t", rows * wide * each) for each in (1, 1, value.shape[-1])]
-    if not hops:
+    if parts == 1:
         return tuple(merged)
     travelling = [
         Collective("permute", around, keys * value.dtype.itemsize),
         Collective("permute", around, keys * value.dtype.itemsize, backward=True),
         Collective("permute", around, keys * wide, backward=True),
     ]
-    return tuple(each for each in travelling for _ in range(hops))
+    return tuple(each for each in travelling for _ in range(parts - 1 if hops is None else hops))
 
 
 def kept_bytes(call: Call, sizes: LocalSizes) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.capture.masks import rewrite
+from autopar.capture.masks import reach, rewrite
 from autopar.capture.masks.seen import RISING
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
@@ -129,6 +129,29 @@ def test_any_other_mask_stays(kind: str) -> None:
 
 def test_attention_with_dropout_keeps_its_mask() -> None:
     assert not by_mask(capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True))
+
+
+REACH: dict[str, tuple[Mask, int | None]] = {
+    "a window": (lambda m, i, j, p: (j <= i) & (j > i - 5), 4),
+    "a window of padded texts": (lambda m, i, j, p: ((j <= i) & (j >= i - 2))[None, None] & p[:, None, None, :], 2),
+    "pieces": (lambda m, i, j, p: (j <= i) & (i // 4 == j // 4), 3),
+    "itself": (lambda m, i, j, p: i == j, 0),
+    "one ahead": (lambda m, i, j, p: (j <= i + 1) & (j > i - 3), None),
+    "ahead in a piece": (lambda m, i, j, p: i // 4 == j // 4, None),
+    "all before": (lambda m, i, j, p: j <= i, None),
+    "data": (lambda m, i, j, p: (j <= i) & ((p.cumsum(-1)[:, None, :, None] - j) < 3), None),
+}
+
+
+@pytest.mark.parametrize("num_blocks", [4, 512])
+@pytest.mark.parametrize("kind", REACH)
+def test_how_far_back_queries_see_is_known_without_data(
+    kind: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "NUM_BLOCKS", num_blocks)
+    mask, expected = REACH[kind]
+    (node,) = by_mask(capture(Attention(mask), inputs(), {}))
+    assert node.kwargs["reach"] == expected
 
 
 @pytest.mark.parametrize(

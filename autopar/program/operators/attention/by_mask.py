@@ -33,6 +33,15 @@ ALIGNED = 16
 """A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
 
 
+def parts_seen(reach: int | None, part: int, num_parts: int) -> int:
+    """How many parts of the keys queries see, their own first, that see `reach` positions back; None: all of them.
+
+    >>> parts_seen(4, 4, 8), parts_seen(5, 4, 8), parts_seen(None, 4, 8)
+    (2, 3, 8)
+    """
+    return num_parts if reach is None else min(num_parts, 1 - (-reach // part))
+
+
 def scale_of(query: Tensor, scale: float | None) -> float:
     """What scores are multiplied by."""
     return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
@@ -43,7 +52,8 @@ def of_keys(vector: Tensor) -> bool:
     return vector.ndim > 0 and vector.shape[-1] > 1
 
 
-def _part(vector: Tensor, queries: Range, keys: Range) -> Tensor:
+def part_of_vector(vector: Tensor, queries: Range, keys: Range) -> Tensor:
+    """What a block of scores needs of it."""
     if of_keys(vector):
         return vector[..., slice(*keys)]
     return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
@@ -53,7 +63,7 @@ def _block(
     expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
 ) -> Block:
     """What a block computes, with its part of the mask."""
-    mask = evaluate(expression, [_part(x, queries, keys) for x in vectors])
+    mask = evaluate(expression, [part_of_vector(x, queries, keys) for x in vectors])
     shape = queries[1] - queries[0], keys[1] - keys[0]
     mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
     if mask.dtype is torch.bool:
@@ -168,6 +178,7 @@ def _attention(
     scale: float | None = None,
     seen: float = 1.0,
     rising: bool = False,
+    reach: int | None = None,
 ) -> Tensor:
     return _ByMask.apply(query, key, value, mask, scale_of(query, scale), *vectors)
 
@@ -177,7 +188,7 @@ for _schema in (
     "attend_by_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] vectors, Tensor out, Tensor lse,"
     " str mask, float scale) -> (Tensor, Tensor, Tensor)",
     "attention_by_mask(Tensor query, Tensor key, Tensor value, Tensor[] vectors, str mask, float? scale=None,"
-    " float seen=1.0, bool rising=False) -> Tensor",
+    " float seen=1.0, bool rising=False, int? reach=None) -> Tensor",
 ):
     torch.library.define(f"autopar::{_schema.partition('(')[0]}", _schema[_schema.index("(") :])
 torch.library.impl("autopar::attend_by_mask", "default", _attend)
@@ -198,5 +209,5 @@ ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.d
 """query (B, H, S, D), key and value (B, G, T, D), vectors → (B, H, S, D).
 
 `seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
-more.
+more; `reach`: how many positions back, and none ahead, a query sees, where queries and keys are in order.
 """
