@@ -37,8 +37,8 @@ def attention_by_mask(
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
 
-    Moves what `by_blocks.attention` does; over ranks that split both in order, of which queries see `reach` positions
-    back, as often as ranks see keys of others.
+    Moves what `by_blocks.attention` does; over ranks that split both in order, and where queries see `reach` positions
+    back, those keys that others see, as far as these are.
     """
     key, value = shared_heads(query, key, value, axes, sizes)
     return in_steps(

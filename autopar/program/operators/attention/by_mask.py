@@ -33,13 +33,17 @@ ALIGNED = 16
 """A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
 
 
-def parts_seen(reach: int | None, part: int, num_parts: int) -> int:
-    """How many parts of the keys queries see, their own first, that see `reach` positions back; None: all of them.
+def parts_before(reach: int | None, part: int, num_parts: int) -> tuple[int, ...]:
+    """How many keys queries see of each part before their own, the nearest first: of a window, the last ones of a part.
 
-    >>> parts_seen(4, 4, 8), parts_seen(5, 4, 8), parts_seen(None, 4, 8)
-    (2, 3, 8)
+    They see `reach` positions back; None: all that there are, and of those ahead as well.
+
+    >>> parts_before(4, 4, 8), parts_before(6, 4, 8), parts_before(None, 4, 3)
+    ((4,), (4, 2), (4, 4))
     """
-    return num_parts if reach is None else min(num_parts, 1 - (-reach // part))
+    if reach is None:
+        return tuple(part for _ in range(num_parts - 1))
+    return tuple(min(part, reach - begun) for begun in range(0, min(reach, (num_parts - 1) * part), part))
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
