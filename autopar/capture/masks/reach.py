@@ -1,21 +1,22 @@
-"""How far back queries see under a mask, as far as that follows from positions and not from data: a window's size."""
+"""How far back queries see under a mask, as far as that follows from positions and not from data: a window's size.
+
+Blocks of scores say about how far, and then diagonals of scores, each one distance between queries and keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, fx
 
 from autopar.capture.masks.seen import bounds_without_data, constant
 from autopar.capture.passes.traced_graph import value_of
-from autopar.program.operators.attention.by_mask import part_of_vector
-from autopar.program.operators.attention.expressions import Expression, parse
-from autopar.program.operators.attention.masked_blocks import known_of, places
-from autopar.program.operators.attention.sums import Range
+from autopar.program.operators.attention.by_mask import of_keys
+from autopar.program.operators.attention.expressions import Bounds, Expression, parse
+from autopar.program.operators.attention.masked_blocks import known_of, without_nan
 
-NUM_BLOCKS = 512
-"""Of queries, and of keys; of blocks that may be farthest from the diagonal every score is looked at."""
+NUM_BLOCKS = 1024
+"""Of queries, and of keys."""
 
 
 def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> int | None:
@@ -23,40 +24,32 @@ def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: 
     if num_queries != num_keys:
         return None
     known: dict[fx.Node, Tensor | None] = {}
-    mask = _Mask(parse(text), [(constant(node, known), value_of(node)) for node in vectors])
-    size = -(-num_keys // NUM_BLOCKS)
-    blocks = places(num_keys, size)
-    seen = mask.seen_in_blocks(size, len(blocks))
-    if seen[-1, 0] or seen.triu(1).any() or any(mask.seen_in(each, each).triu(1).any() for each in blocks):
+    given = [(constant(node, known), value_of(node)) for node in vectors]
+    expression, size = parse(text), -(-num_keys // NUM_BLOCKS)
+    count = -(-num_keys // size)
+    hidden, _ = known_of(expression, [bounds_without_data(*each, size, size) for each in given], count, count)
+    seen = ~hidden
+    ahead = seen.triu(1).any() or any(_seen_at(-distance, expression, given, num_keys) for distance in range(1, size))
+    if ahead or seen[-1, 0]:
         return None
-    reach = 0
-    for row, queries in enumerate(blocks):
-        for column in seen[row].nonzero().flatten().tolist():
-            keys = blocks[column]
-            if queries[1] - 1 - keys[0] <= reach:
-                break
-            query, key = mask.seen_in(queries, keys).nonzero().unbind(1)
-            reach = max([reach, *(query - key + queries[0] - keys[0]).tolist()])
-    return reach
+    rows, columns = seen.nonzero().unbind(1)
+    most = int((rows - columns).max()) * size + size - 1
+    least = max(most - 2 * size, 0)  # nearer than what the farthest blocks may have
+    return next((back for back in range(most, least, -1) if _seen_at(back, expression, given, num_keys)), least)
 
 
-class _Mask:
-    def __init__(self, expression: Expression, vectors: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        self.expression = expression
-        self.vectors = vectors
-        """Of each its values, where these do not depend on data, and what it looks like."""
+def _seen_at(back: int, expression: Expression, given: Sequence[tuple[Tensor | None, Tensor]], size: int) -> bool:
+    """Whether some query may see the key so many positions back."""
+    length = size - abs(back)
 
-    def seen_in_blocks(self, size: int, count: int) -> Tensor:
-        """Which blocks of so many queries and keys may be seen."""
-        bounds = [bounds_without_data(x, like, size, size) for x, like in self.vectors]
-        return self._seen(bounds, count, count)
+    def part(x: Tensor | None, like: Tensor) -> Bounds:
+        if x is None:
+            return bounds_without_data(x, like, 1, 1)
+        if of_keys(x):
+            x = (x.squeeze(-2) if x.ndim > 1 else x).narrow(-1, max(-back, 0), length).unsqueeze(-1)
+        elif x.ndim > 1 and x.shape[-2] > 1:
+            x = x.narrow(-2, max(back, 0), length)
+        return without_nan(x, x)
 
-    def seen_in(self, queries: Range, keys: Range) -> Tensor:
-        """Which scores of one block may be seen."""
-        parts = [(x if x is None else part_of_vector(x, queries, keys), like) for x, like in self.vectors]
-        bounds = [bounds_without_data(x, like, 1, 1) for x, like in parts]
-        return self._seen(bounds, queries[1] - queries[0], keys[1] - keys[0])
-
-    def _seen(self, bounds: Sequence[tuple[Tensor, Tensor]], num_queries: int, num_keys: int) -> Tensor:
-        hidden, _ = known_of(self.expression, bounds, [(0, 0)] * num_queries, [(0, 0)] * num_keys)
-        return ~torch.as_tensor(hidden)
+    hidden, _ = known_of(expression, [part(*each) for each in given], length, 1)
+    return not bool(hidden.all())

@@ -26,7 +26,7 @@ def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys
     blocks = places(num_queries, sizes[0]), places(num_keys, sizes[1])
     known: dict[fx.Node, Tensor | None] = {}
     within = [bounds_without_data(constant(node, known), value_of(node), *sizes) for node in vectors]
-    hidden, _ = known_of(parse(text), within, *blocks)
+    hidden, _ = known_of(parse(text), within, len(blocks[0]), len(blocks[1]))
     seen = (~hidden).double().mean(1)
     half = len(seen) // 2
     return seen.mean().item(), bool(half and seen[half:].mean() >= RISING * seen[:half].mean())

@@ -56,8 +56,7 @@ def of_keys(vector: Tensor) -> bool:
     return vector.ndim > 0 and vector.shape[-1] > 1
 
 
-def part_of_vector(vector: Tensor, queries: Range, keys: Range) -> Tensor:
-    """What a block of scores needs of it."""
+def _part(vector: Tensor, queries: Range, keys: Range) -> Tensor:
     if of_keys(vector):
         return vector[..., slice(*keys)]
     return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
@@ -67,7 +66,7 @@ def _block(
     expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
 ) -> Block:
     """What a block computes, with its part of the mask."""
-    mask = evaluate(expression, [part_of_vector(x, queries, keys) for x in vectors])
+    mask = evaluate(expression, [_part(x, queries, keys) for x in vectors])
     shape = queries[1] - queries[0], keys[1] - keys[0]
     mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
     if mask.dtype is torch.bool:
