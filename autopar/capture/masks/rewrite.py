@@ -20,6 +20,7 @@ from autopar.capture.masks.hiding import hides_by_numbers
 from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
+from autopar.capture.masks.shared_heads import without_repeats
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 
@@ -41,7 +42,7 @@ def masks_by_position(draft: TracedGraph) -> None:
         made = found[mask]
         if made is None:
             continue
-        tensors = (given[name] for name in ("query", "key", "value"))
+        tensors = (given["query"], *without_repeats(given["key"], given["value"]))
         with draft.graph.inserting_before(node):
             further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
             call = (*tensors, made.vectors, made.text)

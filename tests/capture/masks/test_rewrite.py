@@ -127,6 +127,30 @@ def test_any_other_mask_stays(kind: str) -> None:
     assert not by_mask(program)
 
 
+class Shared(nn.Module):
+    """Four heads of queries and two of keys, which are repeated as transformers does, along a dim behind the heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.proj = dim, nn.Linear(8, 8 * 4)
+
+    def forward(self, x_BSD: Tensor, seen_BS: Tensor) -> Tensor:
+        q, kv = self.proj(x_BSD).unflatten(-1, (8, 4)).transpose(1, 2).split(4, 1)
+        sizes = [2, 2, S, 4]
+        sizes.insert(self.dim, 2)
+        k, v = (x.unsqueeze(self.dim).expand(sizes).reshape(2, 4, S, 4) for x in kv.split(2, 1))
+        at = torch.arange(S)
+        return F.scaled_dot_product_attention(q, k, v, at[:, None] >= at).square().sum()
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(2, 2), (1, 4)])
+def test_heads_that_are_repeated_for_queries_that_share_them_are_taken_once(dim: int, heads: int) -> None:
+    """Repeated before the dim of heads, they are in another order, and stay."""
+    torch.manual_seed(0)
+    (node,) = by_mask(assert_as_eager(Shared(dim), inputs(), {}, lambda y: y))
+    assert [each.meta["tensor"].shape for each in node.args[:3]] == [(2, 4, S, 4), (2, heads, S, 4), (2, heads, S, 4)]
+
+
 def test_attention_with_dropout_keeps_its_mask() -> None:
     assert not by_mask(capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True))
 
