@@ -55,7 +55,7 @@ def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
     Causal attentions of self-attention have their positions dealt by zigzag, so that all ranks compute alike. Over an
     axis c of positions and an axis d of the batch, keys and values c-1 times forward and backward, and their gradients
-    as often, in float32:
+    as often, in float32; less under a window:
 
         permute/c = 6·L·K·(c-1)/(c·d)
         all_reduce/d_c = P

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.seen import share_seen
 from autopar.capture.passes.refused_calls import where
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
@@ -48,9 +49,10 @@ def _replace(draft: TracedGraph, node: fx.Node, made: dict[object, fx.Node]) -> 
     tensors = [packed.made(aten.unsqueeze.default, x, 0) for x in tensors]
     sizes = shape_of(given["query"])[0], shape_of(given["key"])[0]
     seen, rising = share_seen(text, vectors, *sizes)
+    reach = reach_of(text, vectors, *sizes)
     # By other cumulative lengths of keys it is not known, but likely.
-    rising = rising or (sizes[0] == sizes[1] and _sees(given)[1] == 0)
-    further = {"scale": given["scale"], "seen": seen, "rising": rising}
+    rising = rising or (sizes[0] == sizes[1] and _sees(given)[1] == 0 and reach is None)
+    further = {"scale": given["scale"], "seen": seen, "rising": rising, "reach": reach}
     module = node.meta["module"]
     out = draft.call(ATTENTION_BY_MASK, *tensors, vectors, text, module=module, **further)
     out = draft.call(aten.squeeze.dim, out, 0, module=module)

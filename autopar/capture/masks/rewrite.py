@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from autopar.capture.masks.hiding import hides_by_numbers
+from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
+from autopar.capture.masks.shared_heads import without_repeats
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 
@@ -40,9 +42,9 @@ def masks_by_position(draft: TracedGraph) -> None:
         made = found[mask]
         if made is None:
             continue
-        tensors = (given[name] for name in ("query", "key", "value"))
+        tensors = (given["query"], *without_repeats(given["key"], given["value"]))
         with draft.graph.inserting_before(node):
-            further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising}
+            further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
             call = (*tensors, made.vectors, made.text)
             draft.replace(node, draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further))
 
@@ -65,6 +67,7 @@ class _Mask:
     vectors: list[fx.Node]
     seen: float
     rising: bool
+    reach: int | None
 
 
 def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
@@ -77,4 +80,4 @@ def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
         except NotByPositionError:
             return None
     seen, rising = share_seen(text, reading.vectors, *shape_of(mask)[-2:])
-    return _Mask(text, reading.vectors, seen, rising)
+    return _Mask(text, reading.vectors, seen, rising, reach_of(text, reading.vectors, *shape_of(mask)[-2:]))

@@ -25,14 +25,15 @@ def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys
     sizes = block_size(num_queries), block_size(num_keys)
     blocks = places(num_queries, sizes[0]), places(num_keys, sizes[1])
     known: dict[fx.Node, Tensor | None] = {}
-    within = [_bounds_of(constant(node, known), value_of(node), *sizes) for node in vectors]
-    hidden, _ = known_of(parse(text), within, *blocks)
+    within = [bounds_without_data(constant(node, known), value_of(node), *sizes) for node in vectors]
+    hidden, _ = known_of(parse(text), within, len(blocks[0]), len(blocks[1]))
     seen = (~hidden).double().mean(1)
     half = len(seen) // 2
     return seen.mean().item(), bool(half and seen[half:].mean() >= RISING * seen[:half].mean())
 
 
-def _bounds_of(constant: Tensor | None, value: Tensor, queries: int, keys: int) -> Bounds:
+def bounds_without_data(constant: Tensor | None, value: Tensor, queries: int, keys: int) -> Bounds:
+    """How low and high a vector is in blocks of so many queries and keys, as far as it is a constant."""
     if constant is not None:
         return bounds_of(constant, queries, keys)
     if value.dtype is torch.bool:

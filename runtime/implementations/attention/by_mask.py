@@ -29,6 +29,7 @@ def attention_by_mask(
     scale: float | None = None,
     seen: float = 1.0,
     rising: bool = False,
+    reach: int | None = None,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
@@ -36,11 +37,12 @@ def attention_by_mask(
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
 
-    Moves what `by_blocks.attention` does.
+    Moves what `by_blocks.attention` does; over ranks that split both in order, and where queries see `reach` positions
+    back, those keys that others see, as far as these are.
     """
     key, value = shared_heads(query, key, value, axes, sizes)
     return in_steps(
-        query, key, value, _ByMask(Split.of(axes, zigzag, sizes[KEYS]), mask, scale_of(query, scale)), vectors
+        query, key, value, _ByMask(Split.of(axes, zigzag, sizes[KEYS], reach), mask, scale_of(query, scale)), vectors
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, on_rank
+from autopar.program.operators.attention.by_mask import parts_before
+from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, num_parts_of, on_rank
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.sharding.mesh import joined_name
 
@@ -59,9 +60,11 @@ class Split:
     merged: tuple[Axis, ...]
     """Those that split keys alone."""
     num_keys: int
+    reach: int | None = None
+    """How many positions back a query sees, and none ahead; None: any."""
 
     @classmethod
-    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int) -> Split:
+    def of(cls, axes: Axes, zigzag: Collection[str], num_keys: int, reach: int | None = None) -> Split:
         """By the keywords of an implementation."""
         ring = tuple(name for name in axes.get(KEYS, ()) if name in axes.get(QUERIES, ()))
         return cls(
@@ -70,6 +73,7 @@ class Split:
             axis_of(joined_name(ring, range(len(ring)))) if axes_of(ring) else None,
             axes_of(name for name in axes.get(KEYS, ()) if name not in ring),
             num_keys,
+            reach,
         )
 
     @property
@@ -79,7 +83,17 @@ class Split:
 
     @property
     def num_steps(self) -> int:
-        return self.ring.size if self.ring is not None else 1
+        """How many parts of the keys a rank has, one after the other."""
+        return 1 + len(self.arriving)
+
+    @property
+    def arriving(self) -> tuple[int, ...]:
+        """How many keys come around the ring on each step: the last ones of a part, where no query sees the others."""
+        if self.ring is None:
+            return ()
+        alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
+        reach = self.reach if alike and not self.queries.zigzag else None
+        return parts_before(reach, self.num_keys // num_parts_of(self.keys.axes), self.ring.size)
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
         """The keys that a rank has after so many steps around the ring."""
@@ -89,7 +103,10 @@ class Split:
         for axis in reversed(around):  # the rank that these keys came from, outer axis first
             place += stands[axis.name]
             stands[axis.name], place = place % axis.size, place // axis.size
-        return self.keys.pieces(self.num_keys, tuple(stands[axis.name] for axis in self.keys.axes))
+        pieces = self.keys.pieces(self.num_keys, tuple(stands[axis.name] for axis in self.keys.axes))
+        size = sum(piece.size for piece in pieces)
+        arrived = self.arriving[step - 1] if step else size
+        return tuple(_last(pieces, arrived)) if arrived < size else pieces
 
     def keys_unmoved(self, ranks: Ranks) -> tuple[Piece, ...]:
         """The keys of a tensor that does not travel, and so is whole on the axes of the ring."""
@@ -97,6 +114,13 @@ class Split:
         return Dealing(self.merged, self.keys.zigzag).pieces(
             self.num_keys, tuple(stands[axis.name] for axis in self.merged)
         )
+
+
+def _last(pieces: Sequence[Piece], count: int) -> list[Piece]:
+    """The last positions of a rank alone."""
+    skipped = sum(piece.size for piece in pieces) - count
+    found = _cut([(piece.first, piece.size) for piece in pieces], skipped, count)
+    return [Piece(first, sum(size for _, size in found[:at]), size) for at, (first, size) in enumerate(found)]
 
 
 def _cut(pieces: Sequence[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:

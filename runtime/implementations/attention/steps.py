@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, autograd
+from torch.nn.functional import pad
 
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.program.operators.derivatives import once_differentiable
@@ -54,7 +55,7 @@ class _InSteps(autograd.Function):
             return sums.out_BHSD, sums.lse_BHS
 
         for step in range(split.num_steps):
-            under_way = Travelling(keys, split.ring) if split.ring is not None and step + 1 < split.num_steps else None
+            under_way = _sent_on(keys, split, step)
             total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
             if under_way is not None:
                 keys = under_way.arrived()
@@ -88,25 +89,40 @@ class _InSteps(autograd.Function):
         """Gradients of the keys that are here, as far as the ranks before this one have made them."""
         for step in range(split.num_steps):
             last = step + 1 == split.num_steps
-            under_way = Travelling(keys, split.ring) if split.ring is not None and not last else None
+            under_way = _sent_on(keys, split, step)
             dq, *of_keys = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, *of_queries))
             of_queries = [dq]
             if step == 0:
                 own = of_keys
             else:
                 assert split.ring is not None, "only around a ring is there a second step"
-                coming = Travelling(_added(of_keys, coming), split.ring)
+                # At last they go home, from as far as the keys have come.
+                coming = Travelling(_added(of_keys, coming), split.ring, -step if last else 1)
             if under_way is not None:
                 keys = under_way.arrived()
         (dq,), (dk, dv) = of_queries, _added(own, coming)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
 
 
+def _sent_on(keys: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
+    """The keys and values that the next rank has in its next step, on their way; None where no rank needs them."""
+    if split.ring is None or step + 1 == split.num_steps:
+        return None
+    count = split.arriving[step]
+    return Travelling([x.narrow(-2, x.shape[-2] - count, count) for x in keys], split.ring)
+
+
 def _added(own: Sequence[Tensor], coming: Travelling | None) -> list[Tensor]:
-    """This rank's part of gradients, with that of the ranks before it."""
+    """This rank's part of gradients, with that of the ranks before it; either may be of the last positions alone."""
     if coming is None:
         return list(own)
-    return [mine + others for mine, others in zip(own, coming.arrived(), strict=True)]
+    return [_sum_at_end(mine, others) for mine, others in zip(own, coming.arrived(), strict=True)]
+
+
+def _sum_at_end(a: Tensor, b: Tensor) -> Tensor:
+    short, long = (a, b) if a.shape[-2] < b.shape[-2] else (b, a)
+    missing = long.shape[-2] - short.shape[-2]
+    return long + (pad(short, (0, 0, missing, 0)) if missing else short)
 
 
 def _merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:

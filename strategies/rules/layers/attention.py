@@ -147,28 +147,35 @@ def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
     return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
 
 
-def traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged."""
-    value, keys = call["value"], _key_elements(call, sizes)
-    hops = sizes.get(TOGETHER + "t", 1) - 1
+def traffic(call: Call, sizes: LocalSizes, hops: Sequence[int] | None = None) -> tuple[Collective, ...]:
+    """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged.
+
+    `hops` are the positions whose keys travel on each; None: all of them, until every rank has had them.
+    """
+    value, each = call["value"], _elements_of_key(call, sizes)
+    parts = sizes.get(TOGETHER + "t", 1)
     wide = max(WIDE_BYTES, value.dtype.itemsize)
     around = TOGETHER + "t"
     rows = _query_rows(call, sizes)
-    merged = [Collective("all_reduce", "t", rows * wide * each) for each in (1, 1, value.shape[-1])]
-    if not hops:
+    merged = [Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1])]
+    if parts == 1:
         return tuple(merged)
-    travelling = [
-        Collective("permute", around, keys * value.dtype.itemsize),
-        Collective("permute", around, keys * value.dtype.itemsize, backward=True),
-        Collective("permute", around, keys * wide, backward=True),
-    ]
-    return tuple(each for each in travelling for _ in range(hops))
+    hops = [sizes["t"] for _ in range(parts - 1)] if hops is None else hops
+    # Gradients that several ranks add to are of all positions.
+    home = hops if len(hops) < 2 else [sizes["t"] for _ in hops]
+    keys, gradients = each * value.dtype.itemsize, each * wide
+    return (
+        *(Collective("permute", around, keys * positions) for positions in hops),
+        *(Collective("permute", around, keys * positions, backward=True) for positions in hops),
+        *(Collective("permute", around, gradients * positions, backward=True) for positions in home),
+    )
 
 
 def kept_bytes(call: Call, sizes: LocalSizes) -> int:
     """What blocks are merged by, of the local queries; and the heads of keys and values that were taken for these."""
     lse = _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
-    return lse + (_key_elements(call, sizes) * call["value"].dtype.itemsize if _alone(call, sizes) else 0)
+    taken = _elements_of_key(call, sizes) * sizes["t"] * call["value"].dtype.itemsize
+    return lse + taken if _alone(call, sizes) else lse
 
 
 def unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
@@ -207,10 +214,10 @@ def _query_rows(call: Call, sizes: LocalSizes) -> int:
     return batches(call, sizes) * query_heads(call, sizes) * sizes["s"]
 
 
-def _key_elements(call: Call, sizes: LocalSizes) -> int:
-    """Of keys and values together."""
+def _elements_of_key(call: Call, sizes: LocalSizes) -> int:
+    """Of a position, those of its key and value."""
     features = call["key"].shape[-1] + call["value"].shape[-1]
-    return batches(call, sizes) * _key_heads(call, sizes) * sizes["t"] * features
+    return batches(call, sizes) * _key_heads(call, sizes) * features
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -2,7 +2,8 @@
 
 What a query sees follows from the vectors, which are dealt out with queries and keys, and not from where they are. An
 axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there
-are others than queries. On a ring every rank has the vectors of all keys, which are small.
+are others than queries. On a ring every rank has the vectors of all keys, which are small; where queries see a window
+of what lies before them, and positions are in order, those that some query sees travel, as far as it is.
 
 A block that the mask hides is not computed. As far as that is known without data, the call says how many are left.
 """
@@ -12,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK, parts_before
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import R, S
-from autopar.sharding.operation import ZIGZAG, Call, Implementation, LocalSizes, OpRule
+from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, broadcast, rule, term
 from autopar.strategies.rules.layers.attention import (
@@ -44,7 +45,7 @@ def attention_by_mask(call: Call) -> OpRule:
         frozenset({"s", "t"}) | shared,
         joined=frozenset({"t"}),
         padded=frozenset({"s"}),
-        traffic=traffic,
+        traffic=_traffic,
         ordered=frozenset({"t"}) | shared,
         zigzag=True,
         flops=_flops_of_part,
@@ -68,6 +69,12 @@ def _ring(vectors: Sequence[TensorInfo]) -> Choice:
     """Queries and keys divided alike: keys and values travel; every rank has the vectors of all keys."""
     of_queries = tuple(S(len(x.shape) - 2) if len(x.shape) > 1 and x.shape[-2] > 1 else R for x in vectors)
     return Choice(f"s{TOGETHER}t", (S(2), S(2), S(2), *of_queries), (S(2),))
+
+
+def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    in_order = sizes["s"] == sizes["t"] and ZIGZAG + "s" not in sizes
+    parts = sizes.get(TOGETHER + "t", 1)
+    return traffic(call, sizes, parts_before(call["reach"] if in_order else None, sizes["t"], parts))
 
 
 def _flops(call: Call, queries: int, keys: int, heads: int) -> int:

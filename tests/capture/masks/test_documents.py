@@ -100,6 +100,8 @@ MASKS = {
 def test_windows_of_documents_are_masks_of_vectors(window: tuple[int, int], text: str) -> None:
     program = capture(Model({"window_size": window}), (), batches()[0])
     assert mask_of(program) == text
+    (node,) = (node for node in program.graph.nodes if node.target is ATTENTION_BY_MASK)
+    assert node.kwargs["reach"] == (2 if window == (2, 0) else None)
     assert not any("varlen" in str(node.target) for node in program.graph.nodes)
 
 
@@ -125,13 +127,14 @@ class Case:
     flat: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strategy}{'-flat' * self.flat}{'-others' * (self.cu_k is not None)}"
+        return f"{self.strategy}-{self.layout}{'-flat' * self.flat}{'-others' * (self.cu_k is not None)}"
 
 
 CASES = (
     Case("ring", {"sp": 4}, {"window_size": (-1, 0), "scale": 0.3}, "Z(2)"),
     Case("gather_kv", {"sp": 2}, {"window_size": (2, 1)}, "S(2)", OTHERS),
     Case("usp", {"a": 2, "b": 2}, {"window_size": (3, 0)}, "Z(2) S(1)", OTHERS),
+    Case("ring", {"sp": 4}, {"window_size": (2, 0)}, "S(2)"),
     Case("data_parallel", {"dp": 4}, {}, "S(2)", flat=True),
 )
 

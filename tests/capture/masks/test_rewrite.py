@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
-from autopar.capture.masks import rewrite
+from autopar.capture.masks import reach, rewrite
 from autopar.capture.masks.seen import RISING
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
@@ -127,8 +127,55 @@ def test_any_other_mask_stays(kind: str) -> None:
     assert not by_mask(program)
 
 
+class Shared(nn.Module):
+    """Four heads of queries and two of keys, which are repeated as transformers does, along a dim behind the heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.proj = dim, nn.Linear(8, 8 * 4)
+
+    def forward(self, x_BSD: Tensor, seen_BS: Tensor) -> Tensor:
+        q, kv = self.proj(x_BSD).unflatten(-1, (8, 4)).transpose(1, 2).split(4, 1)
+        sizes = [2, 2, S, 4]
+        sizes.insert(self.dim, 2)
+        k, v = (x.unsqueeze(self.dim).expand(sizes).reshape(2, 4, S, 4) for x in kv.split(2, 1))
+        at = torch.arange(S)
+        return F.scaled_dot_product_attention(q, k, v, at[:, None] >= at).square().sum()
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(2, 2), (1, 4)])
+def test_heads_that_are_repeated_for_queries_that_share_them_are_taken_once(dim: int, heads: int) -> None:
+    """Repeated before the dim of heads, they are in another order, and stay."""
+    torch.manual_seed(0)
+    (node,) = by_mask(assert_as_eager(Shared(dim), inputs(), {}, lambda y: y))
+    assert [each.meta["tensor"].shape for each in node.args[:3]] == [(2, 4, S, 4), (2, heads, S, 4), (2, heads, S, 4)]
+
+
 def test_attention_with_dropout_keeps_its_mask() -> None:
     assert not by_mask(capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True))
+
+
+REACH: dict[str, tuple[Mask, int | None]] = {
+    "a window": (lambda m, i, j, p: (j <= i) & (j > i - 5), 4),
+    "a window of padded texts": (lambda m, i, j, p: ((j <= i) & (j >= i - 2))[None, None] & p[:, None, None, :], 2),
+    "pieces": (lambda m, i, j, p: (j <= i) & (i // 4 == j // 4), 3),
+    "itself": (lambda m, i, j, p: i == j, 0),
+    "one ahead": (lambda m, i, j, p: (j <= i + 1) & (j > i - 3), None),
+    "ahead in a piece": (lambda m, i, j, p: i // 4 == j // 4, None),
+    "all before": (lambda m, i, j, p: j <= i, None),
+    "data": (lambda m, i, j, p: (j <= i) & ((p.cumsum(-1)[:, None, :, None] - j) < 3), None),
+}
+
+
+@pytest.mark.parametrize("num_blocks", [4, 512])
+@pytest.mark.parametrize("kind", REACH)
+def test_how_far_back_queries_see_is_known_without_data(
+    kind: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "NUM_BLOCKS", num_blocks)
+    mask, expected = REACH[kind]
+    (node,) = by_mask(capture(Attention(mask), inputs(), {}))
+    assert node.kwargs["reach"] == expected
 
 
 @pytest.mark.parametrize(

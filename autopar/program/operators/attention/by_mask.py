@@ -33,6 +33,19 @@ ALIGNED = 16
 """A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
 
 
+def parts_before(reach: int | None, part: int, num_parts: int) -> tuple[int, ...]:
+    """How many keys queries see of each part before their own, the nearest first: of a window, the last ones of a part.
+
+    They see `reach` positions back; None: all that there are, and of those ahead as well.
+
+    >>> parts_before(4, 4, 8), parts_before(6, 4, 8), parts_before(None, 4, 3)
+    ((4,), (4, 2), (4, 4))
+    """
+    if reach is None:
+        return tuple(part for _ in range(num_parts - 1))
+    return tuple(min(part, reach - begun) for begun in range(0, min(reach, (num_parts - 1) * part), part))
+
+
 def scale_of(query: Tensor, scale: float | None) -> float:
     """What scores are multiplied by."""
     return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
@@ -168,6 +181,7 @@ def _attention(
     scale: float | None = None,
     seen: float = 1.0,
     rising: bool = False,
+    reach: int | None = None,
 ) -> Tensor:
     return _ByMask.apply(query, key, value, mask, scale_of(query, scale), *vectors)
 
@@ -177,7 +191,7 @@ for _schema in (
     "attend_by_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] vectors, Tensor out, Tensor lse,"
     " str mask, float scale) -> (Tensor, Tensor, Tensor)",
     "attention_by_mask(Tensor query, Tensor key, Tensor value, Tensor[] vectors, str mask, float? scale=None,"
-    " float seen=1.0, bool rising=False) -> Tensor",
+    " float seen=1.0, bool rising=False, int? reach=None) -> Tensor",
 ):
     torch.library.define(f"autopar::{_schema.partition('(')[0]}", _schema[_schema.index("(") :])
 torch.library.impl("autopar::attend_by_mask", "default", _attend)
@@ -198,5 +212,5 @@ ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.d
 """query (B, H, S, D), key and value (B, G, T, D), vectors → (B, H, S, D).
 
 `seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
-more.
+more; `reach`: how many positions back, and none ahead, a query sees, where queries and keys are in order.
 """

@@ -41,17 +41,17 @@ def rows_of(expression: Expression, vectors: Sequence[Tensor], num_queries: int,
     queries, keys = places(num_queries, sizes[0]), places(num_keys, sizes[1])
     if len(queries) == len(keys) == 1:
         return ((queries[0], ((keys[0], False),)),)
-    known = known_of(expression, [bounds_of(x, *sizes) for x in vectors], queries, keys)
+    known = known_of(expression, [bounds_of(x, *sizes) for x in vectors], len(queries), len(keys))
     hidden, seen = torch.stack(known).tolist()
     rows = ([(each, seen[i][j]) for j, each in enumerate(keys) if not hidden[i][j]] for i in range(len(queries)))
     return tuple((each, tuple(_joined(blocks))) for each, blocks in zip(queries, rows, strict=True))
 
 
 def known_of(
-    expression: Expression, vectors: Sequence[Bounds], queries: Sequence[Range], keys: Sequence[Range]
+    expression: Expression, vectors: Sequence[Bounds], num_queries: int, num_keys: int
 ) -> tuple[Tensor, Tensor]:
     """Which blocks are hidden for sure, and of which all is seen for sure; [blocks of queries, blocks of keys]."""
-    shape = len(queries), len(keys)
+    shape = num_queries, num_keys
     try:
         low, high = bounds(expression, vectors)
     except UnboundedError:
@@ -78,6 +78,11 @@ def bounds_of(vector: Tensor, queries: int, keys: int) -> Bounds:
         low, high = blocks.amin(dim), blocks.amax(dim)
     else:
         low = high = vector
+    return without_nan(low, high)
+
+
+def without_nan(low: Tensor, high: Tensor) -> Bounds:
+    """What is no number may be any."""
     if not low.is_floating_point():
         return low, high
     return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)

@@ -17,9 +17,10 @@ from autopar.capture.masks import rewrite
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.expressions import evaluate, parse
 from autopar.runtime.collectives import functions
-from autopar.runtime.collectives.axes import axis_of
+from autopar.runtime.collectives.axes import axis_of, record_traffic
 from autopar.runtime.implementations.attention.by_mask import attention_by_mask
 from tests.runtime.implementations.attention.test_by_blocks import (
+    FEATURES,
     GATHERED,
     MERGED,
     POSITIONS,
@@ -51,14 +52,19 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 PLACES = [torch.arange(POSITIONS)[:, None], torch.arange(POSITIONS)]
 EXPRESSIONS = {
     "window": ("bitwise_and(le(v1, v0), gt(v1, sub(v0, 5)))", PLACES),
+    "narrow window": ("bitwise_and(le(v1, v0), gt(v1, sub(v0, 3)))", PLACES),
+    "wide window": ("bitwise_and(le(v1, v0), gt(v1, sub(v0, 7)))", PLACES),
     "dead rows": ("bitwise_and(lt(v1, v0), ne(v0, 9))", PLACES),
     "padding": ("bitwise_and(v2, le(v1, v0))", [*PLACES, torch.arange(2 * POSITIONS).view(2, 1, 1, -1) % 5 > 0]),
 }
+
+REACH = {"narrow window": 2, "window": 4, "wide window": 6}
 
 
 def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
     """The result and the three gradients, on every rank."""
     text, vectors = EXPRESSIONS[kind]
+    reach = REACH.get(kind)
     *tensors, weight = samples(key_heads)
     given: list[Any] = [x.clone().requires_grad_() for x in tensors]
     out = F.scaled_dot_product_attention(*given, attn_mask=evaluate(parse(text), vectors), enable_gqa=True)
@@ -78,7 +84,8 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
         ]
         axes = {name: axes for name, axes in (("s", way.queries), ("t", way.keys)) if axes}
         sizes = {"s": POSITIONS, "t": POSITIONS}
-        out = attention_by_mask(q, k, v, local, text, axes=axes, sizes=sizes, zigzag="st" if zigzag else "")
+        dealt = "st" if zigzag else ""
+        out = attention_by_mask(q, k, v, local, text, reach=reach, axes=axes, sizes=sizes, zigzag=dealt)
         for axis in reversed(way.queries):
             out = functions.all_gather_invariant(out, axis, 2, out.shape[2] * axis_of(axis).size, zigzag)
         grads = torch.autograd.grad((out * from_ranks([weight] * count)).sum(), simulated)
@@ -91,6 +98,26 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
 @pytest.mark.parametrize(("way", "kind"), [(GATHERED, "padding"), (RING, "window"), (MERGED, "dead rows")], ids=str)
 def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
     check(way, True, kind, 2)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "zigzag", "keys", "gradients"),
+    [
+        (RING, "narrow window", False, 2, 2),  # of four that each rank has
+        (RING, "window", False, 4, 4),
+        (RING, "wide window", False, 4 + 2, 4 + 4),
+        (RING, "wide window", True, 12, 12),  # what a window reaches lies on both sides
+        (RING, "dead rows", False, 12, 12),
+        (Way((2, 2), ("a", "b"), ("a", "b")), "narrow window", False, 2, 2),
+        (Way((2, 2), ("a", "b"), ("b",)), "narrow window", False, 8, 8),
+    ],
+    ids=str,
+)
+def test_keys_travel_as_far_as_a_window_sees_them(way: Way, kind: str, zigzag: bool, keys: int, gradients: int) -> None:
+    with record_traffic() as traffic:
+        check(way, zigzag, kind, 2)
+    moved = sum(number for (name, _), number in traffic.num_bytes.items() if name == "permute")
+    assert moved == (2 * keys + gradients) * 2 * 2 * 2 * FEATURES * 8, "samples, heads, keys and values in float64"
 
 
 @pytest.mark.slow
@@ -106,6 +133,8 @@ def test_ranks_compute_what_one_computes_however_they_divide_it(way: Way, zigzag
 
 MASKS: dict[str, Mask] = {
     "window": lambda i, j, given: (j <= i) & (j > i - 5),
+    "wide window": lambda i, j, given: (j <= i) & (j > i - 7),
+    "narrow window": lambda i, j, given: (j <= i) & (j > i - 3),
     "causal": lambda i, j, given: torch.ones(POSITIONS, POSITIONS, dtype=torch.bool).tril(),
     "documents": lambda i, j, given: _same_document(given) & (j <= i),
     "padding": lambda i, j, given: (j <= i) & (given > 2)[:, None, None, :],
@@ -165,6 +194,7 @@ CASES = (
     Case("documents", {"sp": 4}, ("s+t",), {"strategy": "ring"}),
     Case("padding", {"a": 2, "b": 2}, ("s+t", "h"), {"strategy": "usp"}),
     Case("causal", {"sp": 2}, ("s+t",), {"strategy": "ring"}),
+    Case("narrow window", {"sp": 4}, ("s+t",), {"strategy": "ring"}),
 )
 
 
@@ -172,20 +202,28 @@ CASES = (
 def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     mask, steps = MASKS[case.mask], Steps(batches(3))
     expected = train_alone(built(mask), steps)
-    found = train_on_ranks(built(mask), steps, case.mesh, case.options)
+    with record_traffic() as traffic:
+        found = train_on_ranks(built(mask), steps, case.mesh, case.options)
     assert not fault_of(found, expected, relative=1e-5, absolute=1e-6)
     assert found.plan is not None
     (row,) = (row for row in found.plan.rows if row.name == "attention_by_mask_default")
     assert tuple(found.plan.choices[row.name].split()) == case.choice
+    assert {key: moved // 3 for key, moved in traffic.num_bytes.items() if moved} == {
+        key: moved for key, moved in found.plan.traffic.items() if moved
+    }
     # Where later queries see more, positions are dealt by zigzag.
-    assert ("Z" in str(row)) == (case.mask != "window")
+    assert ("Z" in str(row)) == ("window" not in case.mask)
 
 
 def _trained(mask: str, strategy: str) -> list[Any]:
     """Losses and gradients on this rank of real ones."""
     with mock.patch.object(rewrite, "SMALL", 0):
         model = autopar.compile(
-            built(MASKS[mask]), mesh((2,), ("sp",)), batches(1)[0], strategy=strategy, hardware=SLOW_DEVICES
+            built(MASKS[mask]),
+            mesh((torch.distributed.get_world_size(),), ("sp",)),
+            batches(1)[0],
+            strategy=strategy,
+            hardware=SLOW_DEVICES,
         )
     loss = model(**batches(1)[0])
     loss.backward()
@@ -193,11 +231,12 @@ def _trained(mask: str, strategy: str) -> list[Any]:
     return [loss.detach(), *whole]
 
 
-def test_documents_in_a_ring_of_real_ranks(ranks: Ranks) -> None:
-    model = built(MASKS["documents"])
+@pytest.mark.parametrize(("mask", "num_ranks"), [("documents", 2), ("wide window", 4)])
+def test_a_ring_of_real_ranks(ranks: Ranks, mask: str, num_ranks: int) -> None:
+    model = built(MASKS[mask])
     loss = model(**batches(1)[0])
     loss.backward()
     expected = [loss.detach(), *(p.grad for p in model.parameters())]
-    for found in ranks.run(_trained, "documents", "ring"):
+    for found in ranks.run(_trained, mask, "ring", world_size=num_ranks):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

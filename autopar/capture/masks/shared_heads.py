@@ -1,0 +1,34 @@
+"""Heads of keys and values that a model repeats for query heads that share them, as transformers' `repeat_kv` does."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.capture.passes.traced_graph import aten, shape_of
+from autopar.capture.passes.views import VIEWS
+
+
+def without_repeats(keys: fx.Node, values: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What [batch, heads, positions, features] is repeated to both; they themselves where it is not alike."""
+    found = _repeated(keys), _repeated(values)
+    if found[0] is None or found[1] is None or shape_of(found[0])[1] != shape_of(found[1])[1]:
+        return keys, values
+    return found[0], found[1]
+
+
+def _repeated(node: fx.Node) -> fx.Node | None:
+    """view(expand(unsqueeze(x, 2))), in which each head stands several times in a row."""
+    expanded = node.args[0] if node.target in VIEWS else None
+    if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:
+        return None
+    single = expanded.args[0]
+    if not isinstance(single, fx.Node) or single.target is not aten.unsqueeze.default or single.args[1] != 2:
+        return None
+    x = single.args[0]
+    assert isinstance(x, fx.Node)
+    if len(shape_of(x)) != 4:
+        return None
+    batch, heads, *each = shape_of(x)
+    times = shape_of(expanded)[2]
+    alike = shape_of(expanded) == (batch, heads, times, *each) and shape_of(node) == (batch, heads * times, *each)
+    return x if alike else None
