@@ -169,6 +169,8 @@ def _why_no_ring(call: RoledCall) -> str:
         return f"has {given['query'].shape[-2]} queries and {given['key'].shape[-2]} keys, and not as many of both"
     if given["dropout_p"] > 0:
         return "has dropout, for which keys are whole"
+    if given["attn_mask"] is not None and given["attn_mask"].requires_grad:
+        return "has a mask with a gradient, for which keys are whole"
     return (
         "has a mask of numbers, which may hide all keys of a query by large ones, so that keys are whole; give a mask "
         "of truth values"

@@ -58,7 +58,7 @@ def batch(samples: int = 2) -> dict[str, Tensor]:
 def found(model: nn.Module, sizes: tuple[int, ...] = (4,)) -> tuple[Dealt, RoledProgram]:
     given = batch()
     graph = RoledProgram.of(capture(model, (given["x"], given["y"]), {}))
-    return dealt(graph, sizes, {}), graph
+    return dealt(graph, sizes), graph
 
 
 def names(model: nn.Module) -> set[str]:
@@ -136,6 +136,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 NO_RING: dict[str, Attend] = {
     "scaled_dot_product_attention_default has dropout, for which keys are whole": lambda q, k, v: (
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    ),
+    "scaled_dot_product_attention_default has a mask with a gradient, for which keys are whole": lambda q, k, v: (
+        F.scaled_dot_product_attention(q, k, v, q[:1, :1] @ k[:1, :1].mT)
     ),
     "scaled_dot_product_attention_default has a mask of numbers, which may hide all keys of a query by large ones, so "
     "that keys are whole; give a mask of truth values": lambda q, k, v: F.scaled_dot_product_attention(
