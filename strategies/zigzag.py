@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.program.calls import source_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.experts import COMBINE, DISPATCH
-from autopar.sharding.layout import Layout
+from autopar.program.program import Program
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram, Value
 
 Dim = tuple[Value, int]
@@ -50,8 +51,23 @@ class Dealt:
         return tuple(map(self.of, _outputs(call)))
 
 
-def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layout]) -> Dealt:
-    """What is dealt on a mesh of these axis sizes; `received` are the layouts of what comes from an earlier stage."""
+def dealt(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
+    """What is dealt on a mesh of these axis sizes, found once."""
+    known = graph.program.facts.setdefault("zigzag", {})
+    if tuple(sizes) not in known:
+        known[tuple(sizes)] = _followed(graph, sizes)
+    return known[tuple(sizes)]
+
+
+def dealt_in_stage(stage: Program, whole: Program, sizes: Sequence[int]) -> Dealt:
+    """What is dealt in a stage: what is in the whole program, whose names its nodes have."""
+    found = dealt(RoledProgram.of(whole), sizes)
+    nodes = {node.name: source_of(node) for node in whole.graph.nodes if node.name in stage.received}
+    arriving = {(name, 0): found.of((source.name, position)) for name, (source, position) in nodes.items()}
+    return Dealt({**found.dims, **arriving})
+
+
+def _followed(graph: RoledProgram, sizes: Sequence[int]) -> Dealt:
     rows = _rows_of_experts(graph)
     together: dict[Dim, Dim] = {}
 
@@ -63,9 +79,7 @@ def dealt(graph: RoledProgram, sizes: Sequence[int], received: Mapping[str, Layo
         together.update(dict.fromkeys(path, dim))
         return dim
 
-    wanted: list[Dim] = [
-        ((name, 0), placement.dim) for name, layout in received.items() for placement in layout if placement.zigzag
-    ]
+    wanted: list[Dim] = []
     told_apart: list[Dim] = []
     for call in graph.calls.values():
         if call.weight_only:

@@ -17,6 +17,7 @@ from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
 from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.rewrite import masks_by_position
+from autopar.capture.masks.truths import masks_of_truth_values
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
 from autopar.capture.passes.hooks import hooks_on_all_uses
@@ -150,6 +151,7 @@ PASSES: tuple[Pass, ...] = (
     packed_projections_to_separate,
     documents_by_position,
     masks_by_position,
+    masks_of_truth_values,
     drop_dead_calls,
     drop_unused_placeholders,
     detach_dead_ends,

@@ -90,4 +90,4 @@ class PipelineRequest:
         """The space of a stage, or of the whole program, which receives nothing."""
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
-        return self.wanted.space(program, self.stage_mesh, {**inputs, **received})
+        return self.wanted.space(program, self.stage_mesh, {**inputs, **received}, self.program)

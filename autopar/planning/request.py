@@ -95,10 +95,16 @@ class PlanRequest:
             return self.annotations
         return (*self.annotations, *annotations_for(self.strategy, program, mesh))
 
-    def space(self, program: Program, mesh: Mesh, input_layouts: Mapping[str, Layout] | None = None) -> Space:
+    def space(
+        self,
+        program: Program,
+        mesh: Mesh,
+        input_layouts: Mapping[str, Layout] | None = None,
+        whole: Program | None = None,
+    ) -> Space:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
-        hardware, whole = self.hardware_of(mesh), self.whole_outputs
-        return build_space(program, mesh, hardware, whole, input_layouts, self.optimizer, self.imbalance)
+        hardware, outputs = self.hardware_of(mesh), self.whole_outputs
+        return build_space(program, mesh, hardware, outputs, input_layouts, self.optimizer, self.imbalance, whole)
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""

@@ -34,7 +34,7 @@ from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, w
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledProgram, Value
-from autopar.strategies.zigzag import dealt
+from autopar.strategies.zigzag import dealt, dealt_in_stage
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
 
@@ -56,21 +56,24 @@ def build_space(
     input_layouts: Mapping[str, Layout] | None = None,
     optimizer: Optimizer = ADAMW,
     imbalance: float = 1.0,
+    whole: Program | None = None,
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
-    many times its share of the rows of experts the busiest rank has.
+    many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of.
     """
     space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)))
-    return _Builder(space, whole_outputs, input_layouts or {}).build()
+    return _Builder(space, whole_outputs, input_layouts or {}, whole).build()
 
 
 class _Builder:
     """The state of one pass over the graph: what is known of each tensor so far."""
 
-    def __init__(self, space: Space, whole_outputs: bool, input_layouts: Mapping[str, Layout]) -> None:
+    def __init__(
+        self, space: Space, whole_outputs: bool, input_layouts: Mapping[str, Layout], whole: Program | None
+    ) -> None:
         self.space = space
         self.program = space.program
         self.input_layouts = input_layouts
@@ -82,7 +85,8 @@ class _Builder:
         self._regathered: dict[fx.Node, bool] = {}
         self.sharing = sharing(space.program)
         self.padded = Padding.of(self.roled).dims
-        self.dealt = dealt(self.roled, space.mesh.sizes, input_layouts)
+        sizes = space.mesh.sizes
+        self.dealt = dealt(self.roled, sizes) if whole is None else dealt_in_stage(self.program, whole, sizes)
         """The dims that are dealt by zigzag where they are split."""
         self.rows: set[Value] = set()
         """Rows of experts."""

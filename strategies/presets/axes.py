@@ -87,7 +87,7 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
 
 def _is_dealt(graph: RoledProgram, mesh: Mesh) -> bool:
     """Whether positions of some attention are dealt by zigzag, as they divide over single axes."""
-    found = dealt(graph, mesh.sizes, {})
+    found = dealt(graph, mesh.sizes)
     return any(found.of((call.name, 0)) for call in graph.calls.values() if later_see_more(call))
 
 

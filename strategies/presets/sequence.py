@@ -12,7 +12,7 @@ from autopar.sharding.rule import TOGETHER, factors_of
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.rows import along_rows
 from autopar.strategies.presets.split import FREE, Split, Wish, data
-from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
 
 HEADS, QUERIES, RING = "column", "sequence", "ring"
 """What an axis splits in attention: the roles of heads and of queries, or queries and keys together."""
@@ -135,12 +135,13 @@ def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis:
     """Raise StrategyError where a call cannot be split by its heads, by its queries, or as a ring."""
     if not way:
         return
-    what = {HEADS: "heads", QUERIES: "queries", RING: "queries and keys, as many of both and without dropout,"}[way]
+    what = {HEADS: "heads", QUERIES: "queries", RING: "queries and keys"}[way]
     others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
     factor = _in_attention(call, way, mesh.size(axis))
     if factor is None:
+        why = _why_no_ring(call) if way == RING else "has none"
         raise StrategyError(
-            f"{strategy} splits the {what} of attention over {axis}; {call.name} has none. "
+            f"{strategy} splits the {what} of attention over {axis}; {call.name} {why}. "
             f"Use {others} or megatron_sequence."
         )
     for each in factors_of(factor):
@@ -156,3 +157,20 @@ def _number_of(call: RoledCall, factor: str) -> str:
     queries = [call.bound.sizes[name] for name, members in call.bound.rule.products if members[0] == factor]
     found = call.bound.sizes[factor]
     return f"{queries[0]} of queries and {found} of keys and values" if queries else f"{found} of them"
+
+
+def _why_no_ring(call: RoledCall) -> str:
+    """Why keys and values do not travel to the queries of an attention."""
+    if call.call.target not in ATTENTION:
+        return "is no scaled_dot_product_attention"
+    given = call.call.arguments
+    if given["query"].shape[-2] != given["key"].shape[-2]:
+        return f"has {given['query'].shape[-2]} queries and {given['key'].shape[-2]} keys, and not as many of both"
+    if given["dropout_p"] > 0:
+        return "has dropout, for which keys are whole"
+    if given["attn_mask"] is not None and given["attn_mask"].requires_grad:
+        return "has a mask with a gradient, for which keys are whole"
+    return (
+        "has a mask of numbers, which may hide all keys of a query by large ones, so that keys are whole; give a mask "
+        "of truth values"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,7 +58,7 @@ def batch(samples: int = 2) -> dict[str, Tensor]:
 def found(model: nn.Module, sizes: tuple[int, ...] = (4,)) -> tuple[Dealt, RoledProgram]:
     given = batch()
     graph = RoledProgram.of(capture(model, (given["x"], given["y"]), {}))
-    return dealt(graph, sizes, {}), graph
+    return dealt(graph, sizes), graph
 
 
 def names(model: nn.Module) -> set[str]:
@@ -132,21 +133,38 @@ def test_what_a_ring_sends_is_hidden_as_far_as_a_device_computes() -> None:
     assert longer == pytest.approx(whole - computing) and slow == pytest.approx(whole)
 
 
-def test_a_ring_needs_attention_whose_keys_can_be_divided() -> None:
-    class Dropping(Text):
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+NO_RING: dict[str, Attend] = {
+    "scaled_dot_product_attention_default has dropout, for which keys are whole": lambda q, k, v: (
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    ),
+    "scaled_dot_product_attention_default has a mask with a gradient, for which keys are whole": lambda q, k, v: (
+        F.scaled_dot_product_attention(q, k, v, q[:1, :1] @ k[:1, :1].mT)
+    ),
+    "scaled_dot_product_attention_default has a mask of numbers, which may hide all keys of a query by large ones, so "
+    "that keys are whole; give a mask of truth values": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(POSITIONS, POSITIONS).tril()
+    ),
+    "scaled_dot_product_attention_default has 16 queries and 8 keys, and not as many of both": lambda q, k, v: (
+        F.scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2])
+    ),
+    "matmul_default is no scaled_dot_product_attention": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize(("why", "attend"), NO_RING.items())
+def test_a_ring_says_which_attention_has_keys_that_cannot_be_divided(why: str, attend: Attend) -> None:
+    class Other(Text):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             h = self.table(x)
             q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(h).chunk(3, -1))
-            h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).transpose(1, 2).flatten(2)
-            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+            return F.cross_entropy(self.head(attend(q, k, v).transpose(1, 2).flatten(2)).flatten(0, 1), y.flatten())
 
-    wanted = (
-        "ring splits the queries and keys, as many of both and without dropout, of attention over cp; "
-        "scaled_dot_product_attention_default has none. Use gather_kv or ulysses or megatron_sequence."
-    )
     with pytest.raises(StrategyError) as caught:
-        autopar.plan(Dropping(), Mesh({"cp": 4}), batch(), strategy="ring")
-    assert str(caught.value) == wanted
+        autopar.plan(Other(), Mesh({"cp": 4}), batch(), strategy="ring")
+    assert str(caught.value) == (
+        f"ring splits the queries and keys of attention over cp; {why}. Use gather_kv or ulysses or megatron_sequence."
+    )
 
 
 def test_heads_and_a_ring_need_two_axes() -> None:

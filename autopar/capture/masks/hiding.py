@@ -1,4 +1,4 @@
-"""Whether a mask that is added to the scores may hide keys by large finite numbers, and not by -inf alone.
+"""By which numbers a mask that is added to the scores hides keys: by -inf, the lowest finite ones, or others.
 
 The softmax of a row whose scores all are -1e9 is the mean of its values, or what rounding leaves of it, and the blocks
 of such a row are not merged exactly.
@@ -7,6 +7,8 @@ of such a row are not merged exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Literal
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -15,36 +17,48 @@ from autopar.capture.masks.reading import FILLED
 from autopar.capture.passes.traced_graph import aten, shape_of, value_of
 from autopar.program.operators.attention.expressions import FUNCTIONS
 
+Hiding = Literal["infinity", "lowest", "other"]
+LOWEST = -1e30
+"""Below it no number of float32, float64 or bfloat16 leaves anything of a score that is added to it."""
 LARGE = 1e4
 """Finite numbers above, or below its negative, may be there to hide keys."""
 WITH_NUMBERS = frozenset({*FUNCTIONS, *FILLED, "scalar_tensor"})
 """Operations whose numbers are values, not sizes and places."""
 
 
-def hides_by_numbers(mask: fx.Node) -> bool:
-    """Whether large finite numbers, or numbers for keys that are not known, have a part in a mask."""
+def hiding_of(mask: fx.Node) -> Hiding:
+    """By which numbers a mask may hide keys; of numbers for keys that are not known, by others."""
     num_keys = shape_of(mask)[-1]
+    found: Hiding = "infinity"
     seen, left = {mask}, [mask]
     while left:
         node = left.pop()
-        if _has_large_numbers(node) or _is_given(node, num_keys):
-            return True
+        if _is_given(node, num_keys):
+            return "other"
+        for number in _large_numbers(node):
+            if number > LOWEST:
+                return "other"
+            found = "lowest"
         left += [source for source in node.all_input_nodes if source not in seen]
         seen.update(node.all_input_nodes)
-    return False
+    return found
 
 
-def _has_large_numbers(node: fx.Node) -> bool:
+def _large_numbers(node: fx.Node) -> Iterator[float]:
+    """Finite numbers that have a part in what a node gives; of a constant the highest and the lowest."""
     if node.op == "placeholder":
         value = node.meta["source"].value
-        return value is not None and value.is_floating_point() and _any_large(value)
+        if value is not None and value.is_floating_point():
+            yield from _extremes(value[value.isfinite() & (value.abs() >= LARGE)])
+        return
     name = getattr(node.target, "_schema", aten.add.Tensor._schema).name.partition("::")[2]
-    numbers = pytree.tree_leaves((node.args, node.kwargs)) if name in WITH_NUMBERS else []
-    return any(isinstance(x, float | int) and math.isfinite(x) and abs(x) >= LARGE for x in numbers)
+    for number in pytree.tree_leaves((node.args, node.kwargs)) if name in WITH_NUMBERS else []:
+        if isinstance(number, float | int) and math.isfinite(number) and abs(number) >= LARGE:
+            yield number
 
 
-def _any_large(value: Tensor) -> bool:
-    return bool((value.isfinite() & (value.abs() >= LARGE)).any())
+def _extremes(large: Tensor) -> tuple[float, ...]:
+    return (large.min().item(), large.max().item()) if large.numel() else ()
 
 
 def _is_given(node: fx.Node, num_keys: int) -> bool:

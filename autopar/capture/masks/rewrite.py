@@ -4,8 +4,8 @@ From a mask back, calls work on every element alone (`le`, `bitwise_and`, `where
 up to tensors that have no dim of queries, or none of keys: positions, numbers of documents, what is padding. The calls
 become the text of an expression, those tensors its vectors, and the attention an `attention_by_mask`, so that the mask
 is never made. Where it is not so made (an input, a buffer, a learned bias), needs a gradient, or hides keys by large
-finite numbers, the call stays as it is: a row that sees no key would be the mean of all values, in which PyTorch's
-kernels differ. So do small masks: made once, they serve all layers, and no GPU waits for a table of blocks.
+finite numbers where a query may see none, the call stays as it is: such a row would be the mean of all values, in which
+PyTorch's kernels differ. So do small masks: made once, they serve all layers, and no GPU waits for a table of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.masks.hiding import hides_by_numbers
+from autopar.capture.masks.hiding import hiding_of
+from autopar.capture.masks.lowest import all_see_themselves, hidden_by_infinity
 from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
@@ -71,13 +72,19 @@ class _Mask:
 
 
 def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
-    if value_of(mask).is_floating_point() and hides_by_numbers(mask):
+    hiding = hiding_of(mask) if value_of(mask).is_floating_point() else "infinity"
+    if hiding == "other":
         return None
-    reading = Reading(draft)
+    reading, sizes = Reading(draft), shape_of(mask)[-2:]
     with draft.graph.inserting_before(mask):
         try:
-            text = str(reading.of(mask))
+            found = reading.of(mask)
         except NotByPositionError:
             return None
-    seen, rising = share_seen(text, reading.vectors, *shape_of(mask)[-2:])
-    return _Mask(text, reading.vectors, seen, rising, reach_of(text, reading.vectors, *shape_of(mask)[-2:]))
+    if hiding == "lowest":
+        if sizes[0] != sizes[1] or not all_see_themselves(found, reading):
+            return None
+        found = hidden_by_infinity(found)
+    text = str(found)
+    seen, rising = share_seen(text, reading.vectors, *sizes)
+    return _Mask(text, reading.vectors, seen, rising, reach_of(text, reading.vectors, *sizes))

@@ -1,4 +1,4 @@
-"""Masks of positions are worked out in blocks; others stay, and so do those that hide by large numbers."""
+"""Masks of positions are worked out in blocks; others stay, as those that may hide all keys by large numbers."""
 
 from __future__ import annotations
 
@@ -70,9 +70,25 @@ MADE: dict[str, tuple[Mask, str]] = {
     ),
 }
 
+FILLED = "masked_fill(v0, gt(v1, v2), -3.4028234663852886e+38)"
+HIDDEN = "masked_fill({0}, lt({0}, -1e+30), -inf)"
+LOWEST_NUMBERS: dict[str, tuple[Mask, str]] = {
+    "causal": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST), HIDDEN.format(FILLED)),
+    "a tensor": (
+        lambda m, i, j, p: torch.where(j <= i, 0.0, torch.tensor(LOWEST)),
+        HIDDEN.format("where(le(v0, v1), 0.0, v2)"),
+    ),
+    "near": (
+        lambda m, i, j, p: ((i - j).abs() > 2) * LOWEST,
+        HIDDEN.format(f"mul(gt(abs(sub(v0, v1)), 2), {LOWEST})"),
+    ),
+}
+
+
 LEFT: dict[str, Mask] = {
-    "finfo.min": lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST),
-    "finfo.min as a tensor": lambda m, i, j, p: torch.where(j <= i, 0.0, torch.tensor(LOWEST)),
+    "finfo.min of padding": lambda m, i, j, p: torch.zeros(S, S).masked_fill((j > i) | ~p[:, None, None, :], LOWEST),
+    "finfo.min of all keys of a query": lambda m, i, j, p: torch.zeros(S, S).masked_fill(j <= i, LOWEST),
+    "higher than the lowest": lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, torch.finfo(torch.half).min),
     "1e9": lambda m, i, j, p: (p[:, None, None, :].float() - 1) * 1e9 + 0 * i,
     "a buffer": lambda m, i, j, p: m.triangle.bool(),
     "numbers for keys": lambda m, i, j, p: m.of_keys + 0.0 * i,
@@ -121,6 +137,20 @@ def test_a_mask_of_positions_is_an_expression(kind: str) -> None:
     assert not has_mask(program)
 
 
+@pytest.mark.parametrize("kind", LOWEST_NUMBERS)
+def test_the_lowest_numbers_hide_as_infinity_does_where_each_query_sees_itself(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked_blocks, "LARGEST", 2)
+    monkeypatch.setattr(masked_blocks, "SMALLEST", 1)
+    mask, text = LOWEST_NUMBERS[kind]
+    torch.manual_seed(0)
+    program = assert_as_eager(Attention(mask), inputs(), {}, lambda y: y)
+    (node,) = by_mask(program)
+    assert node.args[4] == text
+    assert not has_mask(program)
+
+
 @pytest.mark.parametrize("kind", LEFT)
 def test_any_other_mask_stays(kind: str) -> None:
     program = capture(Attention(LEFT[kind]), inputs(), {})
@@ -149,6 +179,26 @@ def test_heads_that_are_repeated_for_queries_that_share_them_are_taken_once(dim:
     torch.manual_seed(0)
     (node,) = by_mask(assert_as_eager(Shared(dim), inputs(), {}, lambda y: y))
     assert [each.meta["tensor"].shape for each in node.args[:3]] == [(2, 4, S, 4), (2, heads, S, 4), (2, heads, S, 4)]
+
+
+TRUTHS: dict[str, tuple[Mask, bool]] = {
+    "nn.Transformer": (lambda m, i, j, p: nn.Transformer.generate_square_subsequent_mask(S), True),
+    "finfo.min": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST), True),
+    "other numbers": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, -math.inf) - 0.1 * i, False),
+    "no key": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j <= i, LOWEST), False),
+    "data": (lambda m, i, j, p: torch.where((j <= i) & p[:, None, None, :], 0.0, -math.inf), False),
+}
+
+
+@pytest.mark.parametrize("kind", TRUTHS)
+def test_small_masks_that_only_hide_are_truth_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "SMALL", S**4)
+    mask, of_truths = TRUTHS[kind]
+    program = assert_as_eager(Attention(mask), inputs(), {}, lambda y: y)
+    (node,) = (
+        node for node in program.graph.nodes if node.target is torch.ops.aten.scaled_dot_product_attention.default
+    )
+    assert (node.args[3].meta["tensor"].dtype is torch.bool) == of_truths
 
 
 def test_attention_with_dropout_keeps_its_mask() -> None:

@@ -88,6 +88,10 @@ def test_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: str, me
     check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
 
 
+def test_positions_that_are_dealt_go_through_stages_without_attention(ranks: Ranks) -> None:
+    check(ranks, PipelineCase("gpt2", "pp2xtp2", "interleaved_1f1b", options={"strategy": "ring"}, steps=2))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -1,0 +1,36 @@
+"""Masks that hide keys by the lowest finite numbers, as `finfo.min`: as by -inf, where every query sees a key.
+
+Beside such a number nothing is left of a score, so that the softmax of a query without keys is the mean of all values.
+There PyTorch's kernels differ from each other, by their gradients, and no other row of a mask tells what is right.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, fx
+
+from autopar.capture.masks.hiding import LOWEST
+from autopar.capture.masks.reading import Reading
+from autopar.capture.masks.seen import constant
+from autopar.program.operators.attention.expressions import Call, Expression, evaluate
+
+
+def hidden_by_infinity(mask: Expression) -> Expression:
+    """The mask with -inf in place of the lowest numbers."""
+    return Call("masked_fill", (mask, Call("lt", (mask, LOWEST)), -math.inf))
+
+
+def all_see_themselves(mask: Expression, reading: Reading) -> bool:
+    """Whether every query of a square mask sees the key of its own position, whatever the data."""
+    known: dict[fx.Node, Tensor | None] = {}
+    values = [constant(node, known) for node in reading.vectors]
+    diagonals = [_diagonal(x) for x in values if x is not None]
+    return len(diagonals) == len(values) and bool((evaluate(mask, diagonals) > LOWEST).all())
+
+
+def _diagonal(vector: Tensor) -> Tensor:
+    """What a vector has where a query meets the key of its own position."""
+    if vector.ndim < 2:
+        return vector
+    return vector[..., 0, :] if vector.shape[-2] == 1 else vector[..., 0]
