@@ -28,7 +28,7 @@ from autopar.capture.normalize import normalize, rehome
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.python.recorder import Recorder, check_settled
-from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_loss import LossTiles, takes_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.program import Program, TensorInfo, fault_of_form
@@ -105,10 +105,12 @@ def _captured(
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft, capacity_factor, loss_tiles, traced.training)
+    tileable = traced.training and takes_tiles(draft)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
+    program.tileable = tileable
     program.assumed = tuple(observed.branches.taken)
     program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
     return program, observed.recorder
