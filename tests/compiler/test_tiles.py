@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import autopar
+from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.errors import InfeasibleError
 from autopar.plans.plan import Plan
 from tests.support.loss_alone import Reader, flattened, reading
+from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 CLASSES, SIZE = 512, 16
@@ -26,8 +28,8 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     return reading(seed, batch=8, sequence=32, num_classes=CLASSES)
 
 
-def planned(model: Reader | None = None, **options: Any) -> Plan:
-    return autopar.plan(model or Reader(CLASSES, SIZE), autopar.Mesh({"dp": 2}), batch(), **options)
+def planned(model: Reader | None = None, given: dict[str, Tensor] | None = None, **options: Any) -> Plan:
+    return autopar.plan(model or Reader(CLASSES, SIZE), autopar.Mesh({"dp": 2}), given or batch(), **options)
 
 
 def test_a_plan_that_fits_as_it_is_has_no_tiles() -> None:
@@ -87,6 +89,29 @@ def test_a_saved_plan_brings_its_tiles_along(tmp_path: Path) -> None:
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.attach(Reader(CLASSES, SIZE), batch()).verify().ok
+
+
+def _within(share: float) -> tuple[int, int, int, bool]:
+    """Bytes at the highest moment of a step on this rank, those of the plan, the limit, and whether it has tiles."""
+    model, given = Reader(4096, 64), reading(batch=8, sequence=256, num_classes=4096)
+    limit = int(share * planned(model, given).peak_bytes)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), given, memory=limit)
+    optimizer = torch.optim.AdamW(compiled.parameters())
+
+    def step() -> None:
+        compiled(**given).backward()
+
+    step()
+    optimizer.step()
+    held = lambda: [*held_in_training(compiled, optimizer), *given.values()]  # noqa: E731
+    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes, limit, NAME in compiled.plan.choices
+
+
+def test_ranks_hold_what_is_predicted_and_no_more_than_the_limit(ranks: Ranks) -> None:
+    for found, predicted, limit, in_tiles in ranks.run(_within, 0.4):
+        assert in_tiles
+        assert predicted == pytest.approx(found, rel=0.05)
+        assert found <= 1.05 * limit
 
 
 @pytest.mark.parametrize("given", [False, True])
