@@ -112,7 +112,8 @@ def compile(
         capacity_factor: sorted experts take at most so many times the rows of each sample that balanced routing gives
             them, the earliest; further rows are dropped (docs/experts.md). By default no row is.
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken, so that all logits are
-            never there at once (docs/long-sequences.md); "auto": as many as the plan chooses. By default it is not.
+            never there at once (docs/long-sequences.md); "auto": as many as the plan chooses; False: it is not. By
+            default it is where `memory` asks for it and the loss alone is read, but not on a mesh with a pipeline.
         imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
             divides these by expert; 1.0 for routing that is balanced.
         precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",

@@ -168,14 +168,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
     parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
-    parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, or "auto"')
+    parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
 
-def _tiles(text: str) -> int | Literal["auto"]:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "auto"')
-    return "auto" if text == "auto" else _positive(text)
+def _tiles(text: str) -> int | Literal["auto", False]:
+    if text not in ("auto", "off") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} is no number, "auto" or "off"')
+    return "auto" if text == "auto" else False if text == "off" else _positive(text)
 
 
 def _positive(text: str) -> int:

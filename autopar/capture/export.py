@@ -30,7 +30,7 @@ from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.recorder import Recorder, check_settled
-from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_loss import LossTiles, takes_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
@@ -120,12 +120,14 @@ def _captured(
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft, capacity_factor, loss_tiles, traced.training)
+    tileable = traced.training and takes_tiles(draft)
     cast_at_borders(draft, model, leaves, precision, num_outputs)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
     program.reduced = precision.reduced
+    program.tileable = tileable
     program.assumed = tuple(observed.branches.taken)
     program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
     return program, observed.recorder

@@ -43,7 +43,7 @@ def normalize(
     if capacity_factor is not None:
         limit_rows(draft, capacity_factor)
         propagate(draft)
-    if loss_tiles is not None:
+    if loss_tiles:
         tiled_losses(draft, loss_tiles, training)
         drop_dead_calls(draft)
         propagate(draft)

@@ -23,12 +23,28 @@ from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, sh
 from autopar.capture.passes.views import VIEWS
 from autopar.capture.rows.labels import ONE_TENSOR, Cut, cut_of, cuts_positions, in_rows, with_ignored
 from autopar.errors import CaptureError
-from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, SUM
+from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, SUM, wide
 from autopar.program.operators.rows import CROSS_ENTROPY
+from autopar.program.program import Program
 
 AUTO: Literal["auto"] = "auto"
-LossTiles = int | Literal["auto"] | None
-"""A number of tiles; "auto": a plan chooses it where losses can be taken apart; None: no loss is."""
+MOST = 64
+"""Tiles, where nobody says how many: each reads the weight, and adds to its gradient, once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Losses that can be taken in tiles are: in as few as leave no more bytes of logits than of gradients.
+
+    That is where samples and positions are split over all devices. Of other losses nothing is said.
+    """
+
+    num_devices: int
+
+
+LossTiles = int | Literal["auto", False] | Fitting | None
+"""A number of tiles; "auto": a plan chooses it where losses can be taken so; None or False: the model as it is."""
+LOSSES = (aten.cross_entropy_loss.default, CROSS_ENTROPY)
 TRANSPOSED = (aten.t.default, aten.numpy_T.default)
 PERMUTING = (
     aten.permute.default,
@@ -61,13 +77,23 @@ class _UnfitError(Exception):
     """Why a loss cannot be taken in tiles."""
 
 
-def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"], training: bool) -> None:
-    """Take the cross-entropies of linear layers in tiles: all of them, or with "auto" those of which it is known how.
+def takes_tiles(draft: TracedGraph) -> bool:
+    """Whether a model has a loss that can be taken in tiles, and is not."""
+    return any(isinstance(_head_of(loss), _Head) for loss in draft.calls(*LOSSES))
+
+
+def has_tiles(program: Program) -> bool:
+    """Whether a captured model has a loss in tiles."""
+    return any(node.target is LINEAR_CROSS_ENTROPY for node in program.graph.nodes)
+
+
+def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"] | Fitting, training: bool) -> None:
+    """Take the cross-entropies of linear layers in tiles: all of them, or without a number those that can be.
 
     Raises CaptureError for a number of tiles and a model in training with none, or with one that cannot be taken so.
     """
     said = f"loss_tiles={tiles!r} computes the cross-entropy of a linear layer tile by tile"
-    losses = draft.calls(aten.cross_entropy_loss.default, CROSS_ENTROPY)
+    losses = draft.calls(*LOSSES)
     if not losses and training:
         _refuse(
             f"{said}, and the forward computes none. Compute it there: give the model its labels, and return the loss.",
@@ -81,14 +107,27 @@ def tiled_losses(draft: TracedGraph, tiles: int | Literal["auto"], training: boo
                 _refuse(f"{said}, and that in {place} cannot be: {head}, or leave loss_tiles out.", tiles)
             continue
         with draft.graph.inserting_before(loss):
-            new = _in_tiles(draft, loss, head, CHOSEN if tiles == AUTO else int(tiles))
+            new = _in_tiles(draft, loss, head, _number(head, tiles))
         draft.replace(loss, new)
 
 
-def _refuse(text: str, tiles: int | Literal["auto"]) -> None:
-    if tiles != AUTO:
+def _number(head: _Head, tiles: int | Literal["auto"] | Fitting) -> int:
+    if not isinstance(tiles, Fitting):
+        return CHOSEN if tiles == AUTO else tiles
+    hidden, weight = value_of(head.hidden), value_of(head.weight)
+    (num_classes, features), narrow = weight.shape, hidden.dtype.itemsize
+    added = wide(hidden.dtype).itemsize
+    rows = -(-hidden.numel() // (features * tiles.num_devices))
+    logits = rows * num_classes * (added if added == narrow else added + narrow)
+    gradients = features * (rows * narrow + num_classes * added)
+    return min(-(-logits // gradients), MOST)
+
+
+def _refuse(text: str, tiles: int | Literal["auto"] | Fitting) -> None:
+    if isinstance(tiles, int):
         raise CaptureError(text)
-    warnings.warn(f"{text} It stays in one piece.", UserWarning, stacklevel=2)
+    if tiles == AUTO:
+        warnings.warn(f"{text} It stays in one piece.", UserWarning, stacklevel=2)
 
 
 def _head_of(loss: fx.Node) -> _Head | str:

@@ -10,8 +10,10 @@ from torch import nn
 
 from autopar.annotations.pins import pins_of
 from autopar.capture.export import capture, skeleton
+from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
+from autopar.compiler.tiles import tiles_of
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -19,6 +21,7 @@ from autopar.planning.formulation import Formulation
 from autopar.planning.record import choices_of
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
+from autopar.program.program import Program
 from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
@@ -35,16 +38,22 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     axes = axes_of_parts(request.inputs, plan.mesh)
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
-    program = capture(
-        skeleton(model, request.precision),
-        args,
-        kwargs,
-        training=model.training,
-        assume=request.assume,
-        capacity_factor=request.capacity_factor,
-        loss_tiles=request.loss_tiles,
-        precision=request.precision,
-    )
+
+    def captured(tiles: LossTiles) -> Program:
+        return capture(
+            skeleton(model, request.precision),
+            args,
+            kwargs,
+            training=model.training,
+            assume=request.assume,
+            capacity_factor=request.capacity_factor,
+            loss_tiles=tiles,
+            precision=request.precision,
+        )
+
+    program = captured(request.loss_tiles)
+    tiles = tiles_of(plan, program, request.loss_tiles, plan.mesh)
+    program = program if tiles == request.loss_tiles else captured(tiles)
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)

@@ -77,8 +77,12 @@ _FACTOR = _Satisfying(
 )
 
 _TILES = _Satisfying(
-    lambda found: (type(found) is int and 0 < found <= MAX_TILES) or (isinstance(found, str) and found == "auto"),
-    f'a whole number from 1 to {MAX_TILES}, or "auto"',
+    lambda found: (
+        (type(found) is int and 0 < found <= MAX_TILES)
+        or found is False
+        or (isinstance(found, str) and found == "auto")
+    ),
+    f'a whole number from 1 to {MAX_TILES}, "auto" or False',
 )
 
 _PRECISION = _Satisfying(

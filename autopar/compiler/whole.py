@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
+from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_of
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Context, Plan
@@ -63,16 +66,25 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
-        space = on_all_ranks(
-            lambda: self._capture(arguments, training, frozen), lambda found: found.program.summary, self.mesh
-        )
-        plan = self._plan(space)
+
+        @functools.cache
+        def captured(tiles: LossTiles) -> Space:
+            return self._capture(arguments, training, frozen, tiles)
+
+        def on_ranks(tiles: LossTiles) -> Space:
+            return on_all_ranks(lambda: captured(tiles), lambda found: found.program.summary, self.mesh)
+
+        asked = self.request.loss_tiles
+        space = on_ranks(asked)
+        plan = self._plan(space, captured)
+        tiles = tiles_of(plan, space.program, asked, space.mesh)
+        space = space if tiles == asked else on_ranks(tiles)
         local = rewrite(space, choices_of(plan, space), plan.recompute)
         self._lay_out(space, local)
         return Executable.of(space.program, plan, local, self.mesh)
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Space:
+    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: LossTiles) -> Space:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
@@ -82,13 +94,13 @@ class _Compiler:
                 device=device,
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
-                loss_tiles=self.request.loss_tiles,
+                loss_tiles=tiles,
                 precision=self.request.precision,
             )
         check_hooks(program, self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
-    def _plan(self, space: Space) -> Plan:
+    def _plan(self, space: Space, spaces: Spaces) -> Plan:
         """The plan that was given, for the first inputs, or that of the first rank, which alone can explain it."""
         contexts: list[Context | None] = []
 
@@ -97,7 +109,7 @@ class _Compiler:
             self.warned = self.warned or warn_of_batch_statistics(space.program, self.request.microbatches or 1)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
-            made = self.request.plan(space, self.storage)
+            made = plan_as_memory_asks(self.request, space, spaces, self.storage)
             contexts.append(made.context)
             return made.to_json()
 

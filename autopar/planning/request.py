@@ -65,7 +65,8 @@ class PlanRequest:
     capacity_factor: float | None = None
     """How many times its balanced share of a sample's rows an expert takes; None: all that come."""
     loss_tiles: LossTiles = None
-    """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses."""
+    """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses; None: where
+    memory asks for it; False: never."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
     precision: Precision = AS_IT_IS

@@ -79,6 +79,8 @@ class Program:
     """In which dtype gradients of parameters are summed over devices; None: as they are made."""
     assumed: tuple[str, ...] = ()
     """Branches on the values of tensors that were not followed but assumed, with their place and outcome."""
+    tileable: bool = False
+    """Whether it has a loss, of a linear layer, that could be taken in tiles."""
     python: PythonState = field(default=PythonState(), compare=False)
     """What the forward reads of Python beside its inputs, and what it leaves there."""
     facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

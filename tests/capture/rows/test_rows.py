@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_what_does_not_treat_rows_alone_stays_as_it_is(loss: Loss) -> None:
     assert len(calls(program, aten.cross_entropy_loss.default)) == 1
 
 
-SPLITS = {
+SPLITS: dict[str, dict[str, Any]] = {
     "positions": {"dp": "sequence", "tp": "sequence"},
     "samples and positions": {"dp": "data", "tp": "sequence"},
     "positions and classes": {"dp": "sequence", "tp": "column"},
