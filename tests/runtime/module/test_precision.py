@@ -178,8 +178,9 @@ def test_a_plan_with_a_precision_is_attached_with_it() -> None:
     made = autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, precision="bf16-mixed", strategy="zero3")
     loaded = autopar.Plan.from_json(made.to_json())
     assert loaded.attach(model, inputs, precision="bf16-mixed", strategy="zero3").explain("weight")
-    with pytest.raises(PlanError):
-        loaded.attach(model, inputs, strategy="zero3")
+    for other in (None, Precision(torch.float32, torch.bfloat16)):
+        with pytest.raises(PlanError, match="fingerprint"):
+            loaded.attach(model, inputs, precision=other, strategy="zero3")
 
 
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
