@@ -64,7 +64,7 @@ def model_of(options: Options, seed: int = 0) -> nn.Module:
     """The model, equal for equal seeds."""
     torch.manual_seed(seed)
     h = options.hidden
-    sizes = {"hidden_size": h, "intermediate_size": 4 * h, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: Any = {"hidden_size": h, "intermediate_size": 4 * h, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = LlamaConfig(vocab_size=CLASSES, num_hidden_layers=LAYERS, use_cache=False, **sizes)
     return LlamaForCausalLM(config)
 
