@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,7 +101,7 @@ def transfers(move: Move, tensor: MovedTensor, mesh: Mesh, regather: bool) -> tu
     name = joined_name(mesh.names, move.axes)
     source, target = move.source, move.target
     before = tensor.local_bytes(move.before, mesh.sizes)
-    summed = before if tensor.reduced is None else before // tensor.dtype.itemsize * tensor.reduced.itemsize
+    summed = replace(tensor, dtype=tensor.reduced or tensor.dtype).local_bytes(move.before, mesh.sizes)
     after = tensor.local_bytes(move.after, mesh.sizes)
     found: list[Transfer] = []
     match source.kind, target.kind:

@@ -254,5 +254,9 @@ class _Moment:
         if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
             self._add("gradients", whole, count)
         if sent_off is not None and sent_off[ends] and place >= self.at.place and self.at.kind == REDUCING:
+            sent = (
+                self._local(shape, target.inputs[wire.target_input])
+                * (wire.tensor.reduced or wire.tensor.dtype).itemsize
+            )
             for _ in range(2 if place == self.at.place else 1):
-                self._add("gradients", whole, count)
+                self._add("gradients", sent, count)

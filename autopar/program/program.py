@@ -120,6 +120,8 @@ class Program:
             args = map_aggregate((node.args, node.kwargs), lambda leaf: _named(leaf, index))
             digest.update(f"{node.op} {node.target} {args!r} {node.meta.get('tensor')}\n".encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
+        if self.reduced is not None:
+            digest.update(str(self.reduced).encode())
         return digest.hexdigest()[:16]
 
 

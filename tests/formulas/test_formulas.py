@@ -91,6 +91,17 @@ def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
+def test_formulas_of_a_plan_with_a_precision_are_its_numbers(strategy: str) -> None:
+    _, inputs = FAMILIES["llama"].inputs(0)
+    on = Mesh({"dp": 2}, hardware="h100")
+    plan = autopar.plan(FAMILIES["llama"].build(), on, inputs, strategy=strategy, precision="bf16-mixed")
+    again = plan.reprice()
+    assert again.seconds == pytest.approx(plan.seconds, rel=1e-9)
+    assert again.memory["memory"] == plan.peak_bytes
+    assert again.traffic == {key: count for key, count in plan.traffic.items() if count}
+
+
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("family", ["mlp", "llama", "mistral", "gpt2", "bert", "t5", "vit", "resnet", "unet"])
 def test_another_batch_and_sequence_cost_what_a_fresh_capture_costs(family: str, hardware: str) -> None:

@@ -15,11 +15,14 @@ from tests.support.ranks import Ranks, mesh
 AXES = ("dp", "tp")
 
 
-def _measured(name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int) -> tuple[int, int]:
+def _measured(
+    name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int, precision: str | None = None
+) -> tuple[int, int]:
     """Bytes at the highest moment of the second step on this rank, and those of the plan."""
     model, inputs = named(name, batch, sequence)
     assert isinstance(inputs, tuple)
-    compiled = autopar.compile(model, mesh(shape, AXES[: len(shape)]), inputs, strategy=strategy)
+    on = mesh(shape, AXES[: len(shape)])
+    compiled = autopar.compile(model, on, inputs, strategy=strategy, precision=precision)
     assert isinstance(compiled, ParallelModule)
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():
@@ -56,3 +59,16 @@ def test_ranks_hold_what_the_plan_predicts(
     world = torch.Size(shape).numel()
     for found, predicted in ranks.run(_measured, name, shape, strategy, batch, sequence, world_size=world):
         assert predicted == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
+def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks: Ranks, sequence: int) -> None:
+    model, _ = named("tiny-llama", 4, sequence)
+    pure, mixed = (
+        ranks.run(_measured, "tiny-llama", (2,), "zero3", 4, sequence, precision)[0]
+        for precision in ("bf16", "bf16-mixed")
+    )
+    # Parameters, gradients and two moments, each of two bytes more, in two parts.
+    shards = sum(each.numel() for each in model.parameters()) * 4 * 2 // 2
+    assert mixed[0] < 1.1 * (pure[0] + shards)
+    assert mixed[1] == pytest.approx(mixed[0], rel=0.05)

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -108,7 +109,8 @@ def test_bfloat16_with_float32_storage_rounds_as_one_process(ranks: Ranks, strat
     precise = train_alone(*case.graph, case.steps, case.micro_steps)
     by_itself = distance(alone(replace(case, options={"precision": NAMED["bf16-mixed"]})), precise)
     for found in ranks.run(parallel, case, timeout=180):
-        assert all(each.dtype is torch.float32 for each in (*found.gradients.values(), *found.parameters.values()))
+        tensors = (*found.gradients.values(), *found.parameters.values())
+        assert all(each is not None and each.dtype is torch.float32 for each in tensors)
         for kind, far in distance(found, precise).items():
             assert far <= 1.5 * by_itself[kind], f"{kind}: {far:.3g} from float32, one process {by_itself[kind]:.3g}"
         assert found.counted == {key: count for key, count in found.predicted.items() if count}
@@ -178,8 +180,9 @@ def test_a_plan_with_a_precision_is_attached_with_it() -> None:
     made = autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, precision="bf16-mixed", strategy="zero3")
     loaded = autopar.Plan.from_json(made.to_json())
     assert loaded.attach(model, inputs, precision="bf16-mixed", strategy="zero3").explain("weight")
-    with pytest.raises(PlanError):
-        loaded.attach(model, inputs, strategy="zero3")
+    for other in (None, Precision(torch.float32, torch.bfloat16)):
+        with pytest.raises(PlanError, match="fingerprint"):
+            loaded.attach(model, inputs, precision=other, strategy="zero3")
 
 
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
@@ -249,9 +252,9 @@ def _checkpointed(folder: str) -> None:
     )
     state = model.state_dict()
     assert all(value.dtype is torch.float32 for value in state.values())
-    checkpoint.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
     loaded = other.state_dict()
-    checkpoint.load(loaded, checkpoint_id=folder)
+    load(loaded, checkpoint_id=folder)
     other.load_state_dict(loaded)
     torch.testing.assert_close(other(ids), model(ids), rtol=0, atol=0)
 
@@ -282,7 +285,8 @@ def _scaled(whole_first: bool) -> tuple[float, bool]:
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     output = compiled(x)
     scaler.scale((output.full_tensor() if isinstance(output, DTensor) else output).float().square().mean()).backward()
-    weight = next(p for p in compiled.parameters() if any(each.is_shard() for each in p.placements))
+    parameters: list[Any] = list(compiled.parameters())
+    weight = next(p for p in parameters if any(each.is_shard() for each in p.placements))
     if dist.get_rank() == 1:
         weight.grad.to_local().view(-1)[0] = float("inf")
     before = weight.to_local().clone()
