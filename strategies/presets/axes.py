@@ -65,9 +65,11 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
             "preset."
         )
     parts = math.prod(map(mesh.size, axes))
+    if graph.positions % (2 * parts) == 0:
+        return
     rising = any(map(later_see_more, graph.calls.values()))
     wanted = 2 * parts if rising else parts
-    pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, with labels that the loss ignores"
+    pad = f"Pad the sequences to {-(-graph.positions // wanted) * wanted}, {_hidden(graph)}"
     if graph.positions % parts:
         source = next(info for name, info in given.items() if "sequence" in graph.dims[name, 0])
         dealt_too = f", and of {wanted} for causal attention to deal them by zigzag" if rising else ""
@@ -83,6 +85,13 @@ def need_positions(strategy: str, graph: RoledProgram, mesh: Mesh, axes: Sequenc
             f"pieces to each of {parts} devices; found {graph.positions} positions, and needed is a multiple of "
             f"{wanted}. {pad}, or use smaller axes."
         )
+
+
+def _hidden(graph: RoledProgram) -> str:
+    """How a model is to be told of padding."""
+    causal = all(later_see_more(call) for call in graph.calls.values() if call.is_attention)
+    ignored = "with labels that the loss ignores"
+    return ignored if causal else f"{ignored} and a mask where attention is not causal"
 
 
 def _is_dealt(graph: RoledProgram, mesh: Mesh) -> bool:

@@ -139,7 +139,7 @@ NO_RING: dict[str, Attend] = {
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     ),
     "scaled_dot_product_attention_default has a mask with a gradient, for which keys are whole": lambda q, k, v: (
-        F.scaled_dot_product_attention(q, k, v, q[:1, :1] @ k[:1, :1].mT)
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(POSITIONS, POSITIONS) + q.mean())
     ),
     "scaled_dot_product_attention_default has a mask of numbers, which may hide all keys of a query by large ones, so "
     "that keys are whole; give a mask of truth values": lambda q, k, v: F.scaled_dot_product_attention(
@@ -165,6 +165,18 @@ def test_a_ring_says_which_attention_has_keys_that_cannot_be_divided(why: str, a
     assert str(caught.value) == (
         f"ring splits the queries and keys of attention over cp; {why}. Use gather_kv or ulysses or megatron_sequence."
     )
+
+
+def test_padding_is_to_be_hidden_from_attention_that_is_not_causal() -> None:
+    class Everywhere(Text):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.table(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            h = F.scaled_dot_product_attention(h, h, h).transpose(1, 2).flatten(2)
+            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    needed = "needed is a multiple of 3. Pad the sequences to 18, with labels that the loss ignores and a mask where"
+    with pytest.raises(StrategyError, match=needed):
+        autopar.plan(Everywhere(), Mesh({"cp": 3}), batch(), strategy="ring")
 
 
 def test_heads_and_a_ring_need_two_axes() -> None:
