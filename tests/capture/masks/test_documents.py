@@ -66,9 +66,9 @@ class Model(nn.Module):
         self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.how, self.flat = how, flat
 
-    def attend(self, x: Tensor, *lengths: Tensor) -> Tensor:
+    def attend(self, x: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         q, k, v = self.q(x).unflatten(-1, (HEADS, -1)), *self.kv(x).unflatten(-1, (HEADS, -1)).chunk(2, -2)
-        return varlen.varlen_attn(q, k, v, *lengths, 9, 9, enable_gqa=True, **self.how)
+        return varlen.varlen_attn(q, k, v, cu_q, cu_k, 9, 9, enable_gqa=True, **self.how)
 
     def forward(self, ids: Tensor, cu_q: Tensor, cu_k: Tensor | None = None) -> Tensor:
         """Ids [1, positions], or, where they are flat, [positions]."""
@@ -107,8 +107,8 @@ def test_windows_of_documents_are_masks_of_vectors(window: tuple[int, int], text
 
 def test_layers_share_what_says_where_documents_are() -> None:
     class Twice(Model):
-        def attend(self, x: Tensor, *lengths: Tensor) -> Tensor:
-            return super().attend(super().attend(x, *lengths).flatten(1), *lengths)
+        def attend(self, x: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+            return super().attend(super().attend(x, cu_q, cu_k).flatten(1), cu_q, cu_k)
 
     program = capture(Twice({"window_size": (-1, 0)}), (), batches()[0])
     targets = [str(node.target) for node in program.graph.nodes]
@@ -175,7 +175,7 @@ def test_documents_in_a_ring_of_real_ranks(ranks: Ranks) -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-Attend = Callable[[Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor], Any]
 REFUSED: dict[str, tuple[Attend, str]] = {
     "return_aux": (
         lambda x, cu: varlen_attn(x, x, x, cu, cu, 9, 9, return_aux=AuxRequest(lse=True))[1],
