@@ -68,7 +68,9 @@ class Model(nn.Module):
 
     def attend(self, x: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         q, k, v = self.q(x).unflatten(-1, (HEADS, -1)), *self.kv(x).unflatten(-1, (HEADS, -1)).chunk(2, -2)
-        return varlen.varlen_attn(q, k, v, cu_q, cu_k, 9, 9, enable_gqa=True, **self.how)
+        y = varlen.varlen_attn(q, k, v, cu_q, cu_k, 9, 9, enable_gqa=True, **self.how)
+        assert isinstance(y, Tensor)
+        return y
 
     def forward(self, ids: Tensor, cu_q: Tensor, cu_k: Tensor | None = None) -> Tensor:
         """Ids [1, positions], or, where they are flat, [positions]."""
