@@ -106,7 +106,10 @@ def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
         (RING, "narrow window", False, 2, 2),  # of four that each rank has
         (RING, "window", False, 4, 4),
         (RING, "wide window", False, 4 + 2, 4 + 4),
-        (RING, "wide window", True, 12, 12),  # what a window reaches lies on both sides
+        (RING, "narrow window", True, 2 + 2, 2 + 2),  # from both sides
+        (RING, "window", True, 12, 12),  # more than a piece of two
+        (Way((2, 2), ("a", "b"), ("a", "b")), "narrow window", True, 2 + 2, 2 + 2),
+        (Way((2,), ("a",), ("a",)), "narrow window", True, 2 + 2, 2 + 2),
         (RING, "dead rows", False, 12, 12),
         (Way((2, 2), ("a", "b"), ("a", "b")), "narrow window", False, 2, 2),
         (Way((2, 2), ("a", "b"), ("b",)), "narrow window", False, 8, 8),
