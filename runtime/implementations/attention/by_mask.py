@@ -37,8 +37,7 @@ def attention_by_mask(
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
 
-    Moves what `by_blocks.attention` does; over ranks that split both in order, and where queries see `reach` positions
-    back, those keys that others see, as far as these are.
+    Moves what `by_blocks.attention` does; where queries see `reach` positions back, of keys those that others see.
     """
     key, value = shared_heads(query, key, value, axes, sizes)
     return in_steps(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-from autopar.program.operators.attention.by_mask import parts_before
+from autopar.program.operators.attention.hops import Hop, hops_of
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of, axis_of, num_parts_of, on_rank
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.sharding.mesh import joined_name
@@ -83,30 +83,29 @@ class Split:
 
     @property
     def num_steps(self) -> int:
-        """How many parts of the keys a rank has, one after the other."""
-        return 1 + len(self.arriving)
+        """How often a rank has keys, its own first."""
+        return 1 + len(self.hops)
 
     @property
-    def arriving(self) -> tuple[int, ...]:
-        """How many keys come around the ring on each step: the last ones of a part, where no query sees the others."""
+    def hops(self) -> tuple[Hop, ...]:
+        """How keys of others come to a rank."""
         if self.ring is None:
             return ()
         alike = [axis.name for axis in self.queries.axes] == [axis.name for axis in self.keys.axes]
-        reach = self.reach if alike and not self.queries.zigzag else None
-        return parts_before(reach, self.num_keys // num_parts_of(self.keys.axes), self.ring.size)
+        part = self.num_keys // num_parts_of(self.keys.axes)
+        return hops_of(self.reach if alike else None, part, self.ring.size, self.queries.zigzag)
 
     def keys_at(self, ranks: Ranks, step: int) -> tuple[Piece, ...]:
-        """The keys that a rank has after so many steps around the ring."""
+        """The keys that a rank has after so many hops."""
+        hop = self.hops[step - 1] if step else None
         stands = {axis.name: rank for axis, rank in zip(self.axes, ranks, strict=True)}
         around = [axis for axis in self.keys.axes if axis not in self.merged]
-        place = -step
+        place = -hop.source if hop is not None else 0
         for axis in reversed(around):  # the rank that these keys came from, outer axis first
             place += stands[axis.name]
             stands[axis.name], place = place % axis.size, place // axis.size
         pieces = self.keys.pieces(self.num_keys, tuple(stands[axis.name] for axis in self.keys.axes))
-        size = sum(piece.size for piece in pieces)
-        arrived = self.arriving[step - 1] if step else size
-        return tuple(_last(pieces, arrived)) if arrived < size else pieces
+        return pieces if hop is None else _among(pieces, hop.first, hop.size)
 
     def keys_unmoved(self, ranks: Ranks) -> tuple[Piece, ...]:
         """The keys of a tensor that does not travel, and so is whole on the axes of the ring."""
@@ -116,11 +115,10 @@ class Split:
         )
 
 
-def _last(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The last positions of a rank alone."""
-    skipped = sum(piece.size for piece in pieces) - count
-    found = _cut([(piece.first, piece.size) for piece in pieces], skipped, count)
-    return [Piece(first, sum(size for _, size in found[:at]), size) for at, (first, size) in enumerate(found)]
+def _among(pieces: Sequence[Piece], begin: int, length: int) -> tuple[Piece, ...]:
+    """So many of a rank's positions from a place on, and where they lie in a tensor of these alone."""
+    found = _cut([(piece.first, piece.size) for piece in pieces], begin, length)
+    return tuple(Piece(first, sum(size for _, size in found[:at]), size) for at, (first, size) in enumerate(found))
 
 
 def _cut(pieces: Sequence[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, autograd
 from torch.nn.functional import pad
 
+from autopar.program.operators.attention.hops import Hop, chains_of
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis
@@ -55,7 +56,7 @@ class _InSteps(autograd.Function):
             return sums.out_BHSD, sums.lse_BHS
 
         for step in range(split.num_steps):
-            under_way = _sent_on(keys, split, step)
+            under_way = _sent(keys, (k, v), split, step)
             total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
             if under_way is not None:
                 keys = under_way.arrived()
@@ -87,42 +88,53 @@ class _InSteps(autograd.Function):
         own: list[Tensor] = []
         coming: Travelling | None = None
         """Gradients of the keys that are here, as far as the ranks before this one have made them."""
+        home: list[tuple[Travelling, Hop]] = []
+        """Gradients of this rank's keys, of which those that the hop has taken."""
+        chains = chains_of(split.hops)
         for step in range(split.num_steps):
-            last = step + 1 == split.num_steps
-            under_way = _sent_on(keys, split, step)
+            under_way = _sent(keys, (k, v), split, step)
             dq, *of_keys = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, *of_queries))
             of_queries = [dq]
             if step == 0:
                 own = of_keys
             else:
                 assert split.ring is not None, "only around a ring is there a second step"
-                # At last they go home, from as far as the keys have come.
-                coming = Travelling(_added(of_keys, coming), split.ring, -step if last else 1)
+                hop, chain = split.hops[step - 1], chains[step - 1]
+                so_far = of_keys if coming is None else _added(coming.arrived(), of_keys, hop.first - chain.first)
+                if step < len(chains) and chains[step] is chain:
+                    coming = Travelling(so_far, split.ring)
+                else:
+                    home.append((Travelling(so_far, split.ring, -hop.source), chain))
+                    coming = None
             if under_way is not None:
                 keys = under_way.arrived()
-        (dq,), (dk, dv) = of_queries, _added(own, coming)
+        for arriving, chain in home:
+            own = _added(own, arriving.arrived(), chain.first)
+        (dq,), (dk, dv) = of_queries, own
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
 
 
-def _sent_on(keys: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
-    """The keys and values that the next rank has in its next step, on their way; None where no rank needs them."""
-    if split.ring is None or step + 1 == split.num_steps:
+def _sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
+    """The keys and values that others have in the next step, on their way; None where that was the last one.
+
+    They are of what is here, which has come in hops, or this rank's own.
+    """
+    if split.ring is None or step == len(split.hops):
         return None
-    count = split.arriving[step]
-    return Travelling([x.narrow(-2, x.shape[-2] - count, count) for x in keys], split.ring)
+    hop = split.hops[step]
+    if not hop.relayed:
+        return Travelling([x.narrow(-2, hop.first, hop.size) for x in own], split.ring, hop.source)
+    begin = hop.first - split.hops[step - 1].first
+    return Travelling([x.narrow(-2, begin, hop.size) for x in here], split.ring)
 
 
-def _added(own: Sequence[Tensor], coming: Travelling | None) -> list[Tensor]:
-    """This rank's part of gradients, with that of the ranks before it; either may be of the last positions alone."""
-    if coming is None:
-        return list(own)
-    return [_sum_at_end(mine, others) for mine, others in zip(own, coming.arrived(), strict=True)]
+def _added(sums: Sequence[Tensor], parts: Sequence[Tensor], first: int) -> list[Tensor]:
+    """The sums with what is to be added to them from a position on."""
 
+    def widened(x: Tensor, size: int) -> Tensor:
+        return pad(x, (0, 0, first, size - first - x.shape[-2])) if x.shape[-2] < size else x
 
-def _sum_at_end(a: Tensor, b: Tensor) -> Tensor:
-    short, long = (a, b) if a.shape[-2] < b.shape[-2] else (b, a)
-    missing = long.shape[-2] - short.shape[-2]
-    return long + (pad(short, (0, 0, missing, 0)) if missing else short)
+    return [x + widened(y, x.shape[-2]) for x, y in zip(sums, parts, strict=True)]
 
 
 def _merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.program.operators.attention.hops import chains_of, hops_of
 from autopar.sharding.layout import R, S
 from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
@@ -147,10 +148,10 @@ def _flops_by_blocks(call: Call, sizes: LocalSizes) -> int:
     return batches(call, sizes) * query_heads(call, sizes) * twice_seen * (query[-1] + value[-1])
 
 
-def traffic(call: Call, sizes: LocalSizes, hops: Sequence[int] | None = None) -> tuple[Collective, ...]:
+def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Collective, ...]:
     """Keys and values, then their gradients, around a ring; results, once with their log-sum-exp twice, merged.
 
-    `hops` are the positions whose keys travel on each; None: all of them, until every rank has had them.
+    `reach` is how many positions back a query may see, where none sees any ahead.
     """
     value, each = call["value"], _elements_of_key(call, sizes)
     parts = sizes.get(TOGETHER + "t", 1)
@@ -160,14 +161,12 @@ def traffic(call: Call, sizes: LocalSizes, hops: Sequence[int] | None = None) ->
     merged = [Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1])]
     if parts == 1:
         return tuple(merged)
-    hops = [sizes["t"] for _ in range(parts - 1)] if hops is None else hops
-    # Gradients that several ranks add to are of all positions.
-    home = hops if len(hops) < 2 else [sizes["t"] for _ in hops]
+    hops = hops_of(reach if sizes["s"] == sizes["t"] else None, sizes["t"], parts, ZIGZAG + "s" in sizes)
     keys, gradients = each * value.dtype.itemsize, each * wide
     return (
-        *(Collective("permute", around, keys * positions) for positions in hops),
-        *(Collective("permute", around, keys * positions, backward=True) for positions in hops),
-        *(Collective("permute", around, gradients * positions, backward=True) for positions in home),
+        *(Collective("permute", around, keys * hop.size) for hop in hops),
+        *(Collective("permute", around, keys * hop.size, backward=True) for hop in hops),
+        *(Collective("permute", around, gradients * hop.size, backward=True) for hop in chains_of(hops)),
     )
 
 

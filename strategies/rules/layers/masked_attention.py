@@ -3,7 +3,7 @@
 What a query sees follows from the vectors, which are dealt out with queries and keys, and not from where they are. An
 axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a ring; or keys, where there
 are others than queries. On a ring every rank has the vectors of all keys, which are small; where queries see a window
-of what lies before them, and positions are in order, those that some query sees travel, as far as it is.
+of what lies before them, those travel that others see.
 
 A block that the mask hides is not computed. As far as that is known without data, the call says how many are left.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK, parts_before
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import R, S
 from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
@@ -72,9 +72,7 @@ def _ring(vectors: Sequence[TensorInfo]) -> Choice:
 
 
 def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
-    in_order = sizes["s"] == sizes["t"] and ZIGZAG + "s" not in sizes
-    parts = sizes.get(TOGETHER + "t", 1)
-    return traffic(call, sizes, parts_before(call["reach"] if in_order else None, sizes["t"], parts))
+    return traffic(call, sizes, call["reach"])
 
 
 def _flops(call: Call, queries: int, keys: int, heads: int) -> int:

@@ -33,19 +33,6 @@ ALIGNED = 16
 """A row of a mask has a multiple of so many elements in memory, as the kernels of a GPU want it."""
 
 
-def parts_before(reach: int | None, part: int, num_parts: int) -> tuple[int, ...]:
-    """How many keys queries see of each part before their own, the nearest first: of a window, the last ones of a part.
-
-    They see `reach` positions back; None: all that there are, and of those ahead as well.
-
-    >>> parts_before(4, 4, 8), parts_before(6, 4, 8), parts_before(None, 4, 3)
-    ((4,), (4, 2), (4, 4))
-    """
-    if reach is None:
-        return tuple(part for _ in range(num_parts - 1))
-    return tuple(min(part, reach - begun) for begun in range(0, min(reach, (num_parts - 1) * part), part))
-
-
 def scale_of(query: Tensor, scale: float | None) -> float:
     """What scores are multiplied by."""
     return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
@@ -212,5 +199,5 @@ ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.d
 """query (B, H, S, D), key and value (B, G, T, D), vectors → (B, H, S, D).
 
 `seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
-more; `reach`: how many positions back, and none ahead, a query sees, where queries and keys are in order.
+more; `reach`: how many positions back a query may see, where none sees any ahead.
 """

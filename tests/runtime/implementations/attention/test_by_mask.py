@@ -106,7 +106,10 @@ def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
         (RING, "narrow window", False, 2, 2),  # of four that each rank has
         (RING, "window", False, 4, 4),
         (RING, "wide window", False, 4 + 2, 4 + 4),
-        (RING, "wide window", True, 12, 12),  # what a window reaches lies on both sides
+        (RING, "narrow window", True, 2 + 2, 2 + 2),  # from both sides
+        (RING, "window", True, 12, 12),  # more than a piece of two
+        (Way((2, 2), ("a", "b"), ("a", "b")), "narrow window", True, 2 + 2, 2 + 2),
+        (Way((2,), ("a",), ("a",)), "narrow window", True, 2 + 2, 2 + 2),
         (RING, "dead rows", False, 12, 12),
         (Way((2, 2), ("a", "b"), ("a", "b")), "narrow window", False, 2, 2),
         (Way((2, 2), ("a", "b"), ("b",)), "narrow window", False, 8, 8),
@@ -149,6 +152,8 @@ def _same_document(position: Tensor) -> Tensor:
 class Model(nn.Module):
     """Words through one attention with grouped heads, and the loss of their successors."""
 
+    also_causal = False
+
     def __init__(self, mask: Mask) -> None:
         super().__init__()
         self.mask = mask
@@ -161,7 +166,10 @@ class Model(nn.Module):
         k, v = self.kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, 1)
         at = torch.arange(POSITIONS)
         mask = self.mask(at[:, None], at[None], given)
-        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        if self.also_causal:
+            y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = y.transpose(1, 2).flatten(2)
         return F.cross_entropy(self.head(x + self.out(y)).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
@@ -213,6 +221,31 @@ def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     }
     # Where later queries see more, positions are dealt by zigzag.
     assert ("Z" in str(row)) == ("window" not in case.mask)
+
+
+class BothModel(Model):
+    """Attention without a window besides, which deals positions by zigzag."""
+
+    also_causal = True
+
+
+def test_a_window_of_positions_that_are_dealt_moves_what_is_predicted() -> None:
+    def both() -> Model:
+        torch.manual_seed(0)
+        return BothModel(MASKS["narrow window"])
+
+    steps = Steps(batches(2))
+    expected = train_alone(both(), steps)
+    with record_traffic() as traffic:
+        found = train_on_ranks(both(), steps, {"sp": 4}, {"strategy": "ring"})
+    assert not fault_of(found, expected, relative=1e-5, absolute=1e-6)
+    assert found.plan is not None
+    (row,) = (row for row in found.plan.rows if row.name == "attention_by_mask_default")
+    assert row.layout == "Z(2)"
+    permuted = traffic.num_bytes["permute", "sp"] // 2
+    assert permuted == found.plan.traffic["permute", "sp"]
+    each = 2 * 2 * 2 * (WIDTH // HEADS) * 4  # samples, heads, keys and values of a position in float32
+    assert permuted == 3 * each * ((2 + 2) + 3 * POSITIONS // 4), "of the window, and of the other"
 
 
 def _trained(mask: str, strategy: str) -> list[Any]:

@@ -79,11 +79,8 @@ CASES = (
 
 
 def said_of(case: Case) -> Model:
-    return autopar.annotate(
-        built(*case.heads, **case.attention),
-        f"%{ATTENTION}",
-        **{axis: f"factor:{choice}" for axis, choice in zip(case.mesh, case.choice, strict=True)},
-    )
+    said: dict[str, Any] = {axis: f"factor:{each}" for axis, each in zip(case.mesh, case.choice, strict=True)}
+    return autopar.annotate(built(*case.heads, **case.attention), f"%{ATTENTION}", **said)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
