@@ -25,6 +25,7 @@ from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
 from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, shape_of, value_of
 from autopar.capture.passes.views import split_before_permuting, state_sizes
+from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
 from autopar.capture.tiled_loss import LossTiles, tiled_losses
@@ -142,6 +143,7 @@ PASSES: tuple[Pass, ...] = (
     flat_projections_to_batched,
     drop_dead_calls,
     sorted_experts,
+    joined_cross_entropies,
     drop_dead_calls,
     tokens_in_samples,
     repeated_tokens,

@@ -50,6 +50,10 @@ def by_row(logits: Tensor, labels: Tensor) -> Tensor:
     return (of_rows * counted).sum() / counted.sum()
 
 
+def in_two(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits.view(-1, CLASSES), -1), labels.view(-1))
+
+
 class Rows(Reader):
     """A model that flattens tokens before its head."""
 
@@ -61,7 +65,7 @@ class Rows(Reader):
 FORMS: dict[str, Callable[[], nn.Module]] = {
     **{
         loss.__name__: lambda loss=loss: Reader(loss=loss)
-        for loss in (flattened, shifted, cast_once_cut, capped, by_row)
+        for loss in (flattened, shifted, cast_once_cut, capped, by_row, in_two)
     },
     "rows before the head": Rows,
 }
@@ -128,6 +132,22 @@ def test_what_does_not_treat_rows_alone_stays_as_it_is(loss: Loss) -> None:
     program = captured(Reader(loss=loss))
     assert not calls(program, CROSS_ENTROPY)
     assert len(calls(program, aten.cross_entropy_loss.default)) == 1
+
+
+def read_twice(logits: Tensor, labels: Tensor) -> Tensor:
+    logs = F.log_softmax(logits.view(-1, CLASSES), -1)
+    return F.nll_loss(logs, labels.view(-1)) + logs.square().mean()
+
+
+def along_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits.view(-1, CLASSES), 0), labels.view(-1))
+
+
+@pytest.mark.parametrize("loss", [read_twice, along_rows], ids=lambda loss: loss.__name__)
+def test_a_loss_of_other_logarithms_stays_one(loss: Loss) -> None:
+    program = captured(Reader(loss=loss))
+    assert len(calls(program, aten.nll_loss_nd.default)) == 1
+    assert not calls(program, CROSS_ENTROPY, aten.cross_entropy_loss.default)
 
 
 SPLITS: dict[str, dict[str, Any]] = {
