@@ -180,9 +180,20 @@ def test_a_plan_with_a_precision_is_attached_with_it() -> None:
     made = autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, precision="bf16-mixed", strategy="zero3")
     loaded = autopar.Plan.from_json(made.to_json())
     assert loaded.attach(model, inputs, precision="bf16-mixed", strategy="zero3").explain("weight")
-    for other in (None, Precision(torch.float32, torch.bfloat16)):
-        with pytest.raises(PlanError, match="fingerprint"):
-            loaded.attach(model, inputs, precision=other, strategy="zero3")
+    with pytest.raises(PlanError, match="to_dtype is to bfloat16.* in the plan and absent here"):
+        loaded.attach(model, inputs, strategy="zero3")
+
+
+def _refused_apart() -> str:
+    reduce = torch.float32 if dist.get_rank() else torch.bfloat16
+    policy = Precision(torch.float32, torch.bfloat16, reduce)
+    with pytest.raises(InputError) as refused:
+        autopar.compile(nn.Linear(8, 8), mesh((2,), ("dp",)), (torch.randn(4, 8),), precision=policy)
+    return str(refused.value)
+
+
+def test_ranks_with_other_precisions_are_refused(ranks: Ranks) -> None:
+    assert all("graph" in text for text in ranks.run(_refused_apart))
 
 
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
