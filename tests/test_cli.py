@@ -153,6 +153,13 @@ def test_a_built_in_model_is_planned_for_its_batch(capsys: pytest.CaptureFixture
     assert "q_proj" in capsys.readouterr().out
 
 
+def test_a_plan_has_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", f"{HERE}:perceptron", "--mesh", "2", "--save", str(file)]
+    assert main(arguments) == 0 and "bfloat16" not in file.read_text()
+    assert main([*arguments, "--precision", "bf16-mixed"]) == 0 and "bfloat16[32, 8]" in file.read_text()
+
+
 def test_the_module_of_a_model_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
@@ -196,6 +203,7 @@ def raises():
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
         (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
         (["tiny-mlp", "--loss-tiles", "2000"], 2, ["loss_tiles=2000; give a whole number from 1 to 1024"]),
+        (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["imbalance=0.5; give a finite number of at least 1"]),
         (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),

@@ -175,14 +175,48 @@ def test_a_precision_inside_of_autocast_is_refused() -> None:
         autopar.plan(model, autopar.Mesh({"dp": 2}), (x,), precision="bf16-mixed")
 
 
+class _Autocasting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.float16):
+            return self.layer(x), x.exp()
+
+
+def _in_a_region() -> None:
+    x = torch.randn(4, 8)
+    expected = CastByHand(_Autocasting(), NAMED["bf16-mixed"])(x)
+    found = autopar.compile(_Autocasting(), mesh((2,), ("dp",)), (x,), precision="bf16-mixed", outputs="full")(x)
+    assert [each.dtype for each in found] == [each.dtype for each in expected] == [torch.float16, torch.bfloat16]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_region_of_autocast_in_the_forward_does_what_it_does_in_eager_mode(ranks: Ranks) -> None:
+    ranks.run(_in_a_region)
+
+
 def test_a_plan_with_a_precision_is_attached_with_it() -> None:
     model, inputs = nn.Linear(8, 8), (torch.randn(4, 8),)
     made = autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, precision="bf16-mixed", strategy="zero3")
     loaded = autopar.Plan.from_json(made.to_json())
     assert loaded.attach(model, inputs, precision="bf16-mixed", strategy="zero3").explain("weight")
-    for other in (None, Precision(torch.float32, torch.bfloat16)):
-        with pytest.raises(PlanError, match="fingerprint"):
-            loaded.attach(model, inputs, precision=other, strategy="zero3")
+    with pytest.raises(PlanError, match=r"to_dtype is to bfloat16.* in the plan and absent here"):
+        loaded.attach(model, inputs, strategy="zero3")
+
+
+def _refused_apart() -> str:
+    reduce = torch.float32 if dist.get_rank() else torch.bfloat16
+    policy = Precision(torch.float32, torch.bfloat16, reduce)
+    with pytest.raises(InputError) as refused:
+        autopar.compile(nn.Linear(8, 8), mesh((2,), ("dp",)), (torch.randn(4, 8),), precision=policy)
+    return str(refused.value)
+
+
+def test_ranks_with_other_precisions_are_refused(ranks: Ranks) -> None:
+    assert all("graph" in text for text in ranks.run(_refused_apart))
 
 
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
