@@ -78,7 +78,8 @@ class Memory:
             pieces = self._again(pieces, parent)
             return self.draft.call(operator.getitem, pieces, view.args[1], module=view.meta["module"])
         target: Any = view.target
-        return self.draft.call(target, parent, *view.args[1:], module=view.meta["module"], **view.kwargs)
+        kwargs: dict[str, Any] = dict(view.kwargs)
+        return self.draft.call(target, parent, *view.args[1:], module=view.meta["module"], **kwargs)
 
 
 def functionalize(draft: TracedGraph) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from autopar.runtime.ranks.backends import backend_of
 
@@ -19,7 +20,7 @@ from autopar.runtime.ranks.backends import backend_of
     ],
 )
 def test_the_backend_of_a_device(backend: str | None, by_device: dict[str, str]) -> None:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
         assert group is not None
