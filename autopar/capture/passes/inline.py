@@ -181,7 +181,9 @@ def _written(module: fx.GraphModule) -> frozenset[int]:
 
 
 def _storages(value: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+    """The memory of a value's tensors; sparse ones, and those that a transform has in hand, have none to ask."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and torch._C._has_storage(leaf)]
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _requires_grad(value: Any) -> bool:
