@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
+from autopar.compiler import tiles
 from autopar.errors import InfeasibleError
 from autopar.plans.plan import Plan
 from tests.support.loss_alone import Reader, flattened, reading
@@ -50,6 +51,14 @@ def test_a_limit_that_costs_time_or_leaves_nothing_takes_them(share: float) -> N
         assert share == 0.6
 
 
+def test_logits_that_are_a_small_part_of_the_limit_are_not_worth_a_second_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = int(0.95 * planned().peak_bytes)
+    logits = 8 * 32 // 2 * CLASSES * 4
+    for share, in_tiles in ((0.99, True), (1.01, False)):
+        monkeypatch.setattr(tiles, "WORTHWHILE", share * logits / limit)
+        assert (NAME in planned(memory=limit).choices) == in_tiles
+
+
 def test_there_are_as_few_as_leave_less_of_logits_than_of_gradients() -> None:
     found = planned(memory=int(0.6 * planned().peak_bytes))
     rows = 8 * 32 // 2
@@ -77,9 +86,9 @@ def test_nothing_is_said_of_losses_that_cannot_be_taken_so(loss: Any) -> None:
 
 def test_where_tiles_do_not_fit_either_the_refusal_is_that_of_the_model_as_it_is() -> None:
     texts = []
-    for tiles in (None, False):
+    for asked in (None, False):
         with pytest.raises(InfeasibleError) as caught:
-            planned(memory=1000, loss_tiles=tiles)
+            planned(memory=1000, loss_tiles=asked)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
 
