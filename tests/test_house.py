@@ -192,7 +192,11 @@ def test_every_package_is_packaged() -> None:
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
-    top = [path for path in ROOT.iterdir() if path.name not in {".git", ".venv", ".hypothesis", "build", "dist"}]
+    top = [
+        path
+        for path in ROOT.iterdir()
+        if path.name not in {".git", ".venv", ".venv-cuda", ".hypothesis", "build", "dist"}
+    ]
     files = [file for path in top for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES and "_cache" not in str(file)]
     assert Path(__file__) in texts
