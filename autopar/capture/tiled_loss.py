@@ -152,7 +152,7 @@ def _found_head(loss: fx.Node) -> _Head:
     slices: list[Cut] = []
     while True:
         _only_user(node)
-        source = node.args[0]
+        source = node.args[0] if node.args else None  # an input has none
         if node.target in PRODUCTS:
             return PRODUCTS[node.target](node, tuple(reversed(slices)))
         if not isinstance(source, fx.Node):

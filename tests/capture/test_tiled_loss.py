@@ -171,6 +171,26 @@ def test_what_cannot_be_taken_in_tiles_is_refused(loss: Loss) -> None:
     assert not calls(program, LINEAR_CROSS_ENTROPY)
 
 
+class OfItsInput(nn.Module):
+    """A loss of logits that are given, scaled so that something is to be learned."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.scaled = scaled
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits * self.scale if self.scaled else logits, labels) * self.scale
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loss_of_what_is_given_stays_in_one_piece(scaled: bool) -> None:
+    given = torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)
+    assert not capture(OfItsInput(scaled), given, {}).tileable
+    with pytest.raises(CaptureError, match=r"makes its logits; needed is a linear layer"):
+        capture(OfItsInput(scaled), given, {}, loss_tiles=2)
+
+
 def test_a_model_that_returns_its_logits_says_what_to_do() -> None:
     with pytest.raises(CaptureError, match=r"a module whose forward returns model\(input_ids, labels=labels\).loss"):
         captured(FAMILIES["llama"].build(), batch=FAMILIES["llama"].inputs(0)[1])
