@@ -183,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     with (
         unittest.mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+        unittest.mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         unittest.mock.patch.object(axes, "_ranks_of", _with_real_meshes(axes._ranks_of)),
     ):
         for family in given.families or every:
