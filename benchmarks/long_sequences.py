@@ -1,6 +1,6 @@
-"""Attention over split positions on gloo ranks, and a Llama of one long text, beside one process.
+"""Attention over split positions on gloo ranks beside one process and torch's ring.
 
-First attention alone, causal and with grouped heads, forward and backward, by
+Causal, with grouped heads, forward and backward, by
 
     one process     flash attention on the whole
     ulysses         heads by all-to-all
@@ -12,14 +12,11 @@ First attention alone, causal and with grouped heads, forward and backward, by
 Counted is the processor time of the slowest rank (two cores serve all ranks here, so that clocks tell little), and the
 peak of the memory that a rank takes beside its inputs. All take turns in one run.
 
-Then a Llama whose positions are split, beside one process: peak memory, processor time, and how far losses are apart.
-
     python -m benchmarks.long_sequences
     python -m benchmarks.long_sequences --ranks 2 4 --positions 4096 16384
-    python -m benchmarks.long_sequences --attention-only
 
-target: ring by zigzag at most 1.05 of torch's ring, gather by zigzag at most 0.6 of mask; a Llama of 32k positions on 4
-ranks in less than 0.35 of one process's memory, with the same loss.
+target: ring by zigzag at most 1.05 of torch's ring, gather by zigzag at most 0.6 of mask. A model whose positions are
+split is measured by `benchmarks/long_llama.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +40,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
 from torch.nn import functional as F
 
-import autopar
 from autopar.benchmarking.meters import LiveBytes
 from autopar.runtime.collectives import functions
 from autopar.runtime.collectives.axes import Axis, axis_of, use_mesh
@@ -253,47 +249,6 @@ def _line(name: str, contestant: Contestant) -> Line:
     return Line(name, statistics.median(seconds), max(rank[1] for rank in ranks), max(rank[2] for rank in ranks))
 
 
-def llama_of(positions: int, layers: int) -> Any:
-    """A small Llama, the same on every call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=positions,
-            use_cache=False,
-        )
-    )
-
-
-def _llama(positions: int, layers: int, num_ranks: int, options: Mapping[str, Any]) -> tuple[float, float, int, int]:
-    """Loss, processor seconds of the slowest rank, its peak bytes, and those that were predicted."""
-    model: Any = llama_of(positions, layers)
-    ids = torch.randint(0, 1024, (1, positions), generator=torch.Generator().manual_seed(1))
-    predicted = 0
-    if num_ranks > 1:
-        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(AXIS,))
-        model = autopar.compile(model, mesh, {"input_ids": ids, "labels": ids}, **options)
-        predicted = model.plan.peak_bytes
-    start = time.process_time()
-    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-    seconds, peak = time.process_time() - start, live.highest
-    if num_ranks > 1:
-        ranks: list[Any] = [None] * num_ranks
-        dist.all_gather_object(ranks, (seconds, peak))
-        seconds, peak = (max(each) for each in zip(*ranks, strict=True))
-        loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-    return float(loss.detach()), seconds, int(peak), predicted
-
-
 def _facts() -> str:
     return (
         f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
@@ -333,9 +288,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--attention-only", action="store_true")
-    parser.add_argument("--llama-positions", type=int, default=32768)
-    parser.add_argument("--layers", type=int, default=4)
     given = parser.parse_args(arguments)
     print(_facts(), flush=True)
     for num_ranks, positions in itertools.product(given.ranks, given.positions):
@@ -343,30 +295,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = on_ranks(World(num_ranks), _attention, (options,))
         print(f"\n{num_ranks} ranks, {positions} positions, heads {given.heads}/{given.key_heads}", flush=True)
         print(table(lines), flush=True)
-    if given.attention_only:
-        return
-    work = given.llama_positions, given.layers
-    alone = on_ranks(World(1), _llama, (*work, 1, {}))
-    print(f"\nLlama of {given.layers} layers, {given.llama_positions} positions, {given.ranks[-1]} ranks", flush=True)
-    rows: list[tuple[str, ...]] = [
-        ("one process", f"{alone[0]:.6f}", f"{alone[1]:.1f}", f"{alone[2] / 2**20:.0f}", "", "1")
-    ]
-    for strategy in ("context_parallel", "ring", "gather_kv", "ulysses", None):
-        options = {"strategy": strategy} if strategy else {}
-        loss, seconds, peak, predicted = on_ranks(World(given.ranks[-1]), _llama, (*work, given.ranks[-1], options))
-        name = strategy or "auto"
-        rows.append(
-            (
-                name,
-                f"{loss:.6f}",
-                f"{seconds:.1f}",
-                f"{peak / 2**20:.0f}",
-                f"{predicted / 2**20:.0f}",
-                f"{peak / alone[2]:.2f}",
-            )
-        )
-    headers = ("strategy", "loss", "processor s, slowest rank", "peak MiB", "predicted", "of one process")
-    print(tabulate(rows, headers, disable_numparse=True), flush=True)
 
 
 if __name__ == "__main__":
