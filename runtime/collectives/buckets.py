@@ -215,13 +215,14 @@ def gather_parameters(
     if where.size == 1:
         return tuple(cast(shards, to))
     learning = _learning(shards)
-    pending, entered = None, shards
     if learning:
         pending, behind = _enter([shards[i] for i in learning])
         entered = _replaced(shards, learning, behind)
-    gathered = _prefer(
-        _GatherParameters.apply(where, dims, sizes, tuple(learning), pending, to, reduce, *entered), pending
-    )
+        gathered = _prefer(
+            _GatherParameters.apply(where, dims, sizes, tuple(learning), pending, to, reduce, *entered), pending
+        )
+    else:
+        gathered = gather(Recipe(where, dims, sizes, shards, to))
     # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
     if regather and not torch.compiler.is_compiling() and Regather.current is not None:
         again = Recipe(

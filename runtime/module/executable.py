@@ -23,8 +23,8 @@ from autopar.runtime.implementations.randomness import Randomness, use_randomnes
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
+from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
-from autopar.runtime.recompute.run import RunCall, steps_of
 from autopar.runtime.rewrite.rewrite import LocalProgram
 
 
@@ -73,12 +73,9 @@ class Executable:
     buffers: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
     """Placeholder → the constant, on the device of the mesh."""
-    regathers: bool
-    """Whether some gathered weights are freed after use and gathered again in the backward."""
+    graph: RankGraph
     draws: bool
     """Whether the graph draws random numbers."""
-    recomputing: tuple[RunCall, ...]
-    """The calls of the graph where some are computed again in the backward; else none."""
 
     @property
     def python(self) -> PythonState:
@@ -96,16 +93,12 @@ class Executable:
             parameters.append(GraphParameter(name, tuple(name.split(".")), placeholder, shape, info.dtype))
         buffers = {name: info_of(nodes[placeholder]) for name, placeholder in program.buffers.items()}
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
-        regathers = any(node.kwargs.get("regather") for node in local.module.graph.nodes)
         draws = any("key" in node.kwargs for node in local.module.graph.nodes)
-        steps = steps_of(local.module.graph)
-        recomputing = steps if any(step.role is not None for step in steps) else ()
+        graph = RankGraph(local.module, bool(program.python.hooks))
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)
-        return cls(
-            program, plan, local, mesh, joined, tuple(parameters), buffers, constants, regathers, draws, recomputing
-        )
+        return cls(program, plan, local, mesh, joined, tuple(parameters), buffers, constants, graph, draws)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -156,6 +149,6 @@ class Executable:
             if self.program.python.hooks:
                 stack.enter_context(use_hooks(self.program.python.hooks))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
-            if self.regathers and torch.is_grad_enabled():
+            if self.graph.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather())
             yield

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
@@ -23,9 +21,9 @@ from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
-from autopar.runtime.ranks.uncompiled import uncompiled
+from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
+from autopar.runtime.recompute.graph import compiling
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.recompute.run import run
 from autopar.runtime.rewrite.printing import readable_code
 from autopar.sharding.layout import Layout
 
@@ -84,12 +82,8 @@ class ParallelModule(StoredModule[Executable]):
         """Run the model on the global batch."""
         with self._watch:
             executable, inputs = self._entered(args, kwargs)
-            with self._surroundings(executable):
-                _check_not_compiled(executable)
-                if executable.recomputing and torch.is_grad_enabled():
-                    outputs = run(executable.local.module.graph, executable.recomputing, inputs)
-                else:
-                    outputs = executable.local.module(*inputs)
+            with Uncompiled(self._surroundings, executable):
+                outputs = executable.graph.runner(self.torch_compile, compiling())(*inputs)
             return self._left(executable, outputs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -155,25 +149,3 @@ class ParallelModule(StoredModule[Executable]):
         if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0 or self._whole_outputs:
             return value
         return DTensor.from_local(value, self._mesh, placements_of(layout), run_check=False)
-
-
-def _check_not_compiled(executable: Executable) -> None:
-    """Raise InputError under torch.compile, which decides by itself what to keep, and freezes hooks."""
-    hooks = executable.program.python.hooks
-    if not (executable.recomputing or hooks) or not torch.is_grad_enabled() or not _compiling():
-        return
-    if hooks:
-        raise InputError(
-            "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
-            "model without torch.compile, or register the hooks on parameters."
-        )
-    modes = [step.role for step in executable.recomputing if step.role is not None]
-    named = ", ".join(sorted({f"{role.segment}: {role.mode}" for role in modes}))
-    raise InputError(
-        f"torch.compile runs a plan that computes segments again in the backward ({named}), and it decides by "
-        'itself what to keep; run the model without torch.compile, or use autopar.compile(..., recompute="none").'
-    )
-
-
-def _compiling() -> bool:
-    return get_eval_frame_callback() not in (None, False)

@@ -16,21 +16,24 @@ from autopar.runtime.collectives.buckets import take_back
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
+from autopar.runtime.module.stored import StoredModule
+from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import RandomState
-from autopar.runtime.recompute.run import run, steps_of
 from autopar.runtime.rewrite.hoist import hoist
 
 
 class Stage(nn.Module):
     """Runs the micro-batches of a step; `root` stores the parameters and buffers."""
 
-    def __init__(self, executable: Executable, root: nn.Module, random_state: RandomState | None = None) -> None:
+    def __init__(
+        self, executable: Executable, root: StoredModule[Any], random_state: RandomState | None = None
+    ) -> None:
         super().__init__()
         self.executable = executable
         self._root = [root]  # in a list, so that it is no submodule
         self._random_state = random_state or RandomState()
         self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
-        self._steps = steps_of(self._hoisted.body.graph) if executable.recomputing else ()
+        self._graph = RankGraph(self._hoisted.body, bool(executable.program.python.hooks))
         self._moved: tuple[Tensor, ...] = ()
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0
@@ -54,10 +57,7 @@ class Stage(nn.Module):
         given.update(zip(program.received, received, strict=True))
         inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
         with self._surroundings(self.microbatch):
-            if self._steps and torch.is_grad_enabled():
-                outputs = run(self._hoisted.body.graph, self._steps, inputs)
-            else:
-                outputs = self._hoisted.body(*inputs)
+            outputs = self._graph.runner(root.torch_compile)(*inputs)
         self.executable.write_buffers(root, outputs)
         return tuple(outputs[: program.num_results])
 

@@ -31,6 +31,7 @@ from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
+from autopar.runtime.recompute.graph import TorchCompile
 from autopar.runtime.recompute.random_state import RandomState
 
 
@@ -61,6 +62,8 @@ class StoredModule(nn.Module, Generic[Runs]):
 
     Its process group is that of all ranks of the mesh: all of them skip an update, or none.
     """
+    torch_compile: TorchCompile | None = None
+    """What `compile` was told."""
 
     def __init__(
         self,
@@ -101,6 +104,13 @@ class StoredModule(nn.Module, Generic[Runs]):
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, self.tree.held()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As in `torch.nn.Module`: from now on graphs run as `torch.compile` makes them, in `train_step`, too.
+
+        Takes the arguments of `torch.compile` behind the model.
+        """
+        self.torch_compile = lambda graph: torch.compile(graph, *args, **kwargs)
 
     def follow(self, original: nn.Module) -> None:
         """Let what is set in attributes of the original count, too, as long as somebody holds it."""

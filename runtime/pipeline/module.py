@@ -111,6 +111,11 @@ class PipelineModule(StoredModule[Pipeline]):
         if pipeline not in self._runners:
             runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
             self._runners[pipeline] = runner(pipeline, self, self._group, self.random_state)
+        if self.torch_compile is not None and pipeline.schedule.halves_backwards:
+            raise PipelineError(
+                f'"{pipeline.schedule.name}" makes gradients of inputs and of weights apart, and torch.compile makes '
+                'one backward of both; use schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'
+            )
         first_step = self.random_state.advance(len(batches))
         with summed_over_holders(self, pipeline.holders, self._group):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))

@@ -10,9 +10,8 @@ because the wholes would not fit. A bucket that gathers some of its weights agai
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +19,7 @@ from torch.fx.node import map_arg
 
 from autopar.program.calls import is_cast
 from autopar.runtime.collectives import buckets, functions
+from autopar.runtime.recompute.unmixed import unmixed
 
 aten = torch.ops.aten
 
@@ -27,7 +27,6 @@ MODULES = (buckets.__name__, functions.__name__)
 """Where the functions are that move tensors."""
 VIEWS = (aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default)
 """What weights may be used through."""
-NUM_BEFORE = 3  # arguments of `gather_parameters` before the weights: axis, dims, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Hoisted:
 
 def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
     """Split a per-rank graph; `parameters` are the placeholders that hold parameters."""
-    graph = _unmixed(graph)
+    graph = unmixed(graph)
     known = frozenset(parameters)
     once = {node for node in graph.nodes if node.op == "placeholder" and node.name in known}
     for node in graph.nodes:
@@ -66,47 +65,6 @@ def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
         tuple(node.name for node in before if node.op == "placeholder"),
         tuple(node.name for node in others),
     )
-
-
-def _unmixed(graph: fx.Graph) -> fx.Graph:
-    """The graph in which a bucket gathers all of its weights again in the backward, or none."""
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    parts: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
-    for node in graph.nodes:
-        again: Any = node.kwargs.get("regather", ())
-        once = [number for number in range(len(node.args) - NUM_BEFORE) if number not in again]
-        if again and once:
-            for numbers in (once, again):
-                part = _gather_of(new, node, numbers, numbers is again, copies)
-                parts.update({(node, number): (part, place) for place, number in enumerate(numbers)})
-        elif node.target is operator.getitem and node.args in parts:
-            copies[node] = new.create_node(node.op, operator.getitem, parts[node.args], name=node.name)
-            copies[node].meta = dict(node.meta)
-        elif node.op != "output":
-            copies[node] = new.node_copy(node, copies.__getitem__)
-    new.output(map_arg(graph.output_node().args[0], copies.__getitem__))
-    new.lint()
-    return new
-
-
-def _gather_of(
-    graph: fx.Graph, node: fx.Node, numbers: Sequence[int], again: bool, copies: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """A gather of some of the weights that `node` gathers."""
-    target: Any = node.target
-    args: Any = node.args
-    axis, dims, sizes, *shards = args
-    chosen = [(dims[number], sizes[number], copies[shards[number]]) for number in numbers]
-    some_dims, some_sizes, some_shards = zip(*chosen, strict=True)
-    kwargs: Any = {name: value for name, value in node.kwargs.items() if name != "regather"}
-    if "to" in kwargs:
-        kwargs["to"] = tuple(kwargs["to"][number] for number in numbers)
-    if again:
-        kwargs["regather"] = tuple(range(len(chosen)))
-    new = graph.call_function(target, (axis, some_dims, some_sizes, *some_shards), kwargs)
-    new.meta = dict(node.meta)
-    return new
 
 
 def _moves(node: fx.Node) -> bool:

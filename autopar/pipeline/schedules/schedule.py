@@ -106,6 +106,11 @@ class Schedule:
         return self.name in _V
 
     @property
+    def halves_backwards(self) -> bool:
+        """Whether the gradients of inputs and those of weights are made apart."""
+        return any(step.kind in ("I", "W") for order in self.orders for step in order)
+
+    @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank computes, in order."""
         return _orders(self)

@@ -227,7 +227,7 @@ def _compiled_on_top(family: str, backends: Sequence[str], strategy: str | None 
         autopar.annotate(source, "*.weight", storage="dp", regather=True)
     on = mesh((2,), ("dp",)) if dist.get_world_size() == 2 else mesh(*GRID)
     model = autopar.compile(source, on, kwargs or args, hardware=SLOW_DEVICES, strategy=strategy)
-    assert not regathers or model.prepare(args, kwargs).regathers
+    assert not regathers or model.prepare(args, kwargs).graph.regathers
     expected = step(model)
     counting = Counting()
     for backend in (counting, *backends):
