@@ -25,6 +25,7 @@ from autopar.program.program import info_of
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.stage import Stage, leaf_of
+from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.pipeline.stage import received_tensors, sent_tensors
 from autopar.runtime.ranks.backends import backend_of
 from autopar.runtime.recompute.random_state import RandomState
@@ -39,7 +40,9 @@ class Root(Protocol):
 class StashingStage(Stage):
     """A stage whose micro-batches each have the weights that were the newest at their forward."""
 
-    def __init__(self, executable: Executable, root: nn.Module, random_state: RandomState | None = None) -> None:
+    def __init__(
+        self, executable: Executable, root: StoredModule[Any], random_state: RandomState | None = None
+    ) -> None:
         super().__init__(executable, root, random_state)
         self._stash: dict[int, tuple[tuple[Tensor, ...], dict[str, nn.Parameter | None]]] = {}
 

@@ -14,14 +14,13 @@ Calls keep their order, but for those of weights between the calls of a segment,
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import traceback
-from torch.fx.node import map_arg
+from torch.fx.node import Target, map_arg
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _CachingTorchDispatchMode,
@@ -123,9 +122,9 @@ class Recomputed(nn.Module):
 class FromWhatIsStored(nn.Module):
     """A call on stored parameters that runs again in the backward, whoever asks."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Target) -> None:
         super().__init__()
-        self.function = function
+        self.function: Any = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(partial(self.function, **kwargs), *args, use_reentrant=False, context_fn=_contexts_of_weights)
@@ -134,9 +133,9 @@ class FromWhatIsStored(nn.Module):
 class Kept(nn.Module):
     """A call of a segment whose results are saved."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Target) -> None:
         super().__init__()
-        self.function = function
+        self.function: Any = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with traceback.annotate({KEPT: True}):

@@ -77,6 +77,12 @@ def _model(family: str, options: dict[str, Any], **build: Any) -> Any:
     return autopar.compile(model, mesh(*AXES), kwargs or args, hardware=SLOW_DEVICES, seed=5, **options)
 
 
+def _copy(x: Tensor) -> Tensor:
+    found = whole(x)
+    assert found is not None
+    return found.detach().clone()
+
+
 def _steps(model: Any, call: Any, family: str) -> list[Tensor]:
     """Losses and gradients of two steps."""
     found = []
@@ -85,7 +91,8 @@ def _steps(model: Any, call: Any, family: str) -> list[Tensor]:
         model.zero_grad()
         loss = MODELS[family].loss(call(*args, **kwargs))
         loss.backward()
-        found += [whole(loss).detach(), *(whole(p.grad).clone() for p in model.parameters() if p.grad is not None)]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found += [_copy(x) for x in (loss, *gradients)]
     return found
 
 
@@ -162,8 +169,8 @@ def _stages(axes: tuple[str, ...], schedule: str | None) -> None:
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            found.append(whole(model(torch.ones(8, HIDDEN))))
-        return [*found, *(whole(p).detach().clone() for p in model.parameters())]
+            found.append(_copy(model(torch.ones(8, HIDDEN))))
+        return [*found, *map(_copy, model.parameters())]
 
     torch._dynamo.reset()
     assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-6)
