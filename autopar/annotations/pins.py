@@ -22,7 +22,7 @@ from autopar.program.calls import module_of
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R, S, Z
-from autopar.sharding.rule import TOGETHER, factors_of
+from autopar.sharding.rule import TOGETHER, VIA, factors_of
 from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
 
@@ -113,7 +113,7 @@ class _Pins:
         if found.kind != "operation":
             raise AnnotationError(f"{annotation}: {refusals.why_no_operation_named(found, annotation.pattern, axis)}")
         for number in found.calls:
-            mask = self._mask_of(number, ("factor", index, factor), lambda s: _splits(s.choices[index], factor))
+            mask = self._mask_of(number, ("factor", index, factor), lambda s: _splits(s, index, factor))
             if not mask.any():
                 decision = self._decision(number)
                 raise AnnotationError(f"{annotation}: {refusals.why_no_factor(self.space, decision, axis, factor)}")
@@ -281,8 +281,14 @@ def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
     return np.array([allowed(strategy) for strategy in decision.menu.strategies])
 
 
-def _splits(choice: str, factor: str) -> bool:
-    """Whether a choice is the one named, or, where "+x" is named, one that splits x together with another factor."""
+def _splits(strategy: Strategy, axis: int, named: str) -> bool:
+    """Whether the choice on an axis is the one named, or, where "+x" is named, splits x together with another factor.
+
+    Where an implementation is named, too, the strategy runs by that.
+    """
+    choice, (factor, _, implementation) = strategy.choices[axis], named.partition(VIA)
+    if implementation and implementation != (strategy.implementation and strategy.implementation.name):
+        return False
     return factor == choice or (factor[:1] == TOGETHER and factor.removeprefix(TOGETHER) in factors_of(choice)[1:])
 
 

@@ -14,7 +14,8 @@ from autopar.program.calls import module_of
 from autopar.program.program import TensorInfo
 from autopar.sharding.annotation import FACTOR, NODE, Said, Slices
 from autopar.sharding.layout import P
-from autopar.sharding.rule import TOGETHER, factors_of
+from autopar.sharding.rule import TOGETHER, VIA, factors_of
+from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
 
 _SHOWN = 6
@@ -65,7 +66,7 @@ def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> s
     """Why one operation cannot be split by a factor of its rule on an axis."""
     index, bound, num_parts = space.mesh.index(axis), decision.menu.bound, space.mesh.size(axis)
     assert bound is not None
-    offered = dict.fromkeys(strategy.choices[index] for strategy in decision.menu.strategies)
+    offered = dict.fromkeys(_named(strategy, index) for strategy in decision.menu.strategies)
     words = _quoted(f"{FACTOR}{each}" for each in offered if factors_of(each))
     for each in factors_of(factor.removeprefix(TOGETHER)):
         size = bound.sizes.get(each, num_parts)
@@ -75,6 +76,12 @@ def why_no_factor(space: Space, decision: Decision, axis: str, factor: str) -> s
                 f"{_divisors(size)}. Use an axis of such a size, or one of {words}."
             )
     return f'the rule of {decision.name} is "{bound.rule}", which offers {words} on axis {axis}. Name one of these.'
+
+
+def _named(strategy: Strategy, axis: int) -> str:
+    """The choice on an axis, with the implementation where that has a name."""
+    name = strategy.implementation.name if strategy.implementation else ""
+    return f"{strategy.choices[axis]}{VIA}{name}" if name else strategy.choices[axis]
 
 
 def why_no_dim(space: Space, numbers: Sequence[int], pattern: str, said: Said) -> str:

@@ -34,6 +34,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     """
     check_known(options, plan_request)
     request = plan_request(model, **{**options, "memory": plan.memory_limit, "imbalance": plan.imbalance})
+    request = request.running(plan.implementations)
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     axes = axes_of_parts(request.inputs, plan.mesh)
     part = split_batch(batch, request.microbatches or 1)[0]

@@ -50,6 +50,7 @@ def compile_pipeline(
     check_wish(Wish.of(request), plan)
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
+    request = request if plan is None else request.running(plan.implementations)
     compiler = _Compiler(model, mesh, axis, request, plan)
     compiler.module = PipelineModule(
         compiler.tree,

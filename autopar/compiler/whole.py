@@ -35,7 +35,8 @@ from autopar.space.space import Space
 def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run: RunOptions) -> ParallelModule:
     """Parallelize `model` over `mesh`; planned when the first inputs are given."""
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
-    compiler = _Compiler(model, mesh, request, run.plan if isinstance(run.plan, Plan) else None)
+    plan = run.plan if isinstance(run.plan, Plan) else None
+    compiler = _Compiler(model, mesh, request if plan is None else request.running(plan.implementations), plan)
     compiler.module = ParallelModule(
         compiler.tree,
         mesh,

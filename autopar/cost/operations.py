@@ -70,8 +70,12 @@ def forward_seconds(
     hardware: Hardware,
     bytes_per_s: float,
     implementation: Implementation | None = None,
+    scratch_bytes: int = 0,
 ) -> float:
-    """Seconds of the forward of a call that computes `num_flops` on each device; see `bandwidth`."""
+    """Seconds of the forward of a call that computes `num_flops` on each device; see `bandwidth`.
+
+    `scratch_bytes` are read and written beside inputs and outputs.
+    """
     if is_view(call):
         return 0.0
     inputs = sum(
@@ -83,7 +87,7 @@ def forward_seconds(
         for info, layout in zip(call.outputs, layouts[1], strict=True)
     )
     computing = num_flops / peak_flops(call, op, hardware, implementation)
-    forward = max(computing, moved_bytes(op, inputs, outputs, implementation) / bytes_per_s)
+    forward = max(computing, (moved_bytes(op, inputs, outputs, implementation) + scratch_bytes) / bytes_per_s)
     return forward + hardware.op_latency_s
 
 

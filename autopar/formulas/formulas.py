@@ -262,6 +262,8 @@ class _Ledger:
         peak = operations.peak_flops(call, op, hardware, chosen)
         read, written = num_bytes
         moved = Size.of(operations.moved_bytes(op, read, written, chosen)).polynomial
+        if chosen is not None and chosen.scratch_bytes is not None:
+            moved = moved + Size.of(chosen.scratch_bytes(call, local)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
         roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
         return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes))

@@ -107,6 +107,11 @@ class PipelinePlan:
         return self.schedule.num_microbatches
 
     @property
+    def implementations(self) -> frozenset[str]:
+        """The names of implementations that calls run by."""
+        return frozenset().union(*(stage.plan.implementations for stage in self.stages))
+
+    @property
     def seconds(self) -> float:
         """The predicted step of all micro-batches."""
         return self.timeline.seconds

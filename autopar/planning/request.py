@@ -70,6 +70,8 @@ class PlanRequest:
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
     precision: Precision = AS_IT_IS
+    implementations: frozenset[str] = frozenset()
+    """Those that are offered on demand beside those that annotations and the preset ask for."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "semi_auto", "manual"):
@@ -96,6 +98,16 @@ class PlanRequest:
             return self.annotations
         return (*self.annotations, *annotations_for(self.strategy, program, mesh))
 
+    def running(self, implementations: frozenset[str]) -> PlanRequest:
+        """The request in whose spaces these are offered, as a plan that was made before has them."""
+        return replace(self, implementations=self.implementations | implementations)
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of implementations that are offered on demand; a preset may have one of its own name."""
+        said = (each.implementations for each in self.annotations)
+        return self.implementations.union((self.strategy,) if self.strategy else (), *said)
+
     def space(
         self,
         program: Program,
@@ -104,8 +116,17 @@ class PlanRequest:
         whole: Program | None = None,
     ) -> Space:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
-        hardware, outputs = self.hardware_of(mesh), self.whole_outputs
-        return build_space(program, mesh, hardware, outputs, input_layouts, self.optimizer, self.imbalance, whole)
+        return build_space(
+            program,
+            mesh,
+            self.hardware_of(mesh),
+            self.whole_outputs,
+            input_layouts,
+            self.optimizer,
+            self.imbalance,
+            whole,
+            self.asked,
+        )
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""

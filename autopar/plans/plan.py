@@ -17,7 +17,7 @@ from autopar.files.replace import replace_text
 from autopar.plans.repriced import Repriced
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
-from autopar.plans.strategy_names import is_kept, layout_named
+from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
 from autopar.plans.views import view
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
@@ -94,6 +94,11 @@ class Plan:
     def is_kept(self, parameter: str) -> bool:
         """Whether a parameter (its placeholder) that is stored in parts stays gathered for the backward."""
         return is_kept(self.choices.get(parameter, ""))
+
+    @property
+    def implementations(self) -> frozenset[str]:
+        """The names of implementations that calls run by."""
+        return implementations_of(self.choices.values())
 
     def layout_of(self, decision: str) -> Layout:
         """The layout of a decision that is no call: of a parameter, an input, an output or a hub.

@@ -7,16 +7,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.sharding.layout import Layout
+from autopar.sharding.rule import VIA
 
 _KEPT = " kept"
 
 
 def strategy_name(choices: Sequence[str], kept: bool, implementation: str = "") -> str:
     """The name of a strategy with these choices."""
-    return " ".join(choices) + (_KEPT if kept else "") + (f" via {implementation}" if implementation else "")
+    return " ".join(choices) + (_KEPT if kept else "") + (f"{VIA}{implementation}" if implementation else "")
+
+
+def implementations_of(names: Iterable[str]) -> frozenset[str]:
+    """The names of implementations that some strategies run by.
+
+    >>> implementations_of(["o -", "s - via ring"])
+    frozenset({'ring'})
+    """
+    return frozenset(name.partition(VIA)[2] for name in names if VIA in name)
 
 
 def is_kept(name: str) -> bool:

@@ -11,7 +11,8 @@ stage=1             the calls of a module run on this stage of the pipeline (aut
 
 A pattern that begins with "%" is the name of one node of the captured graph, as the plan's table and JSON show it. Of
 such a node, and of operations, a factor of the rule may be named, too, or several that are split together:
-tp="factor:h", ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another.
+tp="factor:h", ep="factor:a0+x"; "factor:+x" stands for all ways to split x together with another. Behind " via " stands
+the implementation that is to do it, where the rule has several: cp="factor:s+t via ring_self_attention".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar.errors import AnnotationError
+from autopar.sharding.rule import VIA
 
 ROLES = ("data", "column", "row", "sequence", "expert", "replicated")
 NODE = "%"
@@ -79,6 +81,11 @@ class Annotation:
     def says_layouts(self) -> bool:
         """Whether anything is said beside the stage."""
         return bool(self.axes or self.slices is not None or self.storage or self.regather is not None)
+
+    @property
+    def implementations(self) -> frozenset[str]:
+        """The names of those that are asked for."""
+        return frozenset(said.partition(VIA)[2] for _, said in self.axes if isinstance(said, str) and VIA in said)
 
     def __str__(self) -> str:
         words = [f'"{self.pattern}"']

@@ -7,7 +7,7 @@ function of the `Call` that returns either (None: no rule fits, the call runs re
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -82,9 +82,13 @@ class Implementation:
     """Whether it runs the ATen call itself, and is given that as `op`."""
     name: str = ""
     """What plans call it, beside others of the same rule; the first of a rule needs none."""
+    on_demand: bool = False
+    """Offered only where it is asked for by its name: by an annotation, a preset of that name, or a plan that has it."""
     flops: Callable[[Call, LocalSizes], int] | None = None
     """Floating point operations of its forward on one device."""
     moved_bytes: MovedBytes | None = None
+    scratch_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes that its forward reads and writes on one device beside inputs and outputs."""
     saved_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that it keeps for its backward beside inputs and outputs."""
     unkept: Callable[[Call, LocalSizes], frozenset[int]] | None = None
@@ -101,6 +105,7 @@ class Implementation:
 
     def __post_init__(self) -> None:
         assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"
+        assert self.name or not self.on_demand, f"{self.function} has no name to ask for it by"
 
     @property
     def told_apart(self) -> frozenset[str]:
@@ -140,6 +145,11 @@ class OpRule:
     def served(self) -> frozenset[str]:
         """Factors that an implementation is needed for."""
         return frozenset().union(*(each.factors or () for each in self.implementations))
+
+    def offering(self, asked: Collection[str]) -> OpRule:
+        """The rule without implementations on demand, but for those of these names."""
+        ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
+        return self if ways == self.implementations else replace(self, implementations=ways)
 
     def ways(self, split: Collection[str]) -> tuple[Implementation | None, ...]:
         """How a call may run whose factors `split` are split: by these implementations, or (None) as the ATen call.

@@ -34,6 +34,8 @@ ELLIPSIS = "..."
 WHOLE = "_"
 ROLE_OF_FACTOR = {"o": "column", "k": "row", "x": "expert"}
 NONE, PASS_REPLICATED, PASS_PARTIAL, TOGETHER = "-", "R", "P", "+"
+VIA = " via "
+"""Stands between a choice and the name of the implementation that it is taken by."""
 
 _TOKEN = re.compile(r"\(|\)|\.\.\.|…|(_|1|[a-z][a-z0-9]*)(?!\w)")
 
@@ -81,13 +83,13 @@ class Choice:
 
 
 def factors_of(choice: str) -> tuple[str, ...]:
-    """The factors that a choice of this name splits.
+    """The factors that a choice of this name splits, by whatever implementation.
 
-    >>> factors_of("t+x"), factors_of("P0")
-    (('t', 'x'), ())
+    >>> factors_of("t+x"), factors_of("t+x via exchange"), factors_of("P0")
+    (('t', 'x'), ('t', 'x'), ())
     """
     splits = choice != NONE and choice[0] not in (PASS_REPLICATED, PASS_PARTIAL)
-    return tuple(choice.split(TOGETHER)) if splits else ()
+    return tuple(choice.partition(VIA)[0].split(TOGETHER)) if splits else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,24 +57,32 @@ def build_space(
     optimizer: Optimizer = ADAMW,
     imbalance: float = 1.0,
     whole: Program | None = None,
+    asked: frozenset[str] = frozenset(),
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
-    many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of.
+    many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
+    `asked` the names of implementations that are offered on demand.
     """
     space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)))
-    return _Builder(space, whole_outputs, input_layouts or {}, whole).build()
+    return _Builder(space, whole_outputs, input_layouts or {}, whole, asked).build()
 
 
 class _Builder:
     """The state of one pass over the graph: what is known of each tensor so far."""
 
     def __init__(
-        self, space: Space, whole_outputs: bool, input_layouts: Mapping[str, Layout], whole: Program | None
+        self,
+        space: Space,
+        whole_outputs: bool,
+        input_layouts: Mapping[str, Layout],
+        whole: Program | None,
+        asked: frozenset[str],
     ) -> None:
         self.space = space
+        self.asked = asked
         self.program = space.program
         self.input_layouts = input_layouts
         self.whole_outputs = whole_outputs
@@ -135,6 +143,7 @@ class _Builder:
             only_weights,
             infinite,
             dims if any(map(any, dims)) else None,
+            self.asked,
         )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)

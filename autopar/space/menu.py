@@ -159,13 +159,15 @@ def menu_of(
     weight_only: bool = False,
     infinite: frozenset[int] = frozenset(),
     dealt: DealtDims | None = None,
+    asked: frozenset[str] = frozenset(),
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
+    Of implementations on demand those whose names are `asked` for.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     """
-    call, op, bound = found.call, found.op, found.bound
+    call, op, bound = found.call, found.op.offering(asked), found.bound
     offered = {
         each: _Offer(
             tuple(
@@ -193,7 +195,10 @@ def menu_of(
             strategy = _strategy(choices, call, bound, implementation, mesh)
             layouts = strategy.inputs, strategy.outputs
             num_flops = _local_flops(total, strategy, call, bound, mesh)
-            forward = forward_seconds(call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation)
+            scratch = _scratch_bytes(strategy, call, bound, mesh)
+            forward = forward_seconds(
+                call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch
+            )
             if strategy.transfers:
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, mesh, hardware))
             same = (strategy.inputs, strategy.outputs, implementation)
@@ -224,6 +229,14 @@ def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, m
     if implementation is not None and implementation.flops is not None:
         return implementation.flops(call, strategy.local_sizes(bound.sizes, mesh))
     return total * (1 / strategy.num_parts(mesh))
+
+
+def _scratch_bytes(strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> int:
+    """What one device reads and writes beside inputs and outputs."""
+    implementation = strategy.implementation
+    if implementation is None or implementation.scratch_bytes is None:
+        return 0
+    return implementation.scratch_bytes(call, strategy.local_sizes(bound.sizes, mesh))
 
 
 def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:

@@ -55,6 +55,7 @@ PRESETS: Mapping[str, Preset] = {
         sequence.ulysses,
         sequence.gather_kv,
         sequence.ring,
+        sequence.ring_self_attention,
         sequence.usp,
         sequence.context_parallel,
         grid.tensor_2d,

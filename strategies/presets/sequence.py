@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.errors import StrategyError
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.rule import TOGETHER, factors_of
+from autopar.sharding.rule import TOGETHER, VIA, factors_of
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.rows import along_rows
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram
+from autopar.strategies.rules.layers.ring_self_attention import NAME as RING_SELF_ATTENTION
 
-HEADS, QUERIES, RING = "column", "sequence", "ring"
-"""What an axis splits in attention: the roles of heads and of queries, or queries and keys together."""
+HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTENTION
+"""What an axis splits in attention: the roles of heads and of queries, or queries and keys together, in two ways."""
 
 
 def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -63,6 +65,22 @@ def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d = 16
     """
     return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING})
+
+
+def ring_self_attention(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions split, also in attention, where keys travel around the ranks until each has the whole rows of scores of
+    its queries, and then values (Li et al., "Sequence Parallelism", 2021).
+
+    Scores are written out and kept for the backward: for short texts, and to compare `ring` with. Over an axis c of
+    positions and an axis d of the batch, keys and values c-1 times forward and backward, and their gradients:
+
+        permute/c = 4·L·K·(c-1)/(c·d)
+        reduce_scatter/c = 2·L·K/d
+        all_reduce/d_c = P
+        all_reduce/c = 16
+        all_reduce/d = 16
+    """
+    return _split_over("ring_self_attention", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): WHOLE_ROWS})
 
 
 def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -125,8 +143,11 @@ def _in_attention(call: RoledCall, way: str, parts: int) -> str | None:
 
     Where heads of keys and values do not divide into so many parts these are heads of queries alone.
     """
-    if way == RING:
-        return next((choice.name for choice in call.op.choices if TOGETHER in choice.name), None)
+    if way in (RING, WHOLE_ROWS):
+        name = next((choice.name for choice in call.op.choices if TOGETHER in choice.name), None)
+        if way == RING or name is None:
+            return name
+        return f"{name}{VIA}{way}" if any(each.name == way for each in call.op.implementations) else None
     factor = call.factor_of(way) if way else FREE
     return (call.fitting(factor, parts) if factor and way == HEADS else None) or factor
 
@@ -135,11 +156,11 @@ def _check_attention(strategy: str, call: RoledCall, way: str, mesh: Mesh, axis:
     """Raise StrategyError where a call cannot be split by its heads, by its queries, or as a ring."""
     if not way:
         return
-    what = {HEADS: "heads", QUERIES: "queries", RING: "queries and keys"}[way]
+    what = {HEADS: "heads", QUERIES: "queries"}.get(way, "queries and keys")
     others = " or ".join(each for each in ("gather_kv", "ulysses") if each != strategy)
     factor = _in_attention(call, way, mesh.size(axis))
     if factor is None:
-        why = _why_no_ring(call) if way == RING else "has none"
+        why = _why_no_ring(call) if way in (RING, WHOLE_ROWS) else "has none"
         raise StrategyError(
             f"{strategy} splits the {what} of attention over {axis}; {call.name} {why}. "
             f"Use {others} or megatron_sequence."
@@ -166,6 +187,8 @@ def _why_no_ring(call: RoledCall) -> str:
     given = call.call.arguments
     if given["query"].shape[-2] != given["key"].shape[-2]:
         return f"has {given['query'].shape[-2]} queries and {given['key'].shape[-2]} keys, and not as many of both"
+    if call.call.target is ATTENTION_BY_MASK:
+        return "has a mask that is worked out block by block, and never has whole rows; ring takes it"
     if given["dropout_p"] > 0:
         return "has dropout, for which keys are whole"
     if given["attn_mask"] is not None and given["attn_mask"].requires_grad:

@@ -85,7 +85,7 @@ def second(**costs: Any) -> Change:
     """The same implementation once more, by another name and with other costs."""
 
     def changed(op: OpRule) -> OpRule:
-        other = replace(op.implementations[-1], name=OVERLAPPED, **costs)
+        other = replace(op.implementations[0], name=OVERLAPPED, **costs)
         return replace(op, implementations=(*op.implementations, other))
 
     return changed

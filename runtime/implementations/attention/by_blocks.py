@@ -59,7 +59,7 @@ def attention(
     keys, value = shared_heads(query, keys, value, axes, sizes)
     if not (axes.get(QUERIES) or axes.get(KEYS)):
         return _ATTENTION(query, keys, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    q, k, v, mask = _four_dims(query, keys, value, attn_mask)
+    q, k, v, mask = four_dims(query, keys, value, attn_mask)
     split = _ByPositions(
         Split.of(axes, zigzag, sizes[KEYS]),
         is_causal,
@@ -71,7 +71,7 @@ def attention(
     return out.view(*query.shape[:-1], value.shape[-1])
 
 
-def _four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys and values with one leading dim, and a dim of heads; a mask is added to the scores."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)

@@ -56,7 +56,7 @@ class _InSteps(autograd.Function):
             return sums.out_BHSD, sums.lse_BHS
 
         for step in range(split.num_steps):
-            under_way = _sent(keys, (k, v), split, step)
+            under_way = sent(keys, (k, v), split, step)
             total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
             if under_way is not None:
                 keys = under_way.arrived()
@@ -92,7 +92,7 @@ class _InSteps(autograd.Function):
         """Gradients of this rank's keys, of which those that the hop has taken."""
         chains = chains_of(split.hops)
         for step in range(split.num_steps):
-            under_way = _sent(keys, (k, v), split, step)
+            under_way = sent(keys, (k, v), split, step)
             dq, *of_keys = on_each_rank(compute, split.axes, (grad, q, *keys, out, lse, *masks, *of_queries))
             of_queries = [dq]
             if step == 0:
@@ -114,7 +114,7 @@ class _InSteps(autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *(None,) * len(masks)
 
 
-def _sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
+def sent(here: Sequence[Tensor], own: Sequence[Tensor], split: Split, step: int) -> Travelling | None:
     """The keys and values that others have in the next step, on their way; None where that was the last one.
 
     They are of what is here, which has come in hops, or this rank's own.

@@ -3,8 +3,8 @@
 Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis splits groups, or,
 where these do not divide, query heads alone, "q": keys and values are whole then, and a rank takes of them the heads
 that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a
-ring; or keys, where there are others than queries. With dropout, or a mask of numbers, keys are whole. Biases and masks
-are broadcast.
+ring, or what `ring_self_attention` says, where that is asked for; or keys, where there are others than queries. With
+dropout, or a mask of numbers, keys are whole. Biases and masks are broadcast.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -21,6 +21,16 @@ from autopar.sharding.layout import R, S
 from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, batch_names, broadcast, rule, term
+from autopar.strategies.rules.layers.attention_sizes import (
+    QUERY_HEADS,
+    batches,
+    elements_of_key,
+    query_heads,
+    query_rows,
+    taken_bytes,
+    unkept,
+)
+from autopar.strategies.rules.layers.ring_self_attention import ring_self_attention
 
 aten = torch.ops.aten
 
@@ -31,10 +41,6 @@ WRITTEN_OUT_BACKWARD = 2.0
 
 WIDE_BYTES = 4
 """Of a number in float32, in which results and gradients are summed."""
-
-
-QUERY_HEADS = "q"
-"""Heads of queries, split alone."""
 
 
 def head_dims(query: Sequence[int], key: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -103,9 +109,10 @@ def attention(call: Call) -> OpRule:
         hidden_share=1.0 if around else 0.0,
         hidden_as="ring" if around else "",
     )
+    ways = (by_blocks, ring_self_attention(by_blocks.factors or frozenset())) if around else (by_blocks,)
     return OpRule(
         text,
-        (by_blocks,),
+        ways,
         flops=flops,
         backward=backward,
         efficiency="attention",
@@ -153,11 +160,11 @@ def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Co
 
     `reach` is how many positions back a query may see, where none sees any ahead.
     """
-    value, each = call["value"], _elements_of_key(call, sizes)
+    value, each = call["value"], elements_of_key(call, sizes)
     parts = sizes.get(TOGETHER + "t", 1)
     wide = max(WIDE_BYTES, value.dtype.itemsize)
     around = TOGETHER + "t"
-    rows = _query_rows(call, sizes)
+    rows = query_rows(call, sizes)
     merged = [Collective("all_reduce", "t", rows * wide * size) for size in (1, 1, value.shape[-1])]
     if parts == 1:
         return tuple(merged)
@@ -172,51 +179,7 @@ def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Co
 
 def kept_bytes(call: Call, sizes: LocalSizes) -> int:
     """What blocks are merged by, of the local queries; and the heads of keys and values that were taken for these."""
-    lse = _query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize)
-    taken = _elements_of_key(call, sizes) * sizes["t"] * call["value"].dtype.itemsize
-    return lse + taken if _alone(call, sizes) else lse
-
-
-def unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
-    """Keys and values, where heads of them are taken."""
-    return frozenset({1, 2}) if _alone(call, sizes) else frozenset()
-
-
-def batches(call: Call, sizes: LocalSizes) -> int:
-    """Of one device."""
-    return math.prod(sizes[name] for name in batch_names(len(call["query"].shape) - 3) if name in sizes)
-
-
-def query_heads(call: Call, sizes: LocalSizes) -> int:
-    """Of one device."""
-    heads = math.prod(sizes[name] for name in ("h", "r") if name in sizes)
-    return heads * sizes[QUERY_HEADS] // call["query"].shape[-3] if _alone(call, sizes) else heads
-
-
-def _key_heads(call: Call, sizes: LocalSizes) -> int:
-    """Those that the queries of one device share; one of them, again and again, where their groups are cut."""
-    query, key = call["query"].shape, call["key"].shape
-    if len(query) < 3 or key[-3] == 1:
-        return 1
-    if not _alone(call, sizes):
-        return sizes["h"]
-    heads = query_heads(call, sizes)
-    return heads // math.gcd(heads, sizes["r"])
-
-
-def _alone(call: Call, sizes: LocalSizes) -> bool:
-    """Whether axes split query heads alone."""
-    return QUERY_HEADS in sizes and sizes[QUERY_HEADS] < call["query"].shape[-3]
-
-
-def _query_rows(call: Call, sizes: LocalSizes) -> int:
-    return batches(call, sizes) * query_heads(call, sizes) * sizes["s"]
-
-
-def _elements_of_key(call: Call, sizes: LocalSizes) -> int:
-    """Of a position, those of its key and value."""
-    features = call["key"].shape[-1] + call["value"].shape[-1]
-    return batches(call, sizes) * _key_heads(call, sizes) * features
+    return query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize) + taken_bytes(call, sizes)
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -19,16 +19,8 @@ from autopar.sharding.layout import R, S
 from autopar.sharding.operation import ZIGZAG, Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import TOGETHER, WHOLE, Choice
 from autopar.strategies.notation import Entry, broadcast, rule, term
-from autopar.strategies.rules.layers.attention import (
-    FUSED_BACKWARD,
-    batches,
-    head_dims,
-    heads_alone,
-    kept_bytes,
-    query_heads,
-    traffic,
-    unkept,
-)
+from autopar.strategies.rules.layers.attention import FUSED_BACKWARD, head_dims, heads_alone, kept_bytes, traffic
+from autopar.strategies.rules.layers.attention_sizes import batches, query_heads, unkept
 
 
 def attention_by_mask(call: Call) -> OpRule:

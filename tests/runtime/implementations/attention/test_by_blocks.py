@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from tests.support.simulation.simulate import from_ranks, local_values, simulate
 
 HEADS, POSITIONS, FEATURES = 4, 16, 8
 KINDS = ("full", "causal", "window", "dead row")
+Attention = Callable[..., Tensor]
+"""What runs in place of attention."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def divided(x: Tensor, axes: Sequence[str], others: Sequence[str], dim: int, zig
     return x
 
 
-def on_many(way: Way, zigzag: bool, kind: str, tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+def on_many(
+    way: Way, zigzag: bool, kind: str, tensors: Sequence[Tensor], count: int, attention: Attention = attention
+) -> list[list[Tensor]]:
     """The whole result and the three gradients, on every rank."""
     given = [from_ranks([x] * count, requires_grad=True) for x in tensors[:3]]
     every = [axis for axis in way.names if axis in (*way.queries, *way.keys)]
@@ -127,10 +131,10 @@ def test_ranks_compute_what_one_computes_however_they_divide_it(way: Way, zigzag
         check(way, zigzag, kind, key_heads)
 
 
-def check(way: Way, zigzag: bool, kind: str, key_heads: int) -> None:
+def check(way: Way, zigzag: bool, kind: str, key_heads: int, attention: Attention = attention) -> None:
     tensors = samples(key_heads)
     with on_ranks(way) as count:
-        found = on_many(way, zigzag, kind, tensors, count)
+        found = on_many(way, zigzag, kind, tensors, count, attention)
     for name, ours, theirs in zip("oqkv", found, on_one(tensors, kind), strict=True):
         for value in ours:
             torch.testing.assert_close(value, theirs, msg=lambda text, n=name: f"{kind}, {n}: {text}")
@@ -160,7 +164,7 @@ def test_what_travels_is_counted(way: Way, hops: int) -> None:
     assert found == ({"permute": 3 * hops * keys} if hops else {})
 
 
-def train(axes: dict[str, tuple[str, ...]], compiled: bool) -> list[Tensor]:
+def train(axes: dict[str, tuple[str, ...]], compiled: bool, attention: Attention = attention) -> list[Tensor]:
     """On this rank: the result and gradients of its part, in float32 or bfloat16."""
     found = []
     cases = [(torch.float32, True)] if compiled else itertools.product((torch.float32, torch.bfloat16), (True, False))

@@ -1,0 +1,181 @@
+"""Ring self-attention: a rank has whole rows of scores, to which keys come around a ring of ranks, and then values.
+
+As Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective" (2021), have it. The softmax of the
+rows, queries of this rank by all keys, is kept for the backward; no log-sum-exp merges blocks.
+
+Legend: B leading dims as one, G key heads, H query heads, N rows of a key head: the queries of all heads that share it,
+S queries of this rank, T all keys, D features.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# The forward and backward of a Function name their own arguments.
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, autograd
+
+from autopar.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
+from autopar.runtime.collectives.functions import raw_reduce_scatter
+from autopar.runtime.implementations.attention.by_blocks import four_dims
+from autopar.runtime.implementations.attention.heads import shared_heads
+from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split, on_each_rank
+from autopar.runtime.implementations.attention.steps import sent
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    value: Tensor,
+    /,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `aten.scaled_dot_product_attention.default` without dropout, for the queries and keys that this rank holds.
+
+    A mask of truth values has this rank's queries and all keys. Keys are split by axes that split queries, too.
+
+    Moves, over n ranks that split both: n - 1 times keys and values forward, and backward as often; and the gradients
+    of all keys and values by reduce-scatter.
+    """
+    assert dropout_p == 0, "the rule uses this for calls without dropout"
+    keys, value = shared_heads(query, keys, value, axes, sizes)
+    q, k, v, mask = four_dims(query, keys, value, attn_mask)
+    scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    num_queries = q.shape[-2] * num_parts_of(axes_of(axes.get(QUERIES, ())))
+    rows = _Rows(Split.of(axes, zigzag, sizes[KEYS]), is_causal, scale, num_queries, q.shape[1])
+    out = _RingSelfAttention.apply(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k, v, mask, rows)
+    return out.view(*query.shape[:-1], value.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of scores that ranks have, with their columns in the order of positions."""
+
+    split: Split
+    causal: bool
+    scale: float
+    num_queries: int
+    """Of all ranks."""
+    num_heads: int
+    """Of this rank's queries."""
+
+    def columns(self, ranks: Ranks, step: int) -> Iterator[tuple[slice, slice]]:
+        """The columns of the keys that a rank has after so many steps, and where these keys lie."""
+        for piece in self.split.keys_at(ranks, step):
+            yield slice(piece.first, piece.end), slice(piece.at, piece.at + piece.size)
+
+    def hide(self, ranks: Ranks, scores_BGNT: Tensor, mask: Tensor | None) -> None:
+        """Give keys that a query does not see the score -inf."""
+        scores_BHST = scores_BGNT.view(scores_BGNT.shape[0], self.num_heads, -1, scores_BGNT.shape[-1])
+        if mask is not None:
+            scores_BHST += mask
+        if self.causal:
+            axes, device = self.split.queries.axes, scores_BGNT.device
+            pieces = self.split.queries.pieces(self.num_queries, ranks[: len(axes)])
+            queries = torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
+            keys = torch.arange(self.split.num_keys, device=device)
+            scores_BHST.masked_fill_(keys > queries.unsqueeze(-1), -math.inf)
+
+    def by_rank(self, x_BGTD: Tensor) -> Tensor:
+        """What is in the order of positions, in that of the ranks that have them."""
+        dealing = self.split.keys
+        if not dealing.zigzag:
+            return x_BGTD
+        stands = itertools.product(*(range(axis.size) for axis in dealing.axes))
+        pieces = [piece for ranks in stands for piece in dealing.pieces(self.split.num_keys, ranks)]
+        return torch.cat([x_BGTD[:, :, piece.first : piece.end] for piece in pieces], -2)
+
+
+class _RingSelfAttention(autograd.Function):
+    """Queries and the result are [B, G, N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
+        split = rows.split
+
+        def score(ranks: Ranks, q: Tensor, k: Tensor, scores: Tensor) -> Sequence[Tensor]:
+            for columns, place in rows.columns(ranks, step):
+                scores[..., columns] = q @ k[:, :, place].mT
+            return (scores,)
+
+        def weigh(ranks: Ranks, scores: Tensor, mask: Tensor | None) -> Sequence[Tensor]:
+            rows.hide(ranks, scores, mask)
+            weights = scores.softmax(-1)
+            return (weights if mask is None else weights.masked_fill_(scores == -math.inf, 0.0),)
+
+        def attend(ranks: Ranks, weights: Tensor, v: Tensor, out: Tensor) -> Sequence[Tensor]:
+            for columns, place in rows.columns(ranks, step):
+                out += weights[..., columns] @ v[:, :, place]
+            return (out,)
+
+        scores, scaled = q.new_empty((*q.shape[:-1], split.num_keys)), q * rows.scale
+        for step, here in _around(k, split):
+            (scores,) = on_each_rank(score, split.axes, (scaled, here, scores))
+        (weights,) = on_each_rank(weigh, split.axes, (scores, mask))
+        del scores
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+        for step, here in _around(v, split):
+            (out,) = on_each_rank(attend, split.axes, (weights, here, out))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, weights)
+        ctx.rows = rows
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, weights = ctx.saved_tensors
+        rows: _Rows = ctx.rows
+        split = rows.split
+
+        def unweigh(ranks: Ranks, grad: Tensor, v: Tensor, of_weights: Tensor) -> Sequence[Tensor]:
+            for columns, place in rows.columns(ranks, step):
+                of_weights[..., columns] = grad @ v[:, :, place].mT
+            return (of_weights,)
+
+        def unscore(ranks: Ranks, of_scores: Tensor, k: Tensor, dq: Tensor) -> Sequence[Tensor]:
+            for columns, place in rows.columns(ranks, step):
+                dq += of_scores[..., columns] @ k[:, :, place]
+            return (dq,)
+
+        grads = torch.empty_like(weights)
+        for step, here in _around(v, split):
+            (grads,) = on_each_rank(unweigh, split.axes, (grad, here, grads))
+        dv = _home(weights.mT @ grad, rows)
+        of_scores = grads.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
+        dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        for step, here in _around(k, split):
+            (dq,) = on_each_rank(unscore, split.axes, (of_scores, here, dq))
+        dk = _home(of_scores.mT @ (q * rows.scale), rows)
+        return (dq * rows.scale).to(q.dtype), dk, dv, None, None
+
+
+def _around(own: Tensor, split: Split) -> Iterator[tuple[int, Tensor]]:
+    """Each step with the keys, or values, that are here then, while those of the next are on their way."""
+    here = [own]
+    for step in range(split.num_steps):
+        under_way = sent(here, [own], split, step)
+        yield step, here[0]
+        if under_way is not None:
+            here = under_way.arrived()
+
+
+def _home(grad_BGTD: Tensor, rows: _Rows) -> Tensor:
+    """The sum of all ranks' gradients of this rank's keys, or values."""
+    ring = rows.split.ring
+    return grad_BGTD if ring is None else raw_reduce_scatter(rows.by_rank(grad_BGTD), ring, 2)
