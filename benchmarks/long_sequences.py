@@ -6,6 +6,7 @@ Causal, with grouped heads, forward and backward, by
     ulysses         heads by all-to-all
     gather          keys and values gathered, by blocks; positions in order, and dealt by zigzag
     ring            keys and values travel; positions in order, and dealt by zigzag
+    whole rows      ring self-attention: scores of whole rows are kept; up to 4096 positions, as long as they fit
     torch's ring    the ring template of torch.distributed.tensor.experimental, its zigzag, with the CPU's kernel
     mask            keys and values gathered, and a mask: what autopar did before it had blocks
 
@@ -44,10 +45,12 @@ from autopar.benchmarking.meters import LiveBytes
 from autopar.runtime.collectives import functions
 from autopar.runtime.collectives.axes import Axis, axis_of, use_mesh
 from autopar.runtime.collectives.zigzag import parts_of
+from autopar.runtime.implementations.attention import ring_self_attention
 from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.ranks.launch import World, on_ranks
 
 AXIS = "cp"
+MOST_WHOLE_ROWS = 4096  # positions: 16384 of 8 heads have 4 GiB of scores on each of 2 ranks
 POSITIONS_DIM, HEADS_DIM = 2, 1
 TORCH_RING = "torch's ring"
 aten = torch.ops.aten
@@ -98,6 +101,16 @@ def by_blocks(options: Options, ring: bool, zigzag: bool) -> Callable[..., Tenso
         if not ring:
             k, v = (functions.all_gather(x, AXIS, POSITIONS_DIM, options.positions, zigzag) for x in (k, v))
         return attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, zigzag=dealt, enable_gqa=True)
+
+    return run
+
+
+def whole_rows(options: Options) -> Callable[..., Tensor]:
+    """Keys travel for the scores, then values for the results."""
+    sizes, axes = {"s": options.positions, "t": options.positions}, {"s": (AXIS,), "t": (AXIS,)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_self_attention.attention(q, k, v, None, 0.0, True, axes=axes, sizes=sizes, enable_gqa=True)
 
     return run
 
@@ -233,6 +246,8 @@ def _attention(options: Options) -> list[Line]:
             (("gather", False), ("ring", True)), (("in order", False), ("zigzag", True))
         ):
             found[f"{name}, {order}"] = contestant(by_blocks(options, ring, zigzag), zigzag)
+        if options.positions <= MOST_WHOLE_ROWS:
+            found["whole rows"] = contestant(whole_rows(options), False)
         order = list(found.values())
         for turn in range(1 + options.rounds):
             for each in (*order[turn % len(order) :], *order[: turn % len(order)]):

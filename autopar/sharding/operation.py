@@ -83,7 +83,7 @@ class Implementation:
     name: str = ""
     """What plans call it, beside others of the same rule; the first of a rule needs none."""
     on_demand: bool = False
-    """Offered only where it is asked for by its name: by an annotation, a preset of that name, or a plan that has it."""
+    """Offered only where its name is asked for: by an annotation, a preset of that name, or a plan that has it."""
     flops: Callable[[Call, LocalSizes], int] | None = None
     """Floating point operations of its forward on one device."""
     moved_bytes: MovedBytes | None = None

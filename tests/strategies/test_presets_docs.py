@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "ulysses": (2,),
     "gather_kv": (2,),
     "ring": (2,),
+    "ring_self_attention": (2,),
     "usp": (2, 2),
     "fsdp_megatron": (2, 2),
     "tensor_2d": (2, 2),

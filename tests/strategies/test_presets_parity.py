@@ -20,7 +20,7 @@ WORLDS: tuple[World, ...] = ((2,), (4,), (2, 2))
 CUBE: World = (2, 2, 2)
 
 ANYWHERE = ("fully_replicated", "data_parallel", "zero1", "zero2", "zero3", "megatron")
-OF_POSITIONS = ("megatron_sequence", "gather_kv", "ring", "context_parallel")
+OF_POSITIONS = ("megatron_sequence", "gather_kv", "ring", "ring_self_attention", "context_parallel")
 ON_TWO_AXES = ("hsdp", "fsdp_megatron", "tensor_2d")
 ON_THREE_AXES = ("tensor_2_5d", "tensor_3d")
 
@@ -33,6 +33,7 @@ FAST: tuple[tuple[str, str, World], ...] = (
     ("ulysses", "llama", (4,)),  # heads of keys do not divide
     ("gather_kv", "gpt2", (2,)),
     ("ring", "llama", (4,)),
+    ("ring_self_attention", "llama", (4,)),
     ("usp", "gpt2", (2, 2)),
     ("tensor_2d", "gpt2", (2, 2)),
 )
@@ -51,7 +52,7 @@ def matrix() -> Iterator[tuple[str, str, World]]:
             yield "usp", family, (2, 2)
         yield from ((strategy, family, CUBE) for strategy in ON_THREE_AXES)
     for world in WORLDS:
-        yield from ((strategy, "bert", world) for strategy in ("gather_kv", "ring"))
+        yield from ((strategy, "bert", world) for strategy in ("gather_kv", "ring", "ring_self_attention"))
 
 
 def named(cases: Iterator[tuple[str, str, World]] | tuple[tuple[str, str, World], ...]) -> list[Any]:

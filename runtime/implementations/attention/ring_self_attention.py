@@ -3,8 +3,7 @@
 As Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective" (2021), have it. The softmax of the
 rows, queries of this rank by all keys, is kept for the backward; no log-sum-exp merges blocks.
 
-Legend: B leading dims as one, G key heads, H query heads, N rows of a key head: the queries of all heads that share it,
-S queries of this rank, T all keys, D features.
+Legend: B heads of keys, of all samples, N the rows of one: queries of all heads that share it, T all keys, D features.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +57,8 @@ def attention(
     scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     num_queries = q.shape[-2] * num_parts_of(axes_of(axes.get(QUERIES, ())))
     rows = _Rows(Split.of(axes, zigzag, sizes[KEYS]), is_causal, scale, num_queries, q.shape[1])
-    out = _RingSelfAttention.apply(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k, v, mask, rows)
+    q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    out = _RingSelfAttention.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, rows)
     return out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -79,59 +79,43 @@ class _Rows:
         for piece in self.split.keys_at(ranks, step):
             yield slice(piece.first, piece.end), slice(piece.at, piece.at + piece.size)
 
-    def hide(self, ranks: Ranks, scores_BGNT: Tensor, mask: Tensor | None) -> None:
+    def hide(self, ranks: Ranks, scores_BNT: Tensor, mask: Tensor | None) -> None:
         """Give keys that a query does not see the score -inf."""
-        scores_BHST = scores_BGNT.view(scores_BGNT.shape[0], self.num_heads, -1, scores_BGNT.shape[-1])
+        num_here = self.num_queries // num_parts_of(self.split.queries.axes)
+        scores_BHST = scores_BNT.view(-1, self.num_heads, num_here, scores_BNT.shape[-1])
         if mask is not None:
             scores_BHST += mask
         if self.causal:
-            axes, device = self.split.queries.axes, scores_BGNT.device
+            axes, device = self.split.queries.axes, scores_BNT.device
             pieces = self.split.queries.pieces(self.num_queries, ranks[: len(axes)])
             queries = torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
             keys = torch.arange(self.split.num_keys, device=device)
             scores_BHST.masked_fill_(keys > queries.unsqueeze(-1), -math.inf)
 
-    def by_rank(self, x_BGTD: Tensor) -> Tensor:
+    def by_rank(self, x_BTD: Tensor) -> Tensor:
         """What is in the order of positions, in that of the ranks that have them."""
         dealing = self.split.keys
         if not dealing.zigzag:
-            return x_BGTD
+            return x_BTD
         stands = itertools.product(*(range(axis.size) for axis in dealing.axes))
         pieces = [piece for ranks in stands for piece in dealing.pieces(self.split.num_keys, ranks)]
-        return torch.cat([x_BGTD[:, :, piece.first : piece.end] for piece in pieces], -2)
+        return torch.cat([x_BTD[:, piece.first : piece.end] for piece in pieces], -2)
 
 
 class _RingSelfAttention(autograd.Function):
-    """Queries and the result are [B, G, N, D]."""
+    """Queries and the result are [B, N, D], keys and values [B, T/n, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
-        split = rows.split
-
-        def score(ranks: Ranks, q: Tensor, k: Tensor, scores: Tensor) -> Sequence[Tensor]:
-            for columns, place in rows.columns(ranks, step):
-                scores[..., columns] = q @ k[:, :, place].mT
-            return (scores,)
-
         def weigh(ranks: Ranks, scores: Tensor, mask: Tensor | None) -> Sequence[Tensor]:
             rows.hide(ranks, scores, mask)
             weights = scores.softmax(-1)
             return (weights if mask is None else weights.masked_fill_(scores == -math.inf, 0.0),)
 
-        def attend(ranks: Ranks, weights: Tensor, v: Tensor, out: Tensor) -> Sequence[Tensor]:
-            for columns, place in rows.columns(ranks, step):
-                out += weights[..., columns] @ v[:, :, place]
-            return (out,)
-
-        scores, scaled = q.new_empty((*q.shape[:-1], split.num_keys)), q * rows.scale
-        for step, here in _around(k, split):
-            (scores,) = on_each_rank(score, split.axes, (scaled, here, scores))
-        (weights,) = on_each_rank(weigh, split.axes, (scores, mask))
+        scores = _products(q * rows.scale, k, rows)
+        (weights,) = on_each_rank(weigh, rows.split.axes, (scores, mask))
         del scores
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
-        for step, here in _around(v, split):
-            (out,) = on_each_rank(attend, split.axes, (weights, here, out))
-        out = out.to(q.dtype)
+        out = _sums(weights, v, rows).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, weights)
         ctx.rows = rows
         return out
@@ -141,41 +125,54 @@ class _RingSelfAttention(autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, weights = ctx.saved_tensors
         rows: _Rows = ctx.rows
-        split = rows.split
-
-        def unweigh(ranks: Ranks, grad: Tensor, v: Tensor, of_weights: Tensor) -> Sequence[Tensor]:
-            for columns, place in rows.columns(ranks, step):
-                of_weights[..., columns] = grad @ v[:, :, place].mT
-            return (of_weights,)
-
-        def unscore(ranks: Ranks, of_scores: Tensor, k: Tensor, dq: Tensor) -> Sequence[Tensor]:
-            for columns, place in rows.columns(ranks, step):
-                dq += of_scores[..., columns] @ k[:, :, place]
-            return (dq,)
-
-        grads = torch.empty_like(weights)
-        for step, here in _around(v, split):
-            (grads,) = on_each_rank(unweigh, split.axes, (grad, here, grads))
+        of_weights = _products(grad, v, rows)
         dv = _home(weights.mT @ grad, rows)
-        of_scores = grads.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
-        dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        for step, here in _around(k, split):
-            (dq,) = on_each_rank(unscore, split.axes, (of_scores, here, dq))
+        of_scores = of_weights.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
         dk = _home(of_scores.mT @ (q * rows.scale), rows)
-        return (dq * rows.scale).to(q.dtype), dk, dv, None, None
+        dq = _sums(of_scores, k, rows).mul_(rows.scale).to(q.dtype)
+        return dq, dk, dv, None, None
 
 
-def _around(own: Tensor, split: Split) -> Iterator[tuple[int, Tensor]]:
-    """Each step with the keys, or values, that are here then, while those of the next are on their way."""
+def _products(x_BND: Tensor, own: Tensor, rows: _Rows) -> Tensor:
+    """[B, N, T]: each row by all keys, or values, of which a rank has its `own`."""
+
+    def multiply(ranks: Ranks, step: int, here: Tensor, found: Tensor, x: Tensor) -> Sequence[Tensor]:
+        for columns, place in rows.columns(ranks, step):
+            found[..., columns].baddbmm_(x, here[:, place].mT, beta=0)
+        return (found,)
+
+    found = x_BND.new_empty((*x_BND.shape[:-1], rows.split.num_keys))
+    return _around(multiply, own, rows, found, x_BND)
+
+
+def _sums(x_BNT: Tensor, own: Tensor, rows: _Rows) -> Tensor:
+    """[B, N, D], in float32 at least: all keys, or values, by the weights of each row."""
+
+    def add(ranks: Ranks, step: int, here: Tensor, found: Tensor, x: Tensor) -> Sequence[Tensor]:
+        for columns, place in rows.columns(ranks, step):
+            found += x[..., columns] @ here[:, place]
+        return (found,)
+
+    wide = torch.promote_types(x_BNT.dtype, torch.float32)
+    return _around(add, own, rows, x_BNT.new_zeros((*x_BNT.shape[:-1], own.shape[-1]), dtype=wide), x_BNT)
+
+
+def _around(compute: Callable[..., Sequence[Tensor]], own: Tensor, rows: _Rows, found: Tensor, x: Tensor) -> Tensor:
+    """What is found with the keys, or values, of one rank after the other, while those of the next are on their way."""
     here = [own]
-    for step in range(split.num_steps):
-        under_way = sent(here, [own], split, step)
-        yield step, here[0]
+    for step in range(rows.split.num_steps):
+        under_way = sent(here, [own], rows.split, step)
+
+        def at_step(ranks: Ranks, *given: Tensor, step: int = step) -> Sequence[Tensor]:
+            return compute(ranks, step, *given)
+
+        (found,) = on_each_rank(at_step, rows.split.axes, (here[0], found, x))
         if under_way is not None:
             here = under_way.arrived()
+    return found
 
 
-def _home(grad_BGTD: Tensor, rows: _Rows) -> Tensor:
+def _home(grad_BTD: Tensor, rows: _Rows) -> Tensor:
     """The sum of all ranks' gradients of this rank's keys, or values."""
     ring = rows.split.ring
-    return grad_BGTD if ring is None else raw_reduce_scatter(rows.by_rank(grad_BGTD), ring, 2)
+    return grad_BTD if ring is None else raw_reduce_scatter(rows.by_rank(grad_BTD), ring, 1)

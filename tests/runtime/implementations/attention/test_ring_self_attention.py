@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-import autopar
-from autopar.errors import AnnotationError, StrategyError
-from autopar.plans.plan import Plan
 from autopar.runtime.collectives.axes import record_traffic
 from autopar.runtime.implementations.attention.ring_self_attention import attention
-from autopar.sharding.mesh import Mesh
 from tests.runtime.implementations.attention.test_by_blocks import (
     GATHERED,
     KINDS,
@@ -25,9 +20,7 @@ from tests.runtime.implementations.attention.test_by_blocks import (
     samples,
     train,
 )
-from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks
-from tests.support.simulation.training import train_on_ranks
 
 OF_QUERIES = [way for way in WAYS if set(way.keys) <= set(way.queries)]
 NESTED = Way((2, 2), ("a", "b"), ("b",))
@@ -60,10 +53,10 @@ def test_what_travels_is_counted(way: Way, hops: int) -> None:
     assert (found.get("permute", 0), found["reduce_scatter"] if hops else keys) == (2 * hops * keys // 4, keys)
 
 
-def test_real_ranks_eager_and_compiled(ranks: Ranks) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_real_ranks_compute_what_one_computes(ranks: Ranks, compiled: bool) -> None:
     expected = on_one(samples(2), "causal")
-    for compiled in (False, True):
-        for found in ranks.run(train, {"s": ("a",), "t": ("a",)}, compiled, attention):
-            for number, value in enumerate(found):
-                tolerance = 1e-5 if number < 8 else 5e-2
-                torch.testing.assert_close(value, expected[number % 4], rtol=tolerance, atol=tolerance)
+    for found in ranks.run(train, {"s": ("a",), "t": ("a",)}, compiled, attention):
+        for number, value in enumerate(found):
+            tolerance = 1e-5 if number < 8 else 5e-2
+            torch.testing.assert_close(value, expected[number % 4], rtol=tolerance, atol=tolerance)

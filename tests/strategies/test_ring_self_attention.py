@@ -1,0 +1,121 @@
+"""Ring self-attention is offered where it is asked for, priced by its scores, and trains as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import AnnotationError, StrategyError
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.space.menu import Menu
+from tests.space.test_in_order import Text, batch
+from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
+
+NAME = "ring_self_attention"
+ASKED = f"s+t via {NAME}"
+ATTENTION = "scaled_dot_product_attention"
+
+
+def planned(model: nn.Module, positions: int = 16, strategy: str | None = None) -> Plan:
+    return autopar.plan(model, Mesh({"cp": 2}), batch(positions), strategy=strategy, hardware=SLOW_DEVICES)
+
+
+def asked(said: str) -> nn.Module:
+    return autopar.annotate(Text(), ATTENTION, cp=f"factor:{said}")
+
+
+def menu_of(plan: Plan) -> Menu:
+    space = context_of(plan).space
+    return space.decisions[space.index[f"{ATTENTION}_default"]].menu
+
+
+def test_it_stands_in_the_menu_only_where_it_is_asked_for() -> None:
+    before = [str(each) for each in menu_of(planned(Text())).strategies]
+    assert "s+t" in before and not any(NAME in each for each in before)
+    plan = planned(asked(ASKED))
+    names = [str(each) for each in menu_of(plan).strategies]
+    assert [each for each in names if NAME not in each] == before and ASKED in names
+    assert plan.choices[f"{ATTENTION}_default"] == ASKED
+    assert planned(asked("s+t")).choices[f"{ATTENTION}_default"] == "s+t"
+    assert set(planned(Text(), strategy=NAME).choices.values()) >= {ASKED}
+
+
+def test_an_implementation_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(AnnotationError, match=r'which offers .*"factor:s", .*"factor:s[+]t" on axis cp. Name one of'):
+        planned(asked("s+t via a_gather"))
+    both = autopar.annotate(asked(ASKED), f"%{ATTENTION}_default", cp="factor:s+t via a_gather")
+    with pytest.raises(
+        AnnotationError, match=rf'"factor:s", .*"factor:s[+]t", "factor:s[+]t via {NAME}" on axis cp. N'
+    ):
+        planned(both)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "causal", "positions"),
+    [({"cp": 2}, False, 14), ({"cp": 4}, True, 16), ({"cp": 4}, True, 12), ({"dp": 2, "cp": 2}, True, 16)],
+    ids=["not causal", "zigzag", "in order", "with samples"],
+)
+def test_it_trains_as_one_process_does(mesh: dict[str, int], causal: bool, positions: int) -> None:
+    steps = Steps([batch(positions), batch(positions)])
+    expected = train_alone(Text(causal).double(), steps)
+    trained = train_on_ranks(Text(causal).double(), steps, mesh, {"strategy": NAME})
+    assert fault_of(trained, expected) == ""
+    assert trained.plan is not None
+    assert trained.plan.choices[f"{ATTENTION}_default"] == ("a0 " if "dp" in mesh else "") + ASKED
+
+
+def test_a_plan_that_has_it_is_loaded_attached_and_run(tmp_path: Path) -> None:
+    model = Text().double()
+    planned(model, strategy=NAME).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    attached = plan.attach(model, batch(16), hardware=SLOW_DEVICES)
+    assert ASKED in [str(each) for each in menu_of(attached).strategies]
+    steps = Steps([batch(16)])
+    trained = train_on_ranks(Text().double(), steps, {"cp": 2}, {"plan": plan})
+    assert fault_of(trained, train_alone(Text().double(), steps)) == ""
+
+
+def test_scores_that_go_through_memory_are_priced() -> None:
+    def forward(positions: int) -> float:
+        menu = menu_of(planned(Text(), positions, NAME))
+        return float(menu.forward_seconds[[str(each) for each in menu.strategies].index(ASKED)])
+
+    tensors, scores = 4 * 2 * 8 * 8 * 4, 2 * 2 * 8 * 16 * 4  # of half of 16 positions: 2 samples of 2 heads
+    assert forward(16) == pytest.approx((tensors + 6 * scores) / SLOW_DEVICES.product_bytes_per_s)
+    assert forward(32) == pytest.approx((2 * tensors + 4 * 6 * scores) / SLOW_DEVICES.product_bytes_per_s)
+
+
+def test_formulas_say_what_it_costs() -> None:
+    plan = planned(Text(), strategy=NAME)
+    again = plan.reprice()
+    assert again.seconds == pytest.approx(plan.seconds, rel=1e-9) and again.memory["memory"] == plan.peak_bytes
+    assert plan.reprice(sequence=32).seconds == pytest.approx(planned(Text(), 32, NAME).seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("why", "dropout_p", "mask"),
+    [
+        ("has dropout, for which keys are whole", 0.1, None),
+        ("has a mask that is worked out block by block, and never has whole rows; ring takes it", 0.0, "window"),
+    ],
+)
+def test_what_has_no_whole_rows_is_refused(why: str, dropout_p: float, mask: str | None) -> None:
+    class Other(Text):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = self.table(x).unflatten(-1, (2, -1)).transpose(1, 2)
+            places = torch.arange(x.shape[1])
+            seen = places.unsqueeze(-1) - places < 4 if mask else None
+            h = F.scaled_dot_product_attention(h, h, h, seen, dropout_p).transpose(1, 2).flatten(2)
+            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    size = 8192 if mask else 16  # masks are read back where they are large
+    with pytest.raises(StrategyError) as caught:
+        planned(Other(), size, NAME)
+    assert f"{why}. Use gather_kv or ulysses or megatron_sequence." in str(caught.value)
