@@ -40,6 +40,7 @@ from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
 from autopar.space.space import Space
+from autopar.strategies.presets.data import warn_of_gradients
 
 TOLERANCE = 0.02
 """Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
@@ -64,6 +65,7 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *planner.messages(program))))
     contexts = [context_of(stage.plan) for stage in stages]
     warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
+    warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     return PipelinePlan(
         mesh=request.mesh,
         axis=request.axis,

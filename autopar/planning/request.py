@@ -30,6 +30,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
+from autopar.strategies.presets.data import warn_of_gradients
 
 Outputs = Literal["dtensor", "full"]
 Inputs = str | tuple[str, ...]
@@ -142,5 +143,6 @@ class PlanRequest:
             Microbatches(self.microbatches or 1),
         )
         warn_of_replicated_work(self.strategy, [(space, choices)])
+        warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))

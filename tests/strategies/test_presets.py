@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,15 +176,29 @@ def test_zero3_stores_every_parameter_in_parts_and_zero2_keeps_what_it_gathers()
         assert any(plan.choices[row.name].endswith(" kept") for row in stored) == kept
 
 
-def test_zero1_is_zero2_and_a_warning_says_so() -> None:
-    program = captured("tiny-mlp")
-    with pytest.warns(UserWarning, match="this is zero2: the same bytes are sent"):
-        first = annotations_for("zero1", program, ONE)
+def test_zero1_says_what_zero2_says() -> None:
+    first, second = (annotations_for(strategy, captured("tiny-mlp"), ONE) for strategy in ("zero1", "zero2"))
     assert {each.strategy for each in first} == {"zero1"}
-    second = annotations_for("zero2", program, ONE)
-    assert [(e.pattern, e.axes, e.storage, e.regather) for e in first] == [
-        (e.pattern, e.axes, e.storage, e.regather) for e in second
-    ]
+    assert [replace(each, strategy="zero2") for each in first] == list(second)
+
+
+@pytest.mark.parametrize(("strategy", "count", "other"), [("zero1", 1, "zero2"), ("zero2", 4, "zero1")])
+def test_a_warning_says_where_gradients_are_held_as_by_the_other(strategy: str, count: int, other: str) -> None:
+    def planned(strategy: str, mesh: Mesh = ONE) -> Plan:
+        return autopar.plan(named(), mesh, ids(8), strategy=strategy, microbatches=count)
+
+    with pytest.warns(UserWarning, match=rf"{strategy}: gradients of .* So this is {other}, which moves the same"):
+        plan = planned(strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(other).memory == plan.memory and planned(other).traffic == plan.traffic
+    assert plan.memory is not None
+    stored, held = (plan.memory.parts.get(name, 0) for name in ("parameters", "gradients"))
+    # Of a batch gradients are in two parts; those of micro-batches are whole, and a new one is there besides.
+    assert held < stored if count == 1 else held > 2 * stored
+    if count > 1:
+        with pytest.warns(UserWarning, match=f"{strategy}: gradients of {count} micro-batches add up whole"):
+            planned(strategy, Mesh({"pp": 2, **ONE.axes}, "cpu"))
 
 
 def test_megatron_warns_where_heads_do_not_divide() -> None:
