@@ -134,6 +134,9 @@ def test_what_is_split_needs_one_implementation_that_serves_all_of_it() -> None:
     assert OpRule("b -> b", (drawing,)).ways(()) == (drawing,)
     apart = OpRule("b s h -> b s h", (ring, Implementation("m:columns", frozenset("h"), name="columns")))
     assert apart.ways({"s", "h"}) == (), "no one serves both"
+    asked = replace(heads, on_demand=True)
+    some = OpRule("b s h -> b s h", (ring, asked))
+    assert some.offering(()).ways({"s"}) == (ring,) and some.offering({"heads"}).ways({"s"}) == (ring, asked)
 
 
 def test_implementations_of_one_rule_have_names_of_their_own() -> None:
@@ -141,6 +144,8 @@ def test_implementations_of_one_rule_have_names_of_their_own() -> None:
         OpRule("b -> b", (Implementation("m:one", frozenset("b")), Implementation("m:two", frozenset("b"))))
     with pytest.raises(AssertionError, match=r"hides 1.5 of its collectives"):
         Implementation("m:one", None, hidden_share=1.5)
+    with pytest.raises(AssertionError, match="has no name to ask for it by"):
+        Implementation("m:one", None, on_demand=True)
     assert strategy_name(("s", "-"), False, "ring") == "s - via ring"
 
 

@@ -67,7 +67,7 @@ def test_an_implementation_gives_the_values_and_gradients_of_the_whole(target: A
     for each in implemented_samples(target):
         op = rule_of(Whole.of(target, each.args, each.kwargs).call)
         assert op is not None
-        for one in op.implementations:
+        for one in op.offering(()).implementations:
             alone = replace(op, implementations=(one,))
             faults.extend(check_implementation(target, each.args, each.kwargs, alone, num_ranks))
     assert not faults, "\n" + "\n".join(faults)
