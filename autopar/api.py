@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotations.pins import Mode
 from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_mlp import MlpTiles
 from autopar.compiler.arguments import (
     ExampleInputs,
     Recompute,
@@ -63,6 +64,7 @@ def compile(
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
+    mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
@@ -114,6 +116,9 @@ def compile(
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken, so that all logits are
             never there at once (docs/long-sequences.md); "auto": as many as the plan chooses; False: it is not. By
             default it is where `memory` asks for it and the loss alone is read, but not on a mesh with a pipeline.
+        mlp_tiles: into how many tiles of rows MLPs are taken, of which nothing hidden is kept then, but computed again
+            (docs/long-sequences.md); "auto": where `memory` asks for it, not on a mesh with a pipeline. By default they
+            are not.
         imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
             divides these by expert; 1.0 for routing that is balanced.
         precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",
@@ -147,6 +152,7 @@ def compile(
         assume=assume,
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
+        mlp_tiles=mlp_tiles,
         imbalance=imbalance,
         precision=precision,
     )
@@ -189,6 +195,7 @@ def plan(
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
+    mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
@@ -223,6 +230,7 @@ def plan(
         assume=assume,
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
+        mlp_tiles=mlp_tiles,
         imbalance=imbalance,
         precision=precision,
     )

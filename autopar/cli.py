@@ -169,6 +169,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
     parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
+    parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
 
 
@@ -265,6 +266,7 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             chunks=options.chunks,
             capacity_factor=options.capacity_factor,
             loss_tiles=options.loss_tiles,
+            mlp_tiles=options.mlp_tiles or None,
             imbalance=options.imbalance,
             precision=options.precision,
         )

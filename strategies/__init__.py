@@ -30,6 +30,7 @@ from autopar.strategies.rules.layers import (
     norm,
     recurrent,
     tiled_loss,
+    tiled_mlp,
 )
 
 TABLES = (
@@ -50,6 +51,7 @@ TABLES = (
     recurrent,
     reduction,
     tiled_loss,
+    tiled_mlp,
     view,
 )
 RULES: dict[object, Entry] = {target: entry for table in TABLES for target, entry in table.RULES.items()}

@@ -30,7 +30,8 @@ from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.recorder import Recorder, check_settled
-from autopar.capture.tiled_loss import LossTiles, takes_tiles
+from autopar.capture.tiled_loss import AUTO, LossTiles, takes_tiles
+from autopar.capture.tiled_mlp import MlpTiles, takes_mlp_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
@@ -50,6 +51,7 @@ def capture(
     assume: Sequence[Assumption] = (),
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
+    mlp_tiles: MlpTiles = None,
     precision: Precision = AS_IT_IS,
 ) -> Program:
     """The Program of `model(*args, **kwargs)`, for tensors of these shapes and dtypes and for these other values.
@@ -63,6 +65,7 @@ def capture(
         assume: branches on values whose outcome is known.
         capacity_factor: how many times its balanced share of a sample's rows an expert takes; None: all that come.
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": a plan chooses.
+        mlp_tiles: into how many tiles of rows MLPs are taken; "auto" leaves them as they are, and says if they can be.
         precision: the dtypes of compute, of gradient reduction and of outputs; parameters are stored as the model's.
 
     Raises:
@@ -75,7 +78,7 @@ def capture(
     """
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
-    options = training, device, assume, capacity_factor, loss_tiles, precision, autocast
+    options = training, device, assume, capacity_factor, loss_tiles, mlp_tiles, precision, autocast
     with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
         first, recorder = _captured(model, args, kwargs, *options)
         settled = True
@@ -96,6 +99,7 @@ def _captured(
     assume: Sequence[Assumption],
     capacity_factor: float | None,
     loss_tiles: LossTiles,
+    mlp_tiles: MlpTiles,
     precision: Precision,
     autocast: Autocast | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
@@ -119,15 +123,16 @@ def _captured(
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
-    normalize(draft, capacity_factor, loss_tiles, traced.training)
+    normalize(draft, capacity_factor, loss_tiles, mlp_tiles, traced.training)
     tileable = traced.training and takes_tiles(draft)
+    mlp_tileable = traced.training and mlp_tiles == AUTO and takes_mlp_tiles(draft)
     cast_at_borders(draft, model, leaves, precision, num_outputs)
     if device is not None:
         rehome(draft.graph, device)
     names = _leaf_names(model, args, kwargs)
     program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
     program.reduced = precision.reduced
-    program.tileable = tileable
+    program.tileable, program.mlp_tileable = tileable, mlp_tileable
     program.assumed = tuple(observed.branches.taken)
     program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
     return program, observed.recorder

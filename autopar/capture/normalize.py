@@ -28,7 +28,8 @@ from autopar.capture.passes.views import split_before_permuting, state_sizes
 from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
-from autopar.capture.tiled_loss import LossTiles, tiled_losses
+from autopar.capture.tiled_loss import AUTO, LossTiles, tiled_losses
+from autopar.capture.tiled_mlp import MlpTiles, tiled_mlps
 from autopar.errors import CaptureError
 from autopar.program.program import TensorInfo
 
@@ -36,7 +37,11 @@ Pass = Callable[[TracedGraph], None]
 
 
 def normalize(
-    draft: TracedGraph, capacity_factor: float | None = None, loss_tiles: LossTiles = None, training: bool = True
+    draft: TracedGraph,
+    capacity_factor: float | None = None,
+    loss_tiles: LossTiles = None,
+    mlp_tiles: MlpTiles = None,
+    training: bool = True,
 ) -> None:
     """Rewrite the draft in place, one pass after the other; the last ones where a capacity, or tiles, are asked for."""
     for rewrite in PASSES:
@@ -46,6 +51,10 @@ def normalize(
         propagate(draft)
     if loss_tiles:
         tiled_losses(draft, loss_tiles, training)
+        drop_dead_calls(draft)
+        propagate(draft)
+    if mlp_tiles and mlp_tiles != AUTO:
+        tiled_mlps(draft, mlp_tiles, training)
         drop_dead_calls(draft)
         propagate(draft)
 

@@ -34,9 +34,9 @@ MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Losses that can be taken in tiles are: in as few as leave no more bytes of logits than of gradients.
+    """What can be taken in tiles is: losses in as few as leave no more bytes of logits than of gradients.
 
-    That is where samples and positions are split over all devices. Of other losses nothing is said.
+    That is where samples and positions are split over all devices. Of what cannot be nothing is said.
     """
 
     num_devices: int

@@ -14,6 +14,7 @@ from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
 from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_mlp import MlpTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
@@ -68,6 +69,7 @@ def plan_request(
     assume: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
+    mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
 ) -> PlanRequest:
@@ -94,6 +96,7 @@ def plan_request(
         inputs,
         None if capacity_factor is None else float(capacity_factor),
         loss_tiles,
+        mlp_tiles,
         imbalance,
         precision_of(precision),
     )

@@ -10,10 +10,9 @@ from torch import nn
 
 from autopar.annotations.pins import pins_of
 from autopar.capture.export import capture, skeleton
-from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
-from autopar.compiler.tiles import tiles_of
+from autopar.compiler.tiles import Tiles, tiles_of
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -40,7 +39,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
 
-    def captured(tiles: LossTiles) -> Program:
+    def captured(tiles: Tiles) -> Program:
         return capture(
             skeleton(model, request.precision),
             args,
@@ -48,13 +47,15 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
             training=model.training,
             assume=request.assume,
             capacity_factor=request.capacity_factor,
-            loss_tiles=tiles,
+            loss_tiles=tiles.loss,
+            mlp_tiles=tiles.mlp,
             precision=request.precision,
         )
 
-    program = captured(request.loss_tiles)
-    tiles = tiles_of(plan, program, request.loss_tiles, plan.mesh)
-    program = program if tiles == request.loss_tiles else captured(tiles)
+    asked = Tiles.of(request)
+    program = captured(asked)
+    tiles = tiles_of(plan, program, asked, plan.mesh)
+    program = program if tiles == asked else captured(tiles)
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)

@@ -8,12 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, skeleton
-from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, example_arguments
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
-from autopar.compiler.tiles import plan_as_memory_asks
+from autopar.compiler.tiles import Tiles, plan_as_memory_asks
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline
@@ -62,11 +61,11 @@ class _Planner:
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
         self.model, self.request = model, request
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
-        self.programs: dict[tuple[int, int, LossTiles], Program] = {}
+        self.programs: dict[tuple[int, int, Tiles], Program] = {}
         self.warned = False
         """Whether it was said that statistics are those of micro-batches."""
 
-    def captured(self, count: int, num_parts: int, tiles: LossTiles) -> Program:
+    def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
         """The program of one of so many micro-batches, of a batch of so many times the example."""
         if (count, num_parts, tiles) not in self.programs:
             with progress("planning", 1) as step, uncollected():
@@ -79,13 +78,14 @@ class _Planner:
                     training=self.model.training,
                     assume=self.request.assume,
                     capacity_factor=self.request.capacity_factor,
-                    loss_tiles=tiles,
+                    loss_tiles=tiles.loss,
+                    mlp_tiles=tiles.mlp,
                     precision=self.request.precision,
                 )
                 self.programs[count, num_parts, tiles] = check_hooks(program, count)
         return self.programs[count, num_parts, tiles]
 
-    def arriving(self, count: int, mesh: Mesh, tiles: LossTiles) -> tuple[Program, dict[str, Layout]]:
+    def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
         """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
         axes = axes_of_parts(self.request.inputs, mesh)
         program = self.captured(count, math.prod(map(mesh.size, axes)), tiles)
@@ -94,11 +94,11 @@ class _Planner:
     def on(self, mesh: Mesh) -> Plan:
         """The best plan on a mesh without a pipeline."""
         check_no_pipeline(self.request, mesh)
-        count, tiles = self.request.microbatches or 1, self.request.loss_tiles
+        count, tiles = self.request.microbatches or 1, Tiles.of(self.request)
         program, _ = self.arriving(count, mesh, tiles)
         self.warned = self.warned or warn_of_batch_statistics(program, count)
 
-        def space_of(tiles: LossTiles) -> Space:
+        def space_of(tiles: Tiles) -> Space:
             program, arriving = self.arriving(count, mesh, tiles)
             return self.request.space(program, mesh, arriving)
 
@@ -114,7 +114,7 @@ class _Planner:
         request, inner = self.request.on(mesh), stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:
-            program, arriving = self.arriving(schedule.num_microbatches, inner, request.loss_tiles)
+            program, arriving = self.arriving(schedule.num_microbatches, inner, Tiles.of(request))
             return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
 
         limited = request.settings.memory is not None

@@ -76,14 +76,15 @@ _FACTOR = _Satisfying(
     "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
 )
 
+
+def _is_tiles(found: object) -> bool:
+    return (type(found) is int and 0 < found <= MAX_TILES) or (isinstance(found, str) and found == "auto")
+
+
 _TILES = _Satisfying(
-    lambda found: (
-        (type(found) is int and 0 < found <= MAX_TILES)
-        or found is False
-        or (isinstance(found, str) and found == "auto")
-    ),
-    f'a whole number from 1 to {MAX_TILES}, "auto" or False',
+    lambda found: found is False or _is_tiles(found), f'a whole number from 1 to {MAX_TILES}, "auto" or False'
 )
+_MLP_TILES = _Satisfying(_is_tiles, f'a whole number from 1 to {MAX_TILES}, or "auto"')
 
 _PRECISION = _Satisfying(
     lambda found: isinstance(found, str | Precision),
@@ -115,6 +116,7 @@ OPTIONS: Mapping[str, Schema] = {
     "check_inputs": Maybe(Flag()),
     "capacity_factor": Maybe(_FACTOR),
     "loss_tiles": Maybe(_TILES),
+    "mlp_tiles": Maybe(_MLP_TILES),
     "precision": Maybe(_PRECISION),
 }
 """Argument → what it may be, beside None where that is its default."""

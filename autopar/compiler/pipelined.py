@@ -128,6 +128,7 @@ class _Compiler:
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
                 loss_tiles=self.request.loss_tiles,
+                mlp_tiles=self.request.mlp_tiles,
                 precision=self.request.precision,
             )
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)

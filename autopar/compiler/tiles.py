@@ -1,18 +1,21 @@
-"""Losses in tiles where a memory limit asks for them, and nothing was said about tiles.
+"""Losses, and MLPs, in tiles where a memory limit asks for them.
 
 A model is planned within its limit as it is. Where memory costs time, or nothing fits, it is planned once more with its
-losses in tiles, if it has some that can be taken so and their logits are worth it, and the faster plan is kept. Plans
-that memory does not bound are those of a model without tiles, and take no longer to make.
+losses in tiles, if nothing was said of these, it has some that can be taken so and their logits are worth it; and where
+`mlp_tiles="auto"` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not bound are
+those of a model without tiles, and take no longer to make.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from autopar.capture.tiled_loss import LOSSES, Fitting, LossTiles, has_tiles
+from autopar.capture.tiled_loss import AUTO, LOSSES, Fitting, LossTiles, has_tiles
+from autopar.capture.tiled_mlp import MlpTiles, has_mlp_tiles
 from autopar.errors import InfeasibleError
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -25,47 +28,88 @@ from autopar.space.space import Space
 
 WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""
-Spaces = Callable[[LossTiles], Space]
-"""The space of a model that is captured with its losses in so many tiles."""
+
+
+class Tiles(NamedTuple):
+    """What of a model is captured in how many tiles."""
+
+    loss: LossTiles
+    mlp: MlpTiles
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Tiles:
+        """As it was asked for."""
+        return cls(request.loss_tiles, request.mlp_tiles)
+
+
+Spaces = Callable[[Tiles], Space]
+"""The space of a model that is captured in these tiles."""
 
 
 def plan_as_memory_asks(
     request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
 ) -> Plan:
-    """The best plan of a model whose space is given; of one with its losses in tiles, where that is the faster."""
-    if request.loss_tiles is not None or request.settings.memory is None or not space.program.tileable:
+    """The best plan of a model whose space is given; of one in tiles, where that is the faster."""
+    if request.settings.memory is None or not (_takes_losses(request, space) or _takes_mlps(request, space)):
         return request.plan(space, storage)
     deadline = after(request.settings.time_limit)
-
-    def of_tiles() -> Plan:
+    best, refused = _planned(request, space, storage)
+    for tiles in _further(request, space, best):
+        if best is not None and (not _is_bounded(best.plan, request) or is_over(deadline)):
+            break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were said of the model as it is
-            tiled = spaces(Fitting(space.mesh.num_devices))
+            tiled = spaces(tiles)
         left = replace(request.settings, time_limit=seconds_until(deadline))
-        return replace(request, settings=left).plan(tiled, storage)
+        found, _ = _planned(replace(request, settings=left), tiled, storage)
+        if best is None or (found is not None and found.plan.seconds < best.plan.seconds):
+            best = found
+    if best is None:
+        assert refused is not None, "a model that is not refused has a plan"
+        raise refused
+    for each in best.said:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return best.plan
 
+
+class _Planned(NamedTuple):
+    """A plan, and what was said while it was made."""
+
+    plan: Plan
+    said: list[warnings.WarningMessage]
+
+
+def _planned(
+    request: PlanRequest, space: Space, storage: Mapping[str, Layout] | None
+) -> tuple[_Planned | None, InfeasibleError | None]:
+    """The best plan of a space, or why there is none."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            plan = request.plan(space, storage)
+            return _Planned(request.plan(space, storage), said), None
     except InfeasibleError as error:
-        try:
-            return of_tiles()
-        except InfeasibleError:
-            raise error from None
-    worthwhile = _bytes_of_logits(plan, space) >= WORTHWHILE * request.settings.memory
-    if _is_bounded(plan, request) and worthwhile and not is_over(deadline):
-        try:
-            with warnings.catch_warnings(record=True) as said_of_tiles:
-                warnings.simplefilter("always")
-                tiled = of_tiles()
-            if tiled.seconds < plan.seconds:
-                plan, said = tiled, said_of_tiles
-        except InfeasibleError:
-            pass
-    for each in said:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return plan
+        return None, error
+
+
+def _takes_losses(request: PlanRequest, space: Space) -> bool:
+    return request.loss_tiles is None and space.program.tileable
+
+
+def _takes_mlps(request: PlanRequest, space: Space) -> bool:
+    return request.mlp_tiles == AUTO and space.program.mlp_tileable
+
+
+def _further(request: PlanRequest, space: Space, as_it_is: _Planned | None) -> Iterator[Tiles]:
+    """In which tiles a model may be planned besides."""
+    tiles, fitting, memory = Tiles.of(request), Fitting(space.mesh.num_devices), request.settings.memory
+    assert memory is not None
+    if _takes_losses(request, space) and (
+        as_it_is is None or _bytes_of_logits(as_it_is.plan, space) >= WORTHWHILE * memory
+    ):
+        tiles = tiles._replace(loss=fitting)
+        yield tiles
+    if _takes_mlps(request, space):
+        yield tiles._replace(mlp=fitting)
 
 
 def _is_bounded(plan: Plan, request: PlanRequest) -> bool:
@@ -84,7 +128,11 @@ def _bytes_of_logits(plan: Plan, space: Space) -> int:
     return found
 
 
-def tiles_of(plan: Plan, program: Program, asked: LossTiles, mesh: Mesh) -> LossTiles:
-    """With how many tiles a plan's model is captured, where `program` is the model without them."""
-    in_tiles = any(text.startswith("linear_cross_entropy") for text in plan.descriptions.values())
-    return Fitting(mesh.num_devices) if asked is None and in_tiles and not has_tiles(program) else asked
+def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:
+    """In which tiles a plan's model is captured, where `program` is the model as it was asked for."""
+    fitting, texts = Fitting(mesh.num_devices), plan.descriptions.values()
+    losses = any(text.startswith("linear_cross_entropy") for text in texts) and not has_tiles(program)
+    mlps = any(text.startswith("mlp_in_tiles") for text in texts) and not has_mlp_tiles(program)
+    return Tiles(
+        fitting if losses and asked.loss is None else asked.loss, fitting if mlps and asked.mlp == AUTO else asked.mlp
+    )

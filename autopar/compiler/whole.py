@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
-from autopar.capture.tiled_loss import LossTiles
 from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
-from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_of
+from autopar.compiler.tiles import Spaces, Tiles, plan_as_memory_asks, tiles_of
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Context, Plan
@@ -69,13 +68,13 @@ class _Compiler:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
 
         @functools.cache
-        def captured(tiles: LossTiles) -> Space:
+        def captured(tiles: Tiles) -> Space:
             return self._capture(arguments, training, frozen, tiles)
 
-        def on_ranks(tiles: LossTiles) -> Space:
+        def on_ranks(tiles: Tiles) -> Space:
             return on_all_ranks(lambda: captured(tiles), lambda found: found.program.summary, self.mesh)
 
-        asked = self.request.loss_tiles
+        asked = Tiles.of(self.request)
         space = on_ranks(asked)
         plan = self._plan(space, captured)
         tiles = tiles_of(plan, space.program, asked, space.mesh)
@@ -85,7 +84,7 @@ class _Compiler:
         return Executable.of(space.program, plan, local, self.mesh)
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: LossTiles) -> Space:
+    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: Tiles) -> Space:
         device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
@@ -95,7 +94,8 @@ class _Compiler:
                 device=device,
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
-                loss_tiles=tiles,
+                loss_tiles=tiles.loss,
+                mlp_tiles=tiles.mlp,
                 precision=self.request.precision,
             )
         check_hooks(program, self.request.microbatches or 1)

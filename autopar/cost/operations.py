@@ -71,10 +71,12 @@ def forward_seconds(
     bytes_per_s: float,
     implementation: Implementation | None = None,
     scratch_bytes: int = 0,
+    elementwise_bytes: int = 0,
 ) -> float:
     """Seconds of the forward of a call that computes `num_flops` on each device; see `bandwidth`.
 
-    `scratch_bytes` are read and written beside inputs and outputs.
+    `scratch_bytes` are read and written beside inputs and outputs; what it reads and writes in elementwise operations
+    beside its products takes time of its own.
     """
     if is_view(call):
         return 0.0
@@ -88,7 +90,7 @@ def forward_seconds(
     )
     computing = num_flops / peak_flops(call, op, hardware, implementation)
     forward = max(computing, (moved_bytes(op, inputs, outputs, implementation) + scratch_bytes) / bytes_per_s)
-    return forward + hardware.op_latency_s
+    return forward + elementwise_bytes / hardware.elementwise_bytes_per_s + hardware.op_latency_s
 
 
 def backward_share(call: Call, op: OpRule) -> float:

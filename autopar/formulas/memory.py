@@ -125,6 +125,9 @@ class _Moment:
             self._worked_on(number, True)
             if self._forward_bytes(number) is None:
                 self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
+            op = decision.menu.op
+            if op is not None and op.backward_bytes is not None:
+                self._add("working set", self._said(decision, op.backward_bytes), count)
             self._uneven_rows_worked_on(number, True)
         elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
             self._worked_on(number, False)

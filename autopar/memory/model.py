@@ -219,7 +219,11 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        return total + np.where([_works_forward(each) is not None for each in strategies], 0, self._hidden(decision))
+        hidden = np.where([_works_forward(each) is not None for each in strategies], 0, self._hidden(decision))
+        op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
+        if op is not None and bound is not None and op.backward_bytes is not None:
+            total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
+        return total + hidden
 
     def working_forward(self, number: int) -> Bytes | None:
         """Bytes that a call works on while it runs forward, where that makes its gradients; None elsewhere."""

@@ -19,6 +19,7 @@ from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.recompute_segments import MODES
 from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
@@ -176,6 +177,8 @@ def _descriptions(space: Space) -> dict[str, str]:
             asked = f" (capacity_factor={decision.node.args[2]})"
         elif decision.node.target is LINEAR_CROSS_ENTROPY:
             asked = f" (loss_tiles={decision.node.args[-1] or 'auto'})"
+        elif decision.node.target is MLP_IN_TILES:
+            asked = f" (mlp_tiles={decision.node.args[-1]})"
         return f"{operation}{asked} {' '.join(map(str, infos))}"
 
     return {decision.name: describe(decision) for decision in space.decisions}

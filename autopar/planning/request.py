@@ -12,6 +12,7 @@ from typing import Literal
 from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
 from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_mlp import MlpTiles
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.errors import InputError
 from autopar.hardware.load import load
@@ -68,6 +69,8 @@ class PlanRequest:
     loss_tiles: LossTiles = None
     """Into how many tiles of rows the cross-entropy of a linear layer is taken; "auto": the plan chooses; None: where
     memory asks for it; False: never."""
+    mlp_tiles: MlpTiles = None
+    """Into how many tiles of rows MLPs are taken; "auto": where memory asks for it; None: the model as it is."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
     precision: Precision = AS_IT_IS

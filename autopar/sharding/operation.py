@@ -127,6 +127,10 @@ class OpRule:
     """The work of the whole backward over that of the forward; None: once for each input that needs a gradient."""
     moved_bytes: MovedBytes = read_and_written
     efficiency: Efficiency = "matmul"
+    elementwise_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its forward reads and writes in elementwise operations, beside its products."""
+    backward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its backward works on beside inputs, outputs, their gradients and what is kept."""
     only_together: frozenset[str] = frozenset()
     """Factors that an axis splits only together with another one, as one of `choices` says."""
     choices: tuple[Choice, ...] = ()

@@ -196,8 +196,9 @@ def menu_of(
             layouts = strategy.inputs, strategy.outputs
             num_flops = _local_flops(total, strategy, call, bound, mesh)
             scratch = _scratch_bytes(strategy, call, bound, mesh)
+            beside = op.elementwise_bytes(call, strategy.local_sizes(bound.sizes, mesh)) if op.elementwise_bytes else 0
             forward = forward_seconds(
-                call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch
+                call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch, beside
             )
             if strategy.transfers:
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, mesh, hardware))

@@ -3,7 +3,8 @@
 A product by a weight is a column if what it puts out stays split, through everything that works on it (activations,
 reshapes, attention by heads), until another product sums over the split dim (a row), or a loss over classes joins it.
 A way ends where an operation needs the dim whole (a norm), where it does not divide, and where it meets an activation
-that is whole (a residual connection). Columns all of whose ways end are none.
+that is whole (a residual connection). Columns all of whose ways end are none. An MLP in tiles is both products at once:
+a row that begins no way and ends none.
 
 (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.)
 """
@@ -15,9 +16,11 @@ from dataclasses import dataclass, field
 
 from autopar.program.operators.experts import OF_EXPERT
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import CLASS_LOSSES, RoledCall, RoledProgram, Value
 from autopar.strategies.rules.layers.tiled_loss import CLASSES
+from autopar.strategies.rules.layers.tiled_mlp import HIDDEN
 
 OUTER, COLUMN, INNER, ROW, LOSS = "outer", "column", "inner", "row", "loss"
 """Regions: a call outside all pairs; a column; between a column and its rows; a row; a loss over split classes."""
@@ -129,6 +132,8 @@ def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:
             _through(walk, graph, call, held, parts)
         elif call.call.target is LINEAR_CROSS_ENTROPY and _divides(graph, call, CLASSES, parts):
             _enter(walk, call, LOSS, CLASSES, frozenset({call.name}))
+        elif call.call.target is MLP_IN_TILES and _divides(graph, call, HIDDEN, parts):
+            _enter(walk, call, ROW, HIDDEN, frozenset({call.name}))
         else:
             walk.regions[call.name] = OUTER
     return walk

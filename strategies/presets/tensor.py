@@ -9,7 +9,7 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
-from autopar.strategies.presets.regions import COLUMN, OUTER, Regions, regions_of
+from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, regions_of
 from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
@@ -82,7 +82,7 @@ def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = ""
 def found_regions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> Regions:
     """The regions of a model; StrategyError where there are none, a warning where an attention stays whole."""
     regions = regions_of(graph, mesh.size(axis))
-    if not regions.names(COLUMN):
+    if not regions.names(COLUMN) and not regions.names(ROW):
         found = "; ".join(f"{name}: {why}" for name, why in list(regions.reasons.items())[:3])
         raise StrategyError(
             f"{strategy} needs pairs of matrix products with nothing between them that needs their outputs whole; "
