@@ -101,10 +101,13 @@ def _number(mlp: _Mlp, tiles: int | Fitting) -> int:
 
 
 def _mlps(draft: TracedGraph) -> Iterator[_Mlp]:
+    """Every MLP that can be taken in tiles; of a chain of layers each is part of one."""
+    taken: set[fx.Node] = set()
     for node in draft.calls(*PRODUCTS, aten.add.Tensor):
         down = _linear(node)
         found = None if down is None else _mlp(down)
-        if found is not None:
+        if found is not None and found.up.node not in taken:
+            taken.add(node)
             yield found
 
 

@@ -268,7 +268,7 @@ class _Ledger:
         roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
         if op.elementwise_bytes is not None:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
-            roofline += f" + ({beside})/{hardware.elementwise_bytes_per_s!r}"
+            roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
         return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes))
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:

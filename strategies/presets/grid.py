@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
@@ -10,6 +11,7 @@ from autopar.strategies.presets.regions import COLUMN, INNER, LOSS, ROW
 from autopar.strategies.presets.split import Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions
 from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.strategies.rules.layers.tiled_mlp import HIDDEN
 
 
 def tensor_2d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -97,5 +99,5 @@ def _grid(strategy: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]
 
 
 def features(call: RoledCall) -> str | None:
-    """Every product by columns, and features, heads and classes where they are."""
-    return call.factor_of("column")
+    """Every product by columns, and features, heads and classes where they are; of an MLP in tiles hidden features."""
+    return call.factor_of("column") or (HIDDEN if call.call.target is MLP_IN_TILES else None)

@@ -16,7 +16,7 @@ FORMS = {
     "gated": (False, True),
     "gated with biases": (True, True),
     "plain": (False, False),
-    "with biases": (True, False),
+    "plain with biases": (True, False),
 }
 """Whether an MLP has biases, and a gate."""
 
@@ -26,19 +26,10 @@ def tensors(
 ) -> list[Tensor | None]:
     """x, then weights and biases as the operator takes them."""
     torch.manual_seed(0)
-    shapes: list[tuple[int, ...] | None] = [
-        (*rows, 8),
-        (hidden, 8),
-        (hidden,),
-        (hidden, 8),
-        (hidden,),
-        (8, hidden),
-        (8,),
-    ]
-    for position in (2, 4, 6) if not biases else ():
-        shapes[position] = None
-    for position in (3, 4) if not gated else ():
-        shapes[position] = None
+    gate = ((hidden, 8), (hidden,)) if gated else (None, None)
+    shapes = [(*rows, 8), (hidden, 8), (hidden,), *gate, (8, hidden), (8,)]
+    if not biases:
+        shapes[2::2] = [None] * 3
     return [None if each is None else torch.randn(each, dtype=dtype).requires_grad_() for each in shapes]
 
 
@@ -107,7 +98,7 @@ def test_its_backward_may_run_twice_and_has_no_derivative() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tile_is_all_that_there_is_of_hidden_activations(gated: bool, dtype: torch.dtype) -> None:
     rows, hidden, tiles = 512, 256, 8
-    inputs = [x for x in tensors(False, gated, dtype, (rows,), hidden)]
+    inputs = tensors(False, gated, dtype, (rows,), hidden)
     given = [x for x in inputs if x is not None]
 
     def peak(function: Any, *further: Any) -> int:
@@ -120,7 +111,6 @@ def test_a_tile_is_all_that_there_is_of_hidden_activations(gated: bool, dtype: t
         return live.highest - before
 
     in_one_piece, in_tiles = peak(whole), peak(MLP_IN_TILES, tiles)
-    assert (
-        in_tiles < 1.1 * (3 + gated) * rows * hidden // tiles * dtype.itemsize + 3 * hidden * 8 * 8 + 4 * rows * 8 * 4
-    )
+    of_a_tile, of_weights = (3 + gated) * rows * hidden // tiles * dtype.itemsize, 3 * hidden * 8 * 8
+    assert in_tiles < 1.1 * of_a_tile + of_weights + 4 * rows * 8 * 4
     assert in_tiles < in_one_piece / 3

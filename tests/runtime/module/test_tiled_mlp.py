@@ -1,0 +1,181 @@
+"""MLPs in tiles: trained on ranks as on one process without tiles, with the bytes that plans predict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager, eager
+from torch.nn import functional as F
+
+import autopar
+from autopar.benchmarking.meters import held_in_training, peak_bytes
+from tests.support import pipeline_training
+from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding, whole
+from tests.support.ranks import Ranks, mesh
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+
+
+class Gated(nn.Module):
+    """Two blocks of a gated MLP over tokens, and a loss."""
+
+    def __init__(self, size: int = 8, hidden: int = 16, bias: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict(_linears(size, hidden, bias)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h_BSK = F.silu(layer["gate"](x)) * layer["up"](x)  # type: ignore[index]
+            x = x + layer["down"](h_BSK)  # type: ignore[index]
+        return x.square().mean()
+
+
+def _linears(size: int, hidden: int, bias: bool) -> dict[str, nn.Module]:
+    gate, up = (nn.Linear(size, hidden, bias=bias) for _ in range(2))
+    return {"gate": gate, "up": up, "down": nn.Linear(hidden, size, bias=bias)}
+
+
+def tokens(seed: int = 0, batch: int = 4, sequence: int = 8, size: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(batch, sequence, size, generator=generator, dtype=torch.float64)}
+
+
+COMBINATIONS: dict[str, tuple[bool, dict[str, Any], dict[str, str]]] = {
+    "chosen": (True, {}, {}),
+    "samples and hidden features": (False, {}, {"dp": "data", "tp": "row"}),
+    "positions and hidden features": (True, {}, {"dp": "sequence", "tp": "row"}),
+    "hidden features over both axes": (True, {}, {"dp": "row", "tp": "row"}),
+    "zero3": (False, {"strategy": "zero3"}, {}),
+    "fsdp_megatron": (True, {"strategy": "fsdp_megatron"}, {}),
+    "megatron_sequence": (False, {"strategy": "megatron_sequence"}, {}),
+    "tensor_2d": (True, {"strategy": "tensor_2d"}, {}),
+    "micro-batches": (True, {"microbatches": 2}, {"dp": "data", "tp": "row"}),
+    "computed again": (False, {"recompute": "full"}, {"dp": "data", "tp": "row"}),
+    "computed again, but products": (False, {"recompute": "selective"}, {"dp": "data", "tp": "row"}),
+}
+"""Whether the model has biases, options of `compile`, and what is said of the MLPs."""
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
+    bias, options, roles = COMBINATIONS[name]
+    torch.manual_seed(0)
+    model = Gated(bias=bias).double()
+    alone = copy.deepcopy(model)
+    if roles:
+        autopar.annotate(model, "layers.*.down", **roles)
+    batches = [tokens(seed) for seed in range(2)]
+    steps = Steps(batches, "adamw", num_microbatches=options.get("microbatches", 1), evaluated=True)
+    found = train_on_ranks(model, steps, {"dp": 2, "tp": 2}, {"mlp_tiles": 3, **options})
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None and found.plan.choices["mlp_in_tiles_default"].count("-") == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", (2,), options={"hardware": SLOW_DEVICES, "strategy": "ring", "mlp_tiles": 3}, steps=2),
+        Case("gpt2", (2, 2), options={"hardware": SLOW_DEVICES, "strategy": "megatron", "mlp_tiles": 3}, steps=2),
+        Case("bert", (2,), options={"hardware": SLOW_DEVICES, "strategy": "zero3", "mlp_tiles": 3}, steps=2),
+    ],
+    ids=str,
+)
+def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
+    found, *_ = check(ranks, case)
+    assert case.family != "llama" or ("call", "dp", "sequence") in found.roles
+
+
+def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
+    case = Case("llama", (2,), options={"strategy": "zero3", "mlp_tiles": 4}, dtype=torch.bfloat16, steps=2)
+    check_rounding(ranks, case)
+
+
+def test_parameters_in_float32_compute_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    options = {"precision": "bf16-mixed", "strategy": "megatron"}
+    steps = Steps([{name: x.float() for name, x in tokens(seed).items()} for seed in range(2)])
+    ours, theirs = (
+        train_on_ranks(copy.deepcopy(model), steps, {"tp": 2}, {**options, "mlp_tiles": tiles}) for tiles in (3, None)
+    )
+    assert ours.plan is not None and "bfloat16" in ours.plan.descriptions["mlp_in_tiles_default"]
+    exact = train_alone(copy.deepcopy(model).double(), Steps([tokens(seed) for seed in range(2)]))
+    for name, gradient in exact.gradients.items():
+        one, other = (float((each.gradients[name][0].double() - gradient[0]).norm()) for each in (ours, theirs))
+        assert one <= 1.2 * other + 1e-6, name
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp2xtp2", "1f1b"), ("pp2", "zbv")])
+def test_it_goes_with_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
+    pipeline_training.check(
+        ranks, pipeline_training.PipelineCase("llama", mesh, schedule, options={"mlp_tiles": 2}, steps=2)
+    )
+
+
+def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
+    """Graphs that torch.compile makes of a model split by hidden features, and how far its step is from without."""
+    torch._dynamo.reset()
+    batch, graphs = {"x": tokens()["x"].float()}, []
+    model = autopar.compile(Gated(), mesh((2,), ("tp",)), batch, strategy="megatron", mlp_tiles=3)
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return backend(graph, example_inputs)
+
+    def step(called: Any) -> list[Tensor]:
+        model.zero_grad()
+        loss = called(**batch)
+        loss.backward()
+        return [whole(x) for x in (loss, *(parameter.grad for parameter in model.parameters()))]  # type: ignore[misc]
+
+    pairs = zip(step(model), step(torch.compile(model, backend=counting)), strict=True)
+    apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    torch._dynamo.reset()
+    return len(graphs), apart
+
+
+@pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
+def test_torch_compile_takes_it_whole(ranks: Ranks, backend: Callable[..., Any]) -> None:
+    for num_graphs, apart in ranks.run(_under_torch_compile, backend, timeout=120):
+        assert num_graphs == 1
+        assert apart < 1e-6
+
+
+def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> list[tuple[int, int]]:
+    """Bytes at the highest moment of a step on this rank, and those of the plan, by the number of tiles."""
+    batch, found = {"x": tokens(batch=8, sequence=128, size=64)["x"].to(dtype)}, []
+    for number in tiles:
+        on = mesh((2,), ("dp",))
+        compiled = autopar.compile(Gated(64, 512).to(dtype), on, batch, strategy=strategy, mlp_tiles=number)
+        optimizer = torch.optim.AdamW(compiled.parameters())
+
+        def step(compiled: Any = compiled) -> None:
+            compiled(**batch).backward()
+
+        step()
+        optimizer.step()
+        held = partial(_held, compiled, optimizer, batch)
+        found.append((peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes))
+    return found
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> list[Tensor]:
+    return [*held_in_training(model, optimizer), *batch.values()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("data_parallel", torch.float32), ("megatron", torch.bfloat16), ("zero3", torch.bfloat16)],
+)
+def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
+    ranks: Ranks, strategy: str, dtype: torch.dtype
+) -> None:
+    for (whole_peak, _), *tiled_peaks in ranks.run(_peaks, strategy, dtype, (None, 1, 8)):
+        for found, predicted in tiled_peaks:
+            assert predicted == pytest.approx(found, rel=0.05)
+        assert tiled_peaks[1][0] < 0.7 * tiled_peaks[0][0] < 0.6 * whole_peak
