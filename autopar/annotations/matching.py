@@ -132,6 +132,16 @@ class Catalog:
         return name, decision.node.name, f"{relative_to(module_of(decision.node), within)}.{name}".removeprefix(".")
 
 
+def placeholders_of(arguments: Iterable[object]) -> Iterator[str]:
+    """Names of the placeholders from which arguments of a call come."""
+    left = [each for each in arguments if isinstance(each, fx.Node)]
+    while left:
+        node = left.pop()
+        if node.op == "placeholder":
+            yield node.name
+        left += node.all_input_nodes
+
+
 def operation_of(decision: Decision) -> str:
     """Name of a call's operation, as "linear"."""
     assert decision.menu.call is not None, f"{decision.name} is no call"

@@ -15,10 +15,11 @@ from typing import Literal
 import numpy as np
 
 from autopar.annotations import refusals
-from autopar.annotations.matching import Catalog, Found
+from autopar.annotations.matching import Catalog, Found, placeholders_of
 from autopar.annotations.offered import is_weighted, offered_roles, offered_slices, output_shapes
 from autopar.errors import AnnotationError
 from autopar.program.calls import module_of
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R, S, Z
@@ -101,11 +102,26 @@ class _Pins:
         index = self.space.mesh.index(axis)
         contractions = [n for n in found.calls if is_weighted(self._decision(n))]
         calls = contractions if contractions and role in ("column", "row") else found.calls
-        offered = [n for n in calls if (self._roles(n)[:, index] == role).any()]
+        masks = {n: self._roles(n)[:, index] == self._role_of_call(annotation, found, n, role) for n in calls}
+        offered = {number: mask for number, mask in masks.items() if mask.any()}
         if not offered:
             raise AnnotationError(f"{annotation}: {refusals.why_no_role(self.space, calls, axis, role)}")
-        for number in offered:
-            self._add(number, annotation, self._roles(number)[:, index] == role)
+        for number, mask in offered.items():
+            self._add(number, annotation, mask)
+
+    def _role_of_call(self, annotation: Annotation, found: Found, number: int, role: str) -> str:
+        """The role of a call: columns of the first layers of an MLP in tiles are the rows of the last one."""
+        node = self._decision(number).node
+        if node.target is not MLP_IN_TILES or role not in ("column", "row"):
+            return role
+        first, last = (
+            {self.space.index[name] for name in placeholders_of(each)} for each in (node.args[1:5], node.args[5:])
+        )
+        if first.isdisjoint(found.parameters) or not last.isdisjoint(found.parameters):
+            return role
+        if role == "row":
+            raise AnnotationError(f"{annotation}: {refusals.why_no_row_of_first_layer(self._decision(number))}")
+        return "row"
 
     def _factor(self, annotation: Annotation, found: Found, axis: str, factor: str) -> None:
         """A factor of the rule that every operation found has."""

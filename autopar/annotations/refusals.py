@@ -49,6 +49,14 @@ def why_no_role(space: Space, calls: Sequence[int], axis: str, role: str) -> str
     )
 
 
+def why_no_row_of_first_layer(decision: Decision) -> str:
+    """Why the first layers of an MLP in tiles cannot be split by their inputs."""
+    return (
+        f'{_place(decision)}: an MLP in tiles has the inputs of its first layers whole; give these "column", or leave '
+        "mlp_tiles out."
+    )
+
+
 def why_no_operation_named(found: Found, pattern: str, axis: str) -> str:
     """Why what a pattern matches has no factors."""
     if found.kind == "parameter":
