@@ -203,6 +203,7 @@ def raises():
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
         (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
         (["tiny-mlp", "--loss-tiles", "2000"], 2, ["loss_tiles=2000; give a whole number from 1 to 1024"]),
+        (["tiny-mlp", "--mlp-tiles", "2000"], 2, ["mlp_tiles=2000; give a whole number from 1 to 1024"]),
         (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
         (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
         (["tiny-mlp", "--imbalance", "0.5"], 2, ["imbalance=0.5; give a finite number of at least 1"]),

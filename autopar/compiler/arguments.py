@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
-from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.tiled_loss import AUTO, LossTiles
 from autopar.capture.tiled_mlp import MlpTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
 from autopar.cost.optimizer import Optimizer
@@ -130,6 +130,15 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
             )
     if isinstance(plan, PipelinePlan):
         raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
+
+
+def check_tiles_of_stages(request: PlanRequest) -> None:
+    """Raise PipelineError where plans with and without tiles would have to be compared: that is not done of stages."""
+    if request.mlp_tiles == AUTO:
+        raise PipelineError(
+            'mlp_tiles="auto" takes MLPs in tiles where a plan of the whole model asks for it, and the mesh has a '
+            "pipeline; give a number of tiles, as in mlp_tiles=4, or leave it out."
+        )
 
 
 def check_hooks(program: Program, num_microbatches: int) -> Program:

@@ -8,7 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, skeleton
-from autopar.compiler.arguments import ExampleInputs, check_hooks, check_no_pipeline, example_arguments
+from autopar.compiler.arguments import (
+    ExampleInputs,
+    check_hooks,
+    check_no_pipeline,
+    check_tiles_of_stages,
+    example_arguments,
+)
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
@@ -111,6 +117,7 @@ class _Planner:
     @uncollected()
     def in_stages(self, mesh: Mesh, axis: str) -> PipelinePlan:
         """The best plan on a mesh with a pipeline."""
+        check_tiles_of_stages(self.request)
         request, inner = self.request.on(mesh), stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:

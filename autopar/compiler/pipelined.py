@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture, freeze, skeleton
-from autopar.compiler.arguments import RunOptions, check_hooks
+from autopar.compiler.arguments import RunOptions, check_hooks, check_tiles_of_stages
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import MeshError, PipelineError, PlanError
@@ -48,6 +48,7 @@ def compile_pipeline(
     """Parallelize `model` over `mesh`, of which `axis` is the pipeline; planned when the first inputs are given."""
     plan = pipeline_plan_of(run.plan)
     check_wish(Wish.of(request), plan)
+    check_tiles_of_stages(request)
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     request = request if plan is None else request.running(plan.implementations)

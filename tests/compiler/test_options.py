@@ -49,7 +49,7 @@ CALLS = [
             "assume",
         ),
         *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
-        *("imbalance", "loss_tiles"),
+        *("imbalance", "loss_tiles", "mlp_tiles"),
     )
     for value in ODD
     if not any(type(value) is type(fitting) and value == fitting for fitting in FITTING.get(name, ()))
@@ -85,6 +85,8 @@ def test_an_option_that_is_none_is_refused_before_anything_is_captured(name: str
         ({"capacity_factor": 10**400}, "capacity_factor=1000.*; give a finite number above 0"),
         ({"loss_tiles": 0}, 'loss_tiles=0; give a whole number from 1 to 1024, "auto" or False, or None'),
         ({"loss_tiles": 2000}, 'loss_tiles=2000; give a whole number from 1 to 1024, "auto" or False, or None'),
+        ({"mlp_tiles": 0}, 'mlp_tiles=0; give a whole number from 1 to 1024, or "auto", or None'),
+        ({"mlp_tiles": False}, 'mlp_tiles=False; give a whole number from 1 to 1024, or "auto", or None'),
         ({"master_copies": 1}, "master_copies=1; give true or false"),
         ({"mode": None}, "mode=None; give a text"),
     ],

@@ -60,6 +60,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "assume": ["model.py:12=True"],
         "capacity_factor": 1.25,
         "loss_tiles": 3,
+        "mlp_tiles": 5,
         "imbalance": 1.5,
         "precision": "bf16-mixed",
     }
