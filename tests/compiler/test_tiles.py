@@ -1,4 +1,4 @@
-"""Losses in tiles where a memory limit asks for them: without a word, and only there."""
+"""Losses in tiles where a memory limit asks for them, without a word and only there; MLPs where "auto" is said."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.compiler import tiles
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PipelineError
 from autopar.plans.plan import Plan
+from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
@@ -133,3 +134,69 @@ def test_ranks_train_as_one_process(given: bool) -> None:
     found = train_on_ranks(model, steps, {"dp": 2}, options)
     assert fault_of(found, train_alone(alone, steps)) == ""
     assert found.plan is not None and NAME in found.plan.choices
+
+
+MLP = "mlp_in_tiles_default"
+
+
+def planned_mlps(hidden: int = 512, **options: Any) -> Plan:
+    x = tokens(batch=8, sequence=64, size=16)["x"].float()
+    return autopar.plan(Gated(16, hidden), autopar.Mesh({"dp": 2}), {"x": x}, **options)
+
+
+def test_mlps_are_taken_in_tiles_where_the_limit_leaves_no_other_plan_and_that_is_asked_for() -> None:
+    free = planned_mlps(mlp_tiles="auto")
+    assert MLP not in free.choices
+    assert planned_mlps(memory=free.peak_bytes, mlp_tiles="auto").choices == free.choices
+    limit = int(0.4 * free.peak_bytes)
+    with pytest.raises(InfeasibleError):
+        planned_mlps(memory=limit)
+    found = planned_mlps(memory=limit, mlp_tiles="auto")
+    assert MLP in found.choices and found.peak_bytes <= limit
+
+
+def test_mlps_have_as_few_tiles_as_leave_less_of_them_than_of_gradients() -> None:
+    limit = int(0.4 * planned_mlps().peak_bytes)
+    found = planned_mlps(memory=limit, mlp_tiles="auto")
+    worked_on, gradients = 4 * (8 * 64 // 2) * 512, 3 * 16 * 512
+    assert f"(mlp_tiles={-(-worked_on // gradients)})" in found.descriptions[MLP]
+
+
+def test_of_plans_with_and_without_them_the_faster_is_kept() -> None:
+    free = planned_mlps().peak_bytes
+    for options, in_tiles in (({}, False), ({"recompute": "none"}, True)):
+        found = planned_mlps(memory=int(0.7 * free), mlp_tiles="auto", **options)
+        assert (MLP in found.choices) == in_tiles
+    apart, in_tiles = (planned_mlps(memory=int(0.7 * free), mlp_tiles=tiles) for tiles in (None, 22))
+    assert apart.seconds < in_tiles.seconds
+
+
+def test_losses_and_mlps_may_both_be_taken_in_tiles() -> None:
+    model = Reader(CLASSES, SIZE)
+    model.up, model.down = nn.Linear(SIZE, 512), nn.Linear(512, SIZE)
+    limit = int(0.4 * planned(model, recompute="none").peak_bytes)
+    found = planned(model, memory=limit, recompute="none", mlp_tiles="auto")
+    assert {NAME, MLP} <= found.choices.keys()
+    loaded = Plan.from_json(found.to_json())
+    assert loaded.attach(model, batch(), recompute="none", mlp_tiles="auto").verify().ok
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_ranks_train_with_mlps_in_tiles_as_one_process(given: bool) -> None:
+    torch.manual_seed(0)
+    model = Gated(16, 64).double()
+    alone, steps = copy.deepcopy(model), Steps([tokens(seed, size=16) for seed in range(2)], "adamw")
+    options: dict[str, Any] = {"recompute": "none", "mlp_tiles": "auto", "hardware": SLOW_DEVICES}
+    on, example = autopar.Mesh({"dp": 2}), steps.batches[0]
+    options["memory"] = int(0.8 * autopar.plan(model, on, example, **options).peak_bytes)
+    if given:
+        options = {"plan": autopar.plan(copy.deepcopy(model), on, example, **options), "mlp_tiles": "auto"}
+    found = train_on_ranks(model, steps, {"dp": 2}, options)
+    assert fault_of(found, train_alone(alone, steps)) == ""
+    assert found.plan is not None and MLP in found.plan.choices
+
+
+def test_plans_of_stages_are_not_compared() -> None:
+    x = {"x": tokens()["x"].float()}
+    with pytest.raises(PipelineError, match=r"mlp_tiles=.auto. .* pipeline; give a number of tiles, as in mlp_tiles=4"):
+        autopar.plan(Gated(), autopar.Mesh({"pp": 2}), x, mlp_tiles="auto")

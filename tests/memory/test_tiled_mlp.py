@@ -32,7 +32,7 @@ def test_four_tensors_of_hidden_features_are_there_of_a_tile_and_none_is_kept() 
         rows = -(-ROWS // tiles)
         beside = (ROWS * SIZE + 3 * SIZE * HIDDEN) * 4  # the gradients of the first layer's output and weights
         assert plan.memory.parts["working set"] == 4 * rows * HIDDEN * 4 + beside
-        assert plan.memory.parts["activations"] < OF_HIDDEN
+        assert plan.memory.parts.get("activations", 0) < OF_HIDDEN
     whole = planned(strategy="data_parallel")
     assert whole.memory is not None and whole.memory.parts["activations"] > 6 * OF_HIDDEN
 
