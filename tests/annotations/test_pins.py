@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.annotations.annotate import annotate
+from autopar.errors import AnnotationError
 from autopar.sharding.layout import I, Layout, S
 from autopar.space.space import Space
+from tests.support.gated_mlps import Gated, tokens
 from tests.support.pinned import IDS_BS, X_BD, Net, left, on_axis, pins, refused, space_of
 
 
@@ -259,3 +262,43 @@ def test_two_annotations_that_contradict_are_both_named(space: Space) -> None:
 def test_an_annotation_that_contradicts_itself_is_named_once() -> None:
     text = refused(space_of(Net(), dp=2, tp=4), annotate(Net(), "layers.0.up", dp=2, slices=((1, 1, 1), (4, 1))))
     assert "says things of layers.0.up that exclude each other on the mesh dp=2 × tp=4" in text
+
+
+# MLPs in tiles, which are one call.
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"layers.*.gate": "column", "layers.*.up": "column", "layers.*.down": "row"},
+        {"layers.0.up": "column"},
+        {"layers.0": "row"},
+    ],
+)
+def test_columns_of_the_first_layers_of_an_mlp_in_tiles_are_its_hidden_features(said: dict[str, str]) -> None:
+    model = Gated()
+    for pattern, role in said.items():
+        annotate(model, pattern, tp=role)
+    plan = autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, mlp_tiles=2)
+    assert plan.choices["mlp_in_tiles_default"] == "k"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "role", "text"),
+    [
+        (
+            "layers.*.gate",
+            "row",
+            'layers.0.down: an MLP in tiles has the inputs of its first layers whole; give these "co',
+        ),
+        (
+            "layers.*.down",
+            "column",
+            'nothing it matches has a "column"; the operations found there .mlp_in_tiles. offer',
+        ),
+    ],
+)
+def test_features_of_an_mlp_in_tiles_are_whole(pattern: str, role: str, text: str) -> None:
+    model = annotate(Gated(), pattern, tp=role)
+    with pytest.raises(AnnotationError, match=text):
+        autopar.plan(model, autopar.Mesh({"tp": 2}), {"x": tokens()["x"].float()}, mlp_tiles=2)
