@@ -78,7 +78,13 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     def over(inner: str, column: str, row: str, outer: str) -> Wish:
         """A role for each region."""
         roles = {INNER: inner, LOSS: inner, COLUMN: column, ROW: row}
-        return lambda call: call.factor_of(roles.get(regions[call.name], outer))
+
+        def wish(call: RoledCall) -> str | None:
+            # An MLP in tiles has no columns: there the batch is split, as inside of a block.
+            role = inner if call.call.target is MLP_IN_TILES and row == "column" else roles.get(regions[call.name])
+            return call.factor_of(role or outer)
+
+        return wish
 
     split = Split(graph, mesh, "tensor_3d")
     split.along(samples, data)

@@ -65,7 +65,7 @@ def transposed(m: Layers, x: Tensor) -> Tensor:
     return F.relu(x @ m.down.weight + m.gate.bias)
 
 
-FORMS = {
+FORMS: dict[Between, str] = {
     gated: "silu",
     gated_last: "relu",
     swish_by_hand: "silu",

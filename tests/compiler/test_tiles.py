@@ -139,9 +139,9 @@ def test_ranks_train_as_one_process(given: bool) -> None:
 MLP = "mlp_in_tiles_default"
 
 
-def planned_mlps(hidden: int = 512, **options: Any) -> Plan:
+def planned_mlps(**options: Any) -> Plan:
     x = tokens(batch=8, sequence=64, size=16)["x"].float()
-    return autopar.plan(Gated(16, hidden), autopar.Mesh({"dp": 2}), {"x": x}, **options)
+    return autopar.plan(Gated(16, 512), autopar.Mesh({"dp": 2}), {"x": x}, **options)
 
 
 def test_mlps_are_taken_in_tiles_where_the_limit_leaves_no_other_plan_and_that_is_asked_for() -> None:

@@ -51,6 +51,20 @@ def test_a_preset_of_columns_splits_hidden_features_where_they_divide(parts: int
     assert regions.factors.get(NAME) == ("k" if divides else None)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "axes", "choice"),
+    [
+        ("tensor_2d", ("r", "c"), "a k"),
+        ("tensor_2_5d", ("z", "r", "c"), "a a k"),
+        ("tensor_3d", ("s", "i", "o"), "a a k"),
+        ("megatron_sequence", ("dp", "tp"), "a k"),
+    ],
+)
+def test_a_preset_leaves_no_axis_without_work(strategy: str, axes: tuple[str, ...], choice: str) -> None:
+    mesh, x = autopar.Mesh(dict.fromkeys(axes, 2)), {"x": tokens(batch=8)["x"].float()}
+    assert autopar.plan(Gated(), mesh, x, strategy=strategy, mlp_tiles=2).choices[NAME] == choice
+
+
 def test_positions_that_attention_deals_by_zigzag_stay_dealt() -> None:
     family = LOSS_ALONE["llama_loss"]
     plan = autopar.plan(family.build(), autopar.Mesh({"cp": 2}), family.inputs(0)[1], strategy="ring", mlp_tiles=2)

@@ -56,13 +56,13 @@ ACTIVATIONS = {
 class _Mlp:
     """The weights of an MLP, each (out, in), with their biases."""
 
+    activation: Activation
     up_KD: Tensor
     up_bias_K: Tensor | None
     gate_KD: Tensor | None
     gate_bias_K: Tensor | None
     down_DK: Tensor
     down_bias_D: Tensor | None
-    activation: Activation
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """What it makes of some rows."""
@@ -112,7 +112,7 @@ class MlpInTiles(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, activation: str, tiles: int, *weights: Tensor | None) -> Tensor:
         ctx.activation, ctx.tiles = activation, tiles
         ctx.save_for_backward(x_ND, *weights)
-        mlp = _Mlp(*weights, ACTIVATIONS[activation])  # type: ignore[arg-type]
+        mlp = _Mlp(ACTIVATIONS[activation], *weights)  # type: ignore[arg-type]
         y_ND = x_ND.new_empty(x_ND.shape[0], mlp.down_DK.shape[0])
         for start, stop in _tiles(x_ND, tiles):
             y_ND[start:stop] = mlp.rows(x_ND[start:stop])
@@ -123,7 +123,7 @@ class MlpInTiles(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> Any:
         x_ND, *weights = ctx.saved_tensors
         needs_x, _, _, *needed = ctx.needs_input_grad
-        mlp = _Mlp(*weights, ACTIVATIONS[ctx.activation])
+        mlp = _Mlp(ACTIVATIONS[ctx.activation], *weights)
         found, dx_ND = _Gradients(weights, needed), torch.empty_like(x_ND) if needs_x else None
         for start, stop in _tiles(x_ND, ctx.tiles):
             _add_tile(mlp, found, x_ND[start:stop], grad_ND[start:stop], None if dx_ND is None else dx_ND[start:stop])
