@@ -150,6 +150,21 @@ def test_a_model_without_one_is_refused_a_number_of_tiles(between: Between) -> N
     assert not capture(Layers(between), (x,), {}, mlp_tiles=AUTO).mlp_tileable
 
 
+class Returning(Layers):
+    """What gives its hidden activations, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = self.between(self, x)
+        return self.down(h).square().mean(), h
+
+
+def test_hidden_activations_that_are_returned_are_not_taken_away() -> None:
+    with pytest.raises(
+        CaptureError, match=r"nothing else that reads what lies there\. Write it so, or leave mlp_tiles"
+    ):
+        capture(Returning(gated), (torch.randn(3, 5, 8),), {}, mlp_tiles=2)
+
+
 def test_where_memory_is_to_ask_the_model_stays_as_it_is_and_says_that_it_could() -> None:
     program = capture(Layers(gated), (torch.randn(3, 5, 8),), {}, mlp_tiles=AUTO)
     assert program.mlp_tileable and not calls(program, MLP_IN_TILES)
