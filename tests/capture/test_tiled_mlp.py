@@ -160,7 +160,7 @@ class Returning(Layers):
 
 def test_hidden_activations_that_are_returned_are_not_taken_away() -> None:
     with pytest.raises(
-        CaptureError, match=r"nothing else that reads what lies there\. Write it so, or leave mlp_tiles"
+        CaptureError, match=r"nothing else that reads what lies there\. Write it so, or leave"
     ):
         capture(Returning(gated), (torch.randn(3, 5, 8),), {}, mlp_tiles=2)
 
