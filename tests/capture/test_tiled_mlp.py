@@ -159,9 +159,7 @@ class Returning(Layers):
 
 
 def test_hidden_activations_that_are_returned_are_not_taken_away() -> None:
-    with pytest.raises(
-        CaptureError, match=r"nothing else that reads what lies there\. Write it so, or leave"
-    ):
+    with pytest.raises(CaptureError, match=r"nothing else that reads what lies there\. Write it so, or leave"):
         capture(Returning(gated), (torch.randn(3, 5, 8),), {}, mlp_tiles=2)
 
 
