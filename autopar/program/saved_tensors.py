@@ -3,6 +3,8 @@
 These are on the meta device. Where the answer depends on the device (which kernel an attention takes), where the call
 would make tensors of its own, and where it has no kernel for the meta device, they are fake ones on the CPU, which take
 five times as long.
+
+Of what is drawn to be dropped nothing is kept: it is drawn again in the backward.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ Strides = tuple[int, ...]
 
 DEVICE_DECIDES = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
+
+
+DRAWN_AGAIN = frozenset({torch.ops.aten.dropout.default})
+"""Calls that keep a mask in PyTorch, and in autopar draw it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,8 @@ def _saved_on(question: _Question, on_meta: bool) -> Saved:
         entered = {tensor.untyped_storage()._cdata for tensor in tensors}
         aliases = frozenset(i for i, x in enumerate(outputs) if x.untyped_storage()._cdata in entered)
         known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)}
-        other = sum(storage.nbytes() for address, storage in kept.items() if address not in known)
+        hidden = () if question.target in DRAWN_AGAIN else kept.items()
+        other = sum(storage.nbytes() for address, storage in hidden if address not in known)
         strides = tuple(tuple(map(int, x.stride())) for x in outputs)
         return Saved(_among(tensors, kept), _among(outputs, kept), other, aliases, strides)
 

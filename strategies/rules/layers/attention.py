@@ -91,7 +91,7 @@ def attention(call: Call) -> OpRule:
     flops = _flops(call, causal=call["is_causal"] and fused)
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
     if not in_parts:
-        drawing = Implementation("dropout:attention_with_dropout", factors=None, random=True)
+        drawing = Implementation("attention.explicit:attention_with_dropout", factors=None, random=True)
         taking = Implementation("attention.heads:attention", shared, wraps=True)
         ways = (drawing,) if dropout else (taking,) if shared else ()
         return OpRule(text, ways, flops=flops, backward=backward, efficiency="attention", choices=alone)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations import mean as means
-from autopar.runtime.implementations.dropout import attention_with_dropout, dropout
+from autopar.runtime.implementations.attention.explicit import attention_with_dropout
+from autopar.runtime.implementations.dropout import dropout
 from autopar.runtime.implementations.embedding import vocabulary_parallel_embedding
 from autopar.runtime.implementations.loss import cross_entropy
 from autopar.runtime.implementations.normalization import batch_norm
