@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.program import Program
 
 UNTAGGED = frozenset(
@@ -16,6 +17,7 @@ UNTAGGED = frozenset(
         torch.ops.aten.feature_dropout.default,
         torch.ops.aten.feature_alpha_dropout.default,
         torch.ops.aten.scaled_dot_product_attention.default,
+        ATTENTION_BY_MASK,
     }
 )
 """Operations that draw random numbers, although PyTorch neither tags them nor gives them a generator."""

@@ -4,7 +4,8 @@ These are on the meta device. Where the answer depends on the device (which kern
 would make tensors of its own, and where it has no kernel for the meta device, they are fake ones on the CPU, which take
 five times as long.
 
-Of what is drawn to be dropped nothing is kept: it is drawn again in the backward.
+Of what is drawn to be dropped nothing is kept: it is drawn again in the backward. Attention keeps what it would keep
+without a dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from autopar.program.program import Program, TensorInfo, tensor_inputs
 
 Strides = tuple[int, ...]
 
-DEVICE_DECIDES = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+DROPOUT_AT = [each.name for each in ATTENTION._schema.arguments].index("dropout_p")
+DEVICE_DECIDES = frozenset({ATTENTION})
 """Calls that keep other tensors on another device: on the meta device attention keeps its whole scores."""
 
 
@@ -105,7 +108,11 @@ def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strid
     def position(argument: fx.Node) -> Any:
         return _Position(next(placeholders)) if argument.meta.get("tensor") is not None else None
 
-    arguments = map_arg((node.args, dict(node.kwargs)), position)
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.target is ATTENTION:  # autopar's own, with dropout, keeps what PyTorch's keeps without
+        args = tuple(0.0 if i == DROPOUT_AT else each for i, each in enumerate(args))
+        kwargs.update((name, 0.0) for name in kwargs if name == "dropout_p")
+    arguments = map_arg((args, kwargs), position)
     return _Question(node.target, infos, strides, arguments, repr(arguments))  # type: ignore[arg-type]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from autopar.errors import StrategyError
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.program import Program
@@ -189,10 +191,10 @@ def _why_no_ring(call: RoledCall) -> str:
         return f"has {given['query'].shape[-2]} queries and {given['key'].shape[-2]} keys, and not as many of both"
     if call.call.target is ATTENTION_BY_MASK:
         return "has a mask that is worked out block by block, and never has whole rows; ring takes it"
-    if given["dropout_p"] > 0:
-        return "has dropout, for which keys are whole"
     if given["attn_mask"] is not None and given["attn_mask"].requires_grad:
         return "has a mask with a gradient, for which keys are whole"
+    if given["dropout_p"] > 0 and (given["attn_mask"] is None or given["attn_mask"].dtype is torch.bool):
+        return "has dropout, which is worked out block by block, and never has whole rows; ring takes it"
     return (
         "has a mask of numbers, which may hide all keys of a query by large ones, so that keys are whole; give a mask "
         "of truth values"

@@ -208,7 +208,7 @@ def test_a_causal_call_computes_what_its_queries_see(queries: int, keys: int) ->
         op = rule_of(attention(queries, keys, is_causal=causal))
         assert op is not None and op.flops == 2 * 2 * 4 * pairs * (16 + 8)
     op = rule_of(attention(queries, keys, is_causal=True, dropout_p=0.5))
-    assert op is not None and op.flops == 2 * 2 * 4 * queries * keys * (16 + 8), "dropout computes all of them"
+    assert op is not None and op.flops == 2 * 2 * 4 * seen * (16 + 8), "with dropout, too"
 
 
 def test_the_busiest_device_has_the_last_queries_in_order_and_an_equal_share_by_zigzag() -> None:
@@ -232,7 +232,15 @@ def test_under_a_mask_of_positions_the_share_that_may_be_seen_is_priced() -> Non
     q, places = info(2, 4, 8, 16), (info(8, 1), info(8))
 
     def flops(sizes: dict[str, int], **said: Any) -> int:
-        given = {"query": q, "key": q, "value": q, "vectors": list(places), "mask": "le(v1, v0)", "scale": None, **said}
+        given = {
+            "query": q,
+            "key": q,
+            "value": q,
+            "vectors": list(places),
+            "mask": "le(v1, v0)",
+            "dropout_p": 0.0,
+            **said,
+        }
         call = Call(ATTENTION_BY_MASK, (q, q, q, *places), (q,), given)
         op = rule_of(call)
         assert op is not None and op.flops == round(said["seen"] * 2 * 2 * 4 * 8 * 8 * (16 + 16))
@@ -254,7 +262,9 @@ def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:
 
     assert share() == share(is_causal=True) == 2.5
     assert share(mask=info(8, 8, requires_grad=False)) == 2.5
-    assert share(mask=info(8, 8)) == share(dropout_p=0.1) == 2.0
+    assert share(dropout_p=0.1) == 2.5, "by blocks"
+    numbers = info(8, 8, requires_grad=False)
+    assert share(mask=info(8, 8)) == share(mask=numbers, dropout_p=0.1) == 2.0, "probabilities are made"
     frozen = replace(attention(8, 8), inputs=tuple(info(2, 4, 8, 16, requires_grad=False) for _ in range(3)))
     assert (
         backward_share(replace(frozen, outputs=(info(2, 4, 8, 8, requires_grad=False),)), rule_of(frozen) or PLAIN) == 0

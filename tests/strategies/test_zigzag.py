@@ -135,9 +135,6 @@ def test_what_a_ring_sends_is_hidden_as_far_as_a_device_computes() -> None:
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 NO_RING: dict[str, Attend] = {
-    "scaled_dot_product_attention_default has dropout, for which keys are whole": lambda q, k, v: (
-        F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-    ),
     "scaled_dot_product_attention_default has a mask with a gradient, for which keys are whole": lambda q, k, v: (
         F.scaled_dot_product_attention(q, k, v, torch.zeros(POSITIONS, POSITIONS) + q.mean())
     ),

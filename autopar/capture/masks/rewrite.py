@@ -46,6 +46,8 @@ def masks_by_position(draft: TracedGraph) -> None:
         tensors = (given["query"], *without_repeats(given["key"], given["value"]))
         with draft.graph.inserting_before(node):
             further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
+            if given["dropout_p"]:
+                further["dropout_p"] = given["dropout_p"]
             call = (*tensors, made.vectors, made.text)
             draft.replace(node, draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further))
 
@@ -57,9 +59,8 @@ def _fits(given: dict[str, Any]) -> bool:
     square = mask.ndim > 1 and mask.shape[-2:] == (query.shape[-2], key.shape[-2]) and min(mask.shape[-2:]) > 1
     added = mask.dtype in (torch.bool, query.dtype)
     large = mask.numel() > SMALL
-    plain = given["dropout_p"] == 0 and not given["is_causal"]
     heads = query.shape[1] % key.shape[1] == 0 and key.shape[1] == value.shape[1]
-    return large and whole and square and added and plain and heads and not mask.requires_grad
+    return large and whole and square and added and heads and not given["is_causal"] and not mask.requires_grad
 
 
 @dataclass(frozen=True, slots=True)

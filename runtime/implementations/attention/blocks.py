@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from autopar.program.operators.attention.kernels import Block
-from autopar.program.operators.attention.sums import Gradients, Range, Sum
+from autopar.program.operators.attention.dropout import Range
+from autopar.program.operators.attention.kernels import Block, attend, attend_backward
+from autopar.program.operators.attention.sums import Gradients, Sum
+from autopar.program.operators.attention.tiles import attend_in_tiles, gradients_in_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +104,18 @@ def _pairs(q: Piece, k: Piece, columns: Piece, causal: bool) -> list[Pair]:
 
 def add_blocks(total: Sum, pairs: Sequence[Pair], q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
     """Attend by some blocks more."""
+    way = attend if block.dropout is None else attend_in_tiles
     for each in pairs:
-        total.add(each.queries, each.keys, q, k, v, _block(each, block))
+        total.add(each.queries, each.keys, q, k, v, _part(each, block), way)
 
 
 def add_gradients(sums: Gradients, pairs: Sequence[Pair], grad: Tensor, *given: Tensor, block: Block) -> None:
     """The part of some blocks more; `given` are queries, keys, values, and result and log-sum-exp of whole rows."""
+    way = attend_backward if block.dropout is None else gradients_in_tiles
     for each in pairs:
-        sums.add(each.queries, each.keys, grad, *given, block=_block(each, block))  # type: ignore[misc]
+        sums.add(each.queries, each.keys, grad, *given, block=_part(each, block), way=way)  # type: ignore[misc]
 
 
-def _block(pair: Pair, block: Block) -> Block:
-    """What the pair computes, with its part of the mask."""
-    mask = block.mask_BHST
-    if mask is not None:
-        rows = mask if mask.shape[-2] == 1 else mask[..., slice(*pair.queries), :]
-        mask = rows if mask.shape[-1] == 1 else rows[..., slice(*pair.columns)]
-    return replace(block, causal=pair.causal, mask_BHST=mask)
+def _part(pair: Pair, block: Block) -> Block:
+    """What the pair computes, with its part of the mask and of what is dropped."""
+    return block.part(pair.queries, pair.keys, pair.columns, pair.causal)

@@ -9,7 +9,8 @@ An axis may split
     query heads         keys and values have all heads, of which each rank takes those that its queries share (`heads`)
 
 and axes may do different things, as in Ulysses inside of a ring ("USP", Fang and Zhao 2024) or 2D attention
-("LoongTrain", Gu et al. 2024). No tensor has a dim of queries and one of keys, but a mask that is given.
+("LoongTrain", Gu et al. 2024). No tensor has a dim of queries and one of keys, but a mask that is given. A dropout
+drops the same on all layouts (`autopar.program.operators.attention.dropout`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import Tensor
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
 from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
-from autopar.runtime.implementations.attention.blocks import Pair, add_blocks, add_gradients, pairs_of
+from autopar.runtime.implementations.attention.blocks import Pair, Piece, add_blocks, add_gradients, pairs_of
+from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split
 from autopar.runtime.implementations.attention.steps import in_steps
@@ -47,17 +49,18 @@ def attention(
     zigzag: Collection[str] = (),
     scale: float | None = None,
     enable_gqa: bool = False,
+    key: int | None = None,
 ) -> Tensor:
-    """As `aten.scaled_dot_product_attention.default` without dropout, for the queries and keys that this rank holds.
+    """As `aten.scaled_dot_product_attention.default`, for the queries and keys that this rank holds.
 
-    A mask has this rank's queries, and is split as the keys are by axes that split keys alone.
+    A mask has this rank's queries, and is split as the keys are by axes that split keys alone. Where something is
+    dropped, `key` tells the call apart.
 
     Moves, over n ranks that split both: n - 1 times keys and values forward, and backward as often these and, but for
     once in float32, their gradients. Over ranks that split keys alone: the result and two numbers per query forward.
     """
-    assert dropout_p == 0, "the rule uses this for calls without dropout"
     keys, value = shared_heads(query, keys, value, axes, sizes)
-    if not (axes.get(QUERIES) or axes.get(KEYS)):
+    if dropout_p == 0 and not (axes.get(QUERIES) or axes.get(KEYS)):
         return _ATTENTION(query, keys, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, mask = four_dims(query, keys, value, attn_mask)
     split = _ByPositions(
@@ -66,8 +69,13 @@ def attention(
         scale if scale is not None else 1 / math.sqrt(query.shape[-1]),
         # Where queries are padded there are more of them than the whole has.
         q.shape[-2] * num_parts_of(axes_of(axes.get(QUERIES, ()))),
+        dropout_p,
     )
-    out = in_steps(q, k, v, split, (mask,))
+    dropping = None
+    if dropout_p > 0:
+        assert key is not None, "the rule gives calls with dropout a key"
+        dropping = drawn(query, sizes[KEYS], dropout_p, key, axes, sizes, zigzag)
+    out = in_steps(q, k, v, split, (mask, dropping))
     return out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -98,17 +106,27 @@ class _ByPositions:
     causal: bool
     scale: float
     num_queries: int
+    dropout_p: float = 0.0
 
     def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> None:
-        (mask,) = masks
-        add_blocks(total, self._pairs(ranks, step), q, k, v, Block(self.scale, mask_BHST=mask))
+        add_blocks(total, self._pairs(ranks, step), q, k, v, self._block(ranks, step, q.device, *masks))
 
     def gradients(self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], *masks: Any) -> None:
-        (mask,) = masks
-        add_gradients(sums, self._pairs(ranks, step), *given, block=Block(self.scale, mask_BHST=mask))
+        block = self._block(ranks, step, given[0].device, *masks)
+        add_gradients(sums, self._pairs(ranks, step), *given, block=block)
 
     def _pairs(self, ranks: Ranks, step: int) -> tuple[Pair, ...]:
         """The blocks that a rank computes with the keys that it has after so many steps around the ring."""
-        queries = self.split.queries
-        of_queries = queries.pieces(self.num_queries, ranks[: len(queries.axes)])
-        return pairs_of(of_queries, self.split.keys_at(ranks, step), self.split.keys_unmoved(ranks), self.causal)
+        keys = self.split.keys_at(ranks, step)
+        return pairs_of(self._queries(ranks), keys, self.split.keys_unmoved(ranks), self.causal)
+
+    def _queries(self, ranks: Ranks) -> tuple[Piece, ...]:
+        return self.split.queries.pieces(self.num_queries, ranks[: len(self.split.queries.axes)])
+
+    def _block(self, ranks: Ranks, step: int, device: torch.device, mask: Tensor | None, drawn: Tensor | None) -> Block:
+        """All that a rank computes with these keys."""
+        if drawn is None:
+            return Block(self.scale, mask_BHST=mask)
+        keys = self.split.keys_at(ranks, step)
+        dropout = dropout_of(self.dropout_p, drawn, self._queries(ranks), keys, device)
+        return Block(self.scale, mask_BHST=mask, dropout=dropout)

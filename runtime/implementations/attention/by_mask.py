@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.program.operators.attention.by_mask import ATTEND, ATTEND_BACKWARD, of_keys, scale_of
 from autopar.program.operators.attention.sums import Gradients, Sum
-from autopar.runtime.collectives.axes import Axes
+from autopar.runtime.collectives.axes import Axes, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
+from autopar.runtime.implementations.attention.drawing import drawn, dropout_of
 from autopar.runtime.implementations.attention.heads import shared_heads
 from autopar.runtime.implementations.attention.places import KEYS, Ranks, Split
 from autopar.runtime.implementations.attention.steps import in_steps
@@ -22,27 +24,35 @@ from autopar.runtime.implementations.attention.steps import in_steps
 
 def attention_by_mask(
     query: Tensor,
-    key: Tensor,
+    keys: Tensor,
     value: Tensor,
     vectors: Sequence[Tensor],
     mask: str,
+    /,
     scale: float | None = None,
     seen: float = 1.0,
     rising: bool = False,
     reach: int | None = None,
+    dropout_p: float = 0.0,
     *,
     axes: Axes,
     sizes: Mapping[str, int],
     zigzag: Collection[str] = (),
+    key: int | None = None,
 ) -> Tensor:
     """As `autopar.attention_by_mask.default`, for the queries and keys that this rank holds.
 
+    Where something is dropped, `key` tells the call apart.
+
     Moves what `by_blocks.attention` does; where queries see `reach` positions back, of keys those that others see.
     """
-    key, value = shared_heads(query, key, value, axes, sizes)
-    return in_steps(
-        query, key, value, _ByMask(Split.of(axes, zigzag, sizes[KEYS], reach), mask, scale_of(query, scale)), vectors
-    )
+    keys, value = shared_heads(query, keys, value, axes, sizes)
+    call = _ByMask(Split.of(axes, zigzag, sizes[KEYS], reach), mask, scale_of(query, scale), dropout_p)
+    dropping = None
+    if dropout_p > 0:
+        assert key is not None, "the rule gives calls with dropout a key"
+        dropping = drawn(query, sizes[KEYS], dropout_p, key, axes, sizes, zigzag)
+    return in_steps(query, keys, value, call, (dropping, *vectors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +62,33 @@ class _ByMask:
     split: Split
     mask: str
     scale: float
+    dropout_p: float
 
-    def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, *vectors: Tensor) -> None:
-        out, lse = ATTEND(q, k, v, self._vectors(ranks, step, vectors), self.mask, self.scale)
+    def attend(self, ranks: Ranks, step: int, total: Sum, q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> None:
+        drawn, *vectors = masks
+        dropping = self._dropout(ranks, step, q, drawn)
+        out, lse = ATTEND(q, k, v, self._vectors(ranks, step, vectors), self.mask, self.scale, *dropping)
         total.merge((0, q.shape[-2]), out, lse)
 
-    def gradients(self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], *vectors: Tensor) -> None:
+    def gradients(self, ranks: Ranks, step: int, sums: Gradients, given: tuple[Tensor, ...], *masks: Any) -> None:
+        drawn, *vectors = masks
         grad, q, k, v, out, lse = given
-        here = self._vectors(ranks, step, vectors)
-        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, here, out, lse, self.mask, self.scale)
+        here, dropping = self._vectors(ranks, step, vectors), self._dropout(ranks, step, q, drawn)
+        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, here, out, lse, self.mask, self.scale, *dropping)
         sums.q_BHSD += dq
         sums.k_BGTD += dk
         sums.v_BGTD += dv
+
+    def _dropout(
+        self, ranks: Ranks, step: int, q: Tensor, drawn: Tensor | None
+    ) -> tuple[float, Tensor | None, Tensor | None]:
+        """Its probability, and what tells apart the queries and keys that are here."""
+        if drawn is None:
+            return 0.0, None, None
+        dealt = self.split.queries
+        queries = dealt.pieces(q.shape[-2] * num_parts_of(dealt.axes), ranks[: len(dealt.axes)])
+        dropout = dropout_of(self.dropout_p, drawn, queries, self.split.keys_at(ranks, step), q.device)
+        return dropout.p, dropout.rows_BHS, dropout.columns_T
 
     def _vectors(self, ranks: Ranks, step: int, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Those of the queries and keys that are here."""

@@ -3,8 +3,9 @@
 Query heads share key and value heads in groups of r, "(h r)", or all of them share one. An axis splits groups, or,
 where these do not divide, query heads alone, "q": keys and values are whole then, and a rank takes of them the heads
 that its queries share. An axis may split queries, with whole keys; queries and keys, where both are as many: "s+t", a
-ring, or what `ring_self_attention` says, where that is asked for; or keys, where there are others than queries. With
-dropout, or a mask of numbers, keys are whole. Biases and masks are broadcast.
+ring, or what `ring_self_attention` says, where that is asked for and nothing is dropped; or keys, where there are others
+than queries. Under a mask of numbers keys are whole. Biases and masks are broadcast. A dropout runs by blocks on every
+layout, but under such a mask, where all probabilities are made.
 
 A causal call computes the keys that its queries see, about half of all; a mask hides scores that are computed.
 """
@@ -37,7 +38,7 @@ aten = torch.ops.aten
 FUSED_BACKWARD = 2.5
 """Five products backward for two forward, of which one are the scores again (Dao, "FlashAttention-2", 2023)."""
 WRITTEN_OUT_BACKWARD = 2.0
-"""Where probabilities are kept, as with dropout or where a mask has a gradient: two products for each forward."""
+"""Where probabilities are kept, as where a mask has a gradient: two products for each forward."""
 
 WIDE_BYTES = 4
 """Of a number in float32, in which results and gradients are summed."""
@@ -72,10 +73,10 @@ def attention(call: Call) -> OpRule:
     batch = batch_names(len(query) - 3)
     heads, key_heads = head_dims(query, key) if len(query) > 2 else ([], [])
     dropout = call["dropout_p"] > 0
-    fused = not dropout and (call["attn_mask"] is None or not call["attn_mask"].requires_grad)
     mask = call["attn_mask"]
     # Numbers may hide keys without being -inf: a row that sees none is then a mean over all keys, which no merge gives.
-    in_parts = fused and (mask is None or mask.dtype is torch.bool)
+    in_parts = mask is None or mask.dtype is torch.bool
+    fused = in_parts or not (dropout or mask.requires_grad)
     keys = "t" if in_parts else WHOLE
     dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])
@@ -91,25 +92,29 @@ def attention(call: Call) -> OpRule:
     flops = _flops(call, causal=call["is_causal"] and fused)
     backward = FUSED_BACKWARD if fused else WRITTEN_OUT_BACKWARD
     if not in_parts:
-        drawing = Implementation("attention.explicit:attention_with_dropout", factors=None, random=True)
+        drawing = Implementation(
+            "attention.explicit:attention_with_dropout", factors=None, random=True, saved_bytes=_probabilities
+        )
         taking = Implementation("attention.heads:attention", shared, wraps=True)
         ways = (drawing,) if dropout else (taking,) if shared else ()
         return OpRule(text, ways, flops=flops, backward=backward, efficiency="attention", choices=alone)
     causal, around = call["is_causal"], query[-2] == key[-2]
+    served = (frozenset({"s", "t"}) if causal else frozenset({"t"})) | shared
     by_blocks = Implementation(
         "attention.by_blocks:attention",
-        (frozenset({"s", "t"}) if causal else frozenset({"t"})) | shared,
+        None if dropout else served,
         joined=frozenset({"t"}),
         padded=frozenset({"s"}) if causal else frozenset(),
         traffic=traffic,
         zigzag=True,
+        random=dropout,
         flops=_flops_by_blocks,
         saved_bytes=kept_bytes,
         unkept=unkept,
         hidden_share=1.0 if around else 0.0,
         hidden_as="ring" if around else "",
     )
-    ways = (by_blocks, ring_self_attention(by_blocks.factors or frozenset())) if around else (by_blocks,)
+    ways = (by_blocks, ring_self_attention(served)) if around and not dropout else (by_blocks,)
     return OpRule(
         text,
         ways,
@@ -179,7 +184,14 @@ def traffic(call: Call, sizes: LocalSizes, reach: int | None = None) -> tuple[Co
 
 def kept_bytes(call: Call, sizes: LocalSizes) -> int:
     """What blocks are merged by, of the local queries; and the heads of keys and values that were taken for these."""
-    return query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize) + taken_bytes(call, sizes)
+    # What tells samples and heads apart is a number of 64 bits of each.
+    drawn = 8 * batches(call, sizes) * query_heads(call, sizes) if call["dropout_p"] > 0 else 0
+    return query_rows(call, sizes) * max(WIDE_BYTES, call["query"].dtype.itemsize) + drawn + taken_bytes(call, sizes)
+
+
+def _probabilities(call: Call, sizes: LocalSizes) -> int:
+    """Bytes of all probabilities, and of those that are not dropped."""
+    return 2 * query_rows(call, sizes) * call["key"].shape[-2] * max(WIDE_BYTES, call["query"].dtype.itemsize)
 
 
 RULES: dict[torch._ops.OpOverload, Entry] = {aten.scaled_dot_product_attention.default: attention}

@@ -32,14 +32,16 @@ def attention_by_mask(call: Call) -> OpRule:
     vectors = [term(broadcast(each.shape, scores, names)) for each in call["vectors"]]
     around = query[-2] == key[-2]
     further, alone, shared = heads_alone(call)
+    dropout = call["dropout_p"] > 0
     by_blocks = Implementation(
         "attention.by_mask:attention_by_mask",
-        frozenset({"s", "t"}) | shared,
+        None if dropout else frozenset({"s", "t"}) | shared,
         joined=frozenset({"t"}),
         padded=frozenset({"s"}),
         traffic=_traffic,
         ordered=frozenset({"t"}) | shared,
         zigzag=True,
+        random=dropout,
         flops=_flops_of_part,
         saved_bytes=kept_bytes,
         unkept=unkept,

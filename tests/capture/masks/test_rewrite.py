@@ -16,6 +16,7 @@ from autopar.capture.masks import reach, rewrite
 from autopar.capture.masks.seen import RISING
 from autopar.program.operators.attention import masked_blocks
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.effects import is_random
 from autopar.program.program import Program, TensorInfo
 from tests.support.eager import assert_as_eager
 
@@ -201,8 +202,11 @@ def test_small_masks_that_only_hide_are_truth_values(kind: str, monkeypatch: pyt
     assert (node.args[3].meta["tensor"].dtype is torch.bool) == of_truths
 
 
-def test_attention_with_dropout_keeps_its_mask() -> None:
-    assert not by_mask(capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True))
+def test_attention_with_dropout_is_the_same_with_its_share() -> None:
+    program = capture(Attention(MADE["near"][0], dropout=0.1), inputs(), {}, training=True)
+    (node,) = by_mask(program)
+    assert node.kwargs["dropout_p"] == 0.1 and is_random(node)
+    assert not has_mask(program)
 
 
 REACH: dict[str, tuple[Mask, int | None]] = {

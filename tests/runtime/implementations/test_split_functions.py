@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.collectives.functions import all_gather_invariant, split_replicated
 from autopar.runtime.implementations import mean as means
+from autopar.runtime.implementations.attention.by_blocks import attention
 from autopar.runtime.implementations.attention.explicit import attention_with_dropout
 from autopar.runtime.implementations.dropout import dropout
 from autopar.runtime.implementations.embedding import vocabulary_parallel_embedding
@@ -393,11 +394,11 @@ def test_deterministic_attention_with_dropout_equals_one_device(kind: str, heads
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
         axes = {"a0": ("a",), heads: ("b",)}
-        sizes = {"a0": 4, "h": key[1], "r": query[1] // key[1], "s": query[2]}
+        sizes = {"a0": 4, "h": key[1], "r": query[1] // key[1], "s": query[2], "t": key[2]}
         if heads == "q":  # those of queries alone
             sizes["q"] = query[1]
         with use_randomness(0, 0, True):
-            return attention_with_dropout(q, k, v, None, p, causal, key=0, axes=axes, sizes=sizes, **keywords)
+            return attention(q, k, v, None, p, causal, key=0, axes=axes, sizes=sizes, **keywords)
 
     at, keys = on(S(0), S(1)), on(S(0), S(1) if heads == "h" else R)
     inputs = wants_grad(*query), wants_grad(*key), wants_grad(*key)
@@ -412,7 +413,7 @@ def test_deterministic_attention_draws_nothing_for_queries_that_are_padding() ->
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
         with use_randomness(0, 0, True):
-            outputs = attention_with_dropout(q, k, v, None, 0.3, key=0, axes={"s": ("a",)}, sizes={"h": 2, "s": 5})
+            outputs = attention(q, k, v, None, 0.3, key=0, axes={"s": ("a",)}, sizes={"h": 2, "s": 5, "t": 4})
             return split_replicated(all_gather_invariant(outputs, "a", 1, 5), "a", 1)  # no padding
 
     inputs = wants_grad(2, 5, 8), wants_grad(2, 4, 8), wants_grad(2, 4, 8)
@@ -433,9 +434,8 @@ def test_attention_with_a_mask_and_split_queries(boolean: bool) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         torch.manual_seed(5)
         with use_randomness(0, 0, True):
-            return attention_with_dropout(
-                q, k, v, m, 0.3, key=0, axes={"h": ("a",), "s": ("b",)}, sizes={"h": 2, "s": 4}
-            )
+            way = attention if boolean else attention_with_dropout
+            return way(q, k, v, m, 0.3, key=0, axes={"h": ("a",), "s": ("b",)}, sizes={"h": 2, "s": 4, "t": 5})
 
     at = on(S(0), S(1))
     check(reference, function, inputs, (at, on(S(0), R), on(S(0), R), on(I, S(0))), at)
@@ -482,9 +482,7 @@ def test_causal_attention_with_dropout_and_split_queries_sees_what_one_device_se
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(5)
         with use_randomness(0, 0, True):
-            return attention_with_dropout(
-                q, k, v, None, 0.3, True, key=0, axes={"s": ("a", "b")}, sizes={"h": 2, "s": 8}
-            )
+            return attention(q, k, v, None, 0.3, True, key=0, axes={"s": ("a", "b")}, sizes={"h": 2, "s": 8, "t": 8})
 
     at = on(S(1), S(1))
     assert check(reference, function, inputs, (at, on(R, R), on(R, R)), at) == {}

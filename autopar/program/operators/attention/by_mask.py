@@ -1,6 +1,6 @@
 """Attention under a mask that is an expression in vectors: worked out, and left out, block by block.
 
-    attention_by_mask(query, key, value, vectors, mask, scale=None) -> y
+    attention_by_mask(query, key, value, vectors, mask, scale=None, dropout_p=0.0) -> y
 
 `mask` is the text of an expression (`expressions`) in `vectors`, of truth values, or of what is added to the scores in
 the type of the queries. No tensor has a dim of queries and one of keys but for one block, and that is not kept: the
@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autopar.program.operators.attention.dropout import Dropout, Range, lines_of
 from autopar.program.operators.attention.expressions import Expression, evaluate, parse
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.masked_blocks import rows_of
-from autopar.program.operators.attention.sums import Gradients, Range, Sum
+from autopar.program.operators.attention.sums import Gradients, Sum
+from autopar.program.operators.attention.tiles import tiles
 from autopar.program.operators.derivatives import once_differentiable
 
 ALIGNED = 16
@@ -64,13 +67,20 @@ def _block(
 
 
 def _blocks(
-    text: str, vectors: Sequence[Tensor], q: Tensor, k: Tensor, scale: float
+    text: str, vectors: Sequence[Tensor], q: Tensor, k: Tensor, scale: float, dropout: Dropout | None
 ) -> Iterator[tuple[Range, Range, Block]]:
     """Queries, keys and what is computed of them, of every block that is not hidden."""
     expression = parse(text)
     for queries, blocks in rows_of(expression, vectors, q.shape[-2], k.shape[-2]):
         for keys, seen in blocks:
-            yield queries, keys, Block(scale) if seen else _block(expression, vectors, queries, keys, q, scale)
+            block = Block(scale) if seen else _block(expression, vectors, queries, keys, q, scale)
+            if dropout is not None:
+                block = replace(block, dropout=dropout.part(queries, keys))
+            yield from tiles(queries, keys, block, q)
+
+
+def _dropout(p: float, rows: Tensor | None, columns: Tensor | None) -> Dropout | None:
+    return None if rows is None or columns is None else Dropout(p, rows, columns)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor]) -> None:
@@ -92,11 +102,19 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor]) ->
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Sequence[Tensor],
+    mask: str,
+    scale: float,
+    p: float = 0.0,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_shapes(q, k, v, vectors)
     total = Sum.empty(q, v)
-    for queries, keys, block in _blocks(mask, vectors, q, k, scale):
+    for queries, keys, block in _blocks(mask, vectors, q, k, scale, _dropout(p, rows, columns)):
         total.add(queries, keys, q, k, v, block)
     return total.out_BHSD, total.lse_BHS
 
@@ -111,31 +129,24 @@ def _attend_backward(
     lse: Tensor,
     mask: str,
     scale: float,
+    p: float = 0.0,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
-    for queries, keys, block in _blocks(mask, vectors, q, k, scale):
+    for queries, keys, block in _blocks(mask, vectors, q, k, scale, _dropout(p, rows, columns)):
         sums.add(queries, keys, grad, q, k, v, out, lse, block)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
 
 
-def _fake_attend(
-    q: Tensor, k: Tensor, v: Tensor, vectors: Sequence[Tensor], mask: str, scale: float
-) -> tuple[Tensor, Tensor]:
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *further: Any) -> tuple[Tensor, Tensor]:
     total = Sum.empty(q, v)
     return total.out_BHSD, total.lse_BHS
 
 
 def _fake_attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    vectors: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    mask: str,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *further: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = Gradients.empty(q, k, v)
     return sums.q_BHSD, sums.k_BGTD, sums.v_BGTD
@@ -143,20 +154,31 @@ def _fake_attend_backward(
 
 class _ByMask(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float, *vectors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: str,
+        scale: float,
+        p: float,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        *vectors: Tensor,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mask, ctx.scale = mask, scale
-        out, lse = ATTEND(q, k, v, vectors, mask, scale)
+        ctx.mask, ctx.scale, ctx.p = mask, scale, p
+        out, lse = ATTEND(q, k, v, vectors, mask, scale, p, rows, columns)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *vectors)
+        ctx.save_for_backward(q, k, v, out, lse, rows, columns, *vectors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse, *vectors = ctx.saved_tensors
-        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, ctx.mask, ctx.scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, *(None,) * len(vectors)
+        q, k, v, out, lse, rows, columns, *vectors = ctx.saved_tensors
+        dq, dk, dv = ATTEND_BACKWARD(grad, q, k, v, vectors, out, lse, ctx.mask, ctx.scale, ctx.p, rows, columns)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * (5 + len(vectors))
 
 
 def _attention(
@@ -169,16 +191,26 @@ def _attention(
     seen: float = 1.0,
     rising: bool = False,
     reach: int | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    return _ByMask.apply(query, key, value, mask, scale_of(query, scale), *vectors)
+    rows = columns = None
+    if dropout_p:
+        (samples, heads), device = query.shape[:2], query.device
+        seed = torch.empty((), dtype=torch.int64, device=device).random_()
+        lines = lines_of(seed, torch.arange(samples, device=device), torch.arange(heads, device=device))
+        queries, keys = (torch.arange(x.shape[2], device=device) for x in (query, key))
+        drawn = Dropout.of(dropout_p, lines, queries, keys)
+        rows, columns = drawn.rows_BHS, drawn.columns_T
+    return _ByMask.apply(query, key, value, mask, scale_of(query, scale), dropout_p, rows, columns, *vectors)
 
 
 for _schema in (
-    "attend_by_mask(Tensor q, Tensor k, Tensor v, Tensor[] vectors, str mask, float scale) -> (Tensor, Tensor)",
+    "attend_by_mask(Tensor q, Tensor k, Tensor v, Tensor[] vectors, str mask, float scale, float p=0.0,"
+    " Tensor? rows=None, Tensor? columns=None) -> (Tensor, Tensor)",
     "attend_by_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] vectors, Tensor out, Tensor lse,"
-    " str mask, float scale) -> (Tensor, Tensor, Tensor)",
+    " str mask, float scale, float p=0.0, Tensor? rows=None, Tensor? columns=None) -> (Tensor, Tensor, Tensor)",
     "attention_by_mask(Tensor query, Tensor key, Tensor value, Tensor[] vectors, str mask, float? scale=None,"
-    " float seen=1.0, bool rising=False, int? reach=None) -> Tensor",
+    " float seen=1.0, bool rising=False, int? reach=None, float dropout_p=0.0) -> Tensor",
 ):
     torch.library.define(f"autopar::{_schema.partition('(')[0]}", _schema[_schema.index("(") :])
 torch.library.impl("autopar::attend_by_mask", "default", _attend)
@@ -191,7 +223,8 @@ torch.library.impl("autopar::attention_by_mask", "CompositeImplicitAutograd", _a
 ATTEND: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask.default
 """Queries, keys and values → the result [B, H, S, D] and the log-sum-exp [B, H, S], in float32 at least.
 
-Both are for merging with what further keys give; -inf stands for a query that sees none of these.
+Both are for merging with what further keys give; -inf stands for a query that sees none of these. Of a dropout, `rows`
+and `columns` are those of `Dropout`.
 """
 ATTEND_BACKWARD: torch._ops.OpOverload = torch.ops.autopar.attend_by_mask_backward.default
 """The part of the gradients that these keys give, in float32 at least; `out` and `lse` are of whole rows."""
@@ -199,5 +232,6 @@ ATTENTION_BY_MASK: torch._ops.OpOverload = torch.ops.autopar.attention_by_mask.d
 """query (B, H, S, D), key and value (B, G, T, D), vectors → (B, H, S, D).
 
 `seen` is the share of the scores that is computed, as far as that is known without data; `rising`: later queries see
-more; `reach`: how many positions back a query may see, where none sees any ahead.
+more; `reach`: how many positions back a query may see, where none sees any ahead. A dropout is drawn from PyTorch's
+default generator, unless it is split.
 """

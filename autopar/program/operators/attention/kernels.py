@@ -8,7 +8,9 @@ is then that block's exact part of the gradient, and parts are summed as they ar
     kernel       taken for
     flash        a CPU; CUDA in half precision without a mask
     efficient    CUDA, else
-    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA
+    written out  what neither takes: values of another width than the keys on a CPU, float64 on CUDA, dropout
+
+With dropout the log-sum-exp is that of all scores: what is dropped still counts in the sum of a softmax.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from autopar.program.operators.attention.dropout import Dropout, Range
 
 aten = torch.ops.aten
 
@@ -35,6 +39,16 @@ class Block:
     """Query i sees the keys up to the i-th one."""
     mask_BHST: Tensor | None = None
     """What is added to the scores, in their type and broadcast to them; -inf hides a key."""
+    dropout: Dropout | None = None
+
+    def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
+        """That of queries and keys at some places, which are `columns` of the mask where these are others."""
+        mask = self.mask_BHST
+        if mask is not None:
+            rows = mask if mask.shape[-2] == 1 else mask[..., slice(*queries), :]
+            mask = rows if mask.shape[-1] == 1 else rows[..., slice(*(columns or keys))]
+        dropout = self.dropout.part(queries, keys) if self.dropout is not None else None
+        return Block(self.scale, causal, mask, dropout)
 
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -64,6 +78,8 @@ def attend_backward(
 
 
 def _kernel(q: Tensor, v: Tensor, block: Block) -> str:
+    if block.dropout is not None:
+        return "written_out"
     same_width = q.shape[-1] == v.shape[-1]
     if q.is_cuda:
         if q.dtype in _HALF and block.mask_BHST is None and same_width and q.shape[-1] <= 256:
@@ -163,7 +179,10 @@ class _WrittenOut:
     def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, block)
         lse = scores.logsumexp(-1)
-        return _weights(scores, lse) @ _repeated(q, v).to(scores.dtype), lse
+        weights, values = _weights(scores, lse), _repeated(q, v).to(scores.dtype)
+        if block.dropout is None:
+            return weights @ values, lse
+        return weights.masked_fill_(block.dropout.dropped(), 0.0) @ values * block.dropout.scale, lse
 
     @staticmethod
     def backward(
@@ -173,9 +192,15 @@ class _WrittenOut:
         wide = scores.dtype
         weights = _weights(scores, lse.to(wide))
         grad, keys, values = grad.to(wide), _repeated(q, k).to(wide), _repeated(q, v).to(wide)
-        of_weights = grad @ values.mT - (grad * out.to(wide)).sum(-1, keepdim=True)
-        of_scores = weights * of_weights * block.scale
-        return of_scores @ keys, _summed(of_scores.mT @ q.to(wide), k), _summed(weights.mT @ grad, v)
+        level = (grad * out.to(wide)).sum(-1, keepdim=True)
+        kept = weights
+        if block.dropout is None:
+            of_weights = grad @ values.mT
+        else:
+            dropped, grad = block.dropout.dropped(), grad * block.dropout.scale
+            of_weights, kept = (grad @ values.mT).masked_fill_(dropped, 0.0), weights.masked_fill(dropped, 0.0)
+        of_scores = weights * (of_weights - level) * block.scale
+        return of_scores @ keys, _summed(of_scores.mT @ q.to(wide), k), _summed(kept.mT @ grad, v)
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from autopar.program.operators.attention.dropout import Range
 from autopar.program.operators.attention.expressions import Bounds, Expression, UnboundedError, bounds
-from autopar.program.operators.attention.sums import Range
 
 LARGEST = 1024
 """Queries, and keys, of a block: its mask has 2 or 4 MB for a sample."""

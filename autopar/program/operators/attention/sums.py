@@ -6,15 +6,14 @@ Results are merged by the log-sum-exp of their scores (Milakov and Gimelshein 20
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autopar.program.operators.attention.dropout import Range
 from autopar.program.operators.attention.kernels import Block, attend, attend_backward
-
-Range = tuple[int, int]
-"""First place, and the place behind the last one."""
 
 
 @dataclass(slots=True)
@@ -32,10 +31,19 @@ class Sum:
         out = q_BHSD.new_zeros((batch, queries, heads, v_BGTD.shape[-1]), dtype=wide).transpose(1, 2)
         return cls(out, q_BHSD.new_full(q_BHSD.shape[:-1], -math.inf, dtype=wide))
 
-    def add(self, queries: Range, keys: Range, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+    def add(
+        self,
+        queries: Range,
+        keys: Range,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block: Block,
+        way: Callable[..., tuple[Tensor, Tensor]] = attend,
+    ) -> None:
         """Attend by one block more."""
         mine, theirs = slice(*queries), slice(*keys)
-        self.merge(queries, *attend(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], block))
+        self.merge(queries, *way(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], block))
 
     def merge(self, queries: Range, out: Tensor, lse: Tensor) -> None:
         """Add what some queries have found with further keys."""
@@ -73,12 +81,13 @@ class Gradients:
         out: Tensor,
         lse: Tensor,
         block: Block,
+        way: Callable[..., tuple[Tensor, Tensor, Tensor]] = attend_backward,
     ) -> None:
         """The part of one block more; `out` and `lse` are of whole rows."""
         mine, theirs = slice(*queries), slice(*keys)
         grad, q, out = (x[:, :, mine] for x in (grad, q, out))
         lse = lse[:, :, mine].contiguous()  # kernels of a GPU read it as if it were
-        dq, dk, dv = attend_backward(grad, q, k[:, :, theirs], v[:, :, theirs], out, lse, block)
+        dq, dk, dv = way(grad, q, k[:, :, theirs], v[:, :, theirs], out, lse, block)
         self.q_BHSD[:, :, mine] += dq
         self.k_BGTD[:, :, theirs] += dk
         self.v_BGTD[:, :, theirs] += dv

@@ -154,9 +154,9 @@ class Model(nn.Module):
 
     also_causal = False
 
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, mask: Mask, dropout: float = 0.0) -> None:
         super().__init__()
-        self.mask = mask
+        self.mask, self.dropout = mask, dropout
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
@@ -166,16 +166,16 @@ class Model(nn.Module):
         k, v = self.kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, 1)
         at = torch.arange(POSITIONS)
         mask = self.mask(at[:, None], at[None], given)
-        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, enable_gqa=True)
         if self.also_causal:
             y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y = y.transpose(1, 2).flatten(2)
         return F.cross_entropy(self.head(x + self.out(y)).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-def built(mask: Mask) -> Model:
+def built(mask: Mask, dropout: float = 0.0) -> Model:
     torch.manual_seed(0)
-    return Model(mask)
+    return Model(mask, dropout)
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
