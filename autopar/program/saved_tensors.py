@@ -4,8 +4,8 @@ These are on the meta device. Where the answer depends on the device (which kern
 would make tensors of its own, and where it has no kernel for the meta device, they are fake ones on the CPU, which take
 five times as long.
 
-Of what is drawn to be dropped nothing is kept: it is drawn again in the backward. Attention keeps what it would keep
-without a dropout.
+Of what is drawn to be dropped nothing is kept: it is drawn again in the backward. Attention with dropout keeps what
+PyTorch's would keep without one, and a mask of truth values as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.program.calls import source_of
+from autopar.program.effects import is_random
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 
 Strides = tuple[int, ...]
@@ -91,6 +92,9 @@ def _saved_in(program: Program) -> dict[fx.Node, Saved]:
                 f"memory ({text}): autopar plans with contiguous parameters, buffers and inputs. Give it such ones, "
                 "and transpose within forward (w.t())."
             ) from error
+        if node.target is ATTENTION and is_random(node):
+            masks = (i for i, info in enumerate(infos) if info.dtype is torch.bool)
+            found[node] = replace(found[node], inputs=found[node].inputs.union(masks))
         if len(found[node].strides) == 1:
             strides[node] = found[node].strides[0]
     return found
@@ -109,7 +113,7 @@ def _question(node: fx.Node, infos: tuple[TensorInfo, ...], strides: tuple[Strid
         return _Position(next(placeholders)) if argument.meta.get("tensor") is not None else None
 
     args, kwargs = node.args, dict(node.kwargs)
-    if node.target is ATTENTION:  # autopar's own, with dropout, keeps what PyTorch's keeps without
+    if node.target is ATTENTION:
         args = tuple(0.0 if i == DROPOUT_AT else each for i, each in enumerate(args))
         kwargs.update((name, 0.0) for name in kwargs if name == "dropout_p")
     arguments = map_arg((args, kwargs), position)

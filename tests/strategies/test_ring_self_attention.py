@@ -102,7 +102,7 @@ def test_formulas_say_what_it_costs() -> None:
 @pytest.mark.parametrize(
     ("why", "dropout_p", "mask"),
     [
-        ("has dropout, for which keys are whole", 0.1, None),
+        ("has dropout, which is worked out block by block, and never has whole rows; ring takes it", 0.1, None),
         ("has a mask that is worked out block by block, and never has whole rows; ring takes it", 0.0, "window"),
     ],
 )

@@ -80,9 +80,7 @@ def attention(
 
 
 def four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys and values with one leading dim, and a dim of heads; a mask is added to the scores."""
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    """Queries, keys, values and a mask with one leading dim, and a dim of heads."""
     if q.ndim == 4:
         return q, k.expand(q.shape[0], *k.shape[1:]), v.expand(q.shape[0], *v.shape[1:]), mask
     leading = q.shape[:-3]

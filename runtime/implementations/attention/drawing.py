@@ -1,4 +1,4 @@
-"""What a rank's part of attention needs to know of a dropout: where its samples, heads and positions are in the whole."""
+"""What a rank's part of attention knows of a dropout: where its samples, heads and positions are in the whole."""
 
 from __future__ import annotations
 

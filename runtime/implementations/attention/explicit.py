@@ -1,7 +1,7 @@
 """Attention by explicit probabilities [..., heads, queries, keys], for what no blocks give.
 
-That is dropout under a mask of numbers, which may have a gradient, or hide keys without being -inf: a row that sees none
-is then a mean over all keys, which blocks do not give.
+That is dropout under a mask of numbers, which may have a gradient, or hide keys without being -inf: a row that sees
+none is then a mean over all keys, which blocks do not give.
 """
 
 from __future__ import annotations

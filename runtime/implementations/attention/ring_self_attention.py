@@ -84,7 +84,7 @@ class _Rows:
         num_here = self.num_queries // num_parts_of(self.split.queries.axes)
         scores_BHST = scores_BNT.view(-1, self.num_heads, num_here, scores_BNT.shape[-1])
         if mask is not None:
-            scores_BHST += mask
+            scores_BHST.masked_fill_(~mask, -math.inf)
         if self.causal:
             axes, device = self.split.queries.axes, scores_BNT.device
             pieces = self.split.queries.pieces(self.num_queries, ranks[: len(axes)])

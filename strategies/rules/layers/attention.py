@@ -76,7 +76,7 @@ def attention(call: Call) -> OpRule:
     mask = call["attn_mask"]
     # Numbers may hide keys without being -inf: a row that sees none is then a mean over all keys, which no merge gives.
     in_parts = mask is None or mask.dtype is torch.bool
-    fused = in_parts or not (dropout or mask.requires_grad)
+    fused = mask is None or in_parts or not (dropout or mask.requires_grad)
     keys = "t" if in_parts else WHOLE
     dims = [*batch, *heads, "s", WHOLE]
     scores = (*query[:-1], key[-2])

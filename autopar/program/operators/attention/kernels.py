@@ -16,7 +16,7 @@ With dropout the log-sum-exp is that of all scores: what is dropped still counts
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Block:
     causal: bool = False
     """Query i sees the keys up to the i-th one."""
     mask_BHST: Tensor | None = None
-    """What is added to the scores, in their type and broadcast to them; -inf hides a key."""
+    """What is added to the scores, in their type and broadcast to them (-inf hides a key); or which keys are seen."""
     dropout: Dropout | None = None
 
     def part(self, queries: Range, keys: Range, columns: Range | None = None, causal: bool = False) -> Block:
@@ -53,6 +53,7 @@ class Block:
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """The result [B, H, S, D], and the log-sum-exp [B, H, S], which is -inf for a query that sees no key."""
+    block = _with_numbers(block, q_BHSD)
     out, lse_BHS = _KERNELS[_kernel(q_BHSD, v_BGTD, block)].forward(q_BHSD, k_BGTD, v_BGTD, block)
     if block.mask_BHST is not None:  # a kernel says 0 of a row without keys
         dead = (block.mask_BHST == -math.inf).all(-1)
@@ -73,8 +74,18 @@ def attend_backward(
 
     `lse` is inf, not -inf, for a query that sees no key at all.
     """
+    block = _with_numbers(block, q_BHSD)
     kernel = _KERNELS[_kernel(q_BHSD, v_BGTD, block)]
     return kernel.backward(grad_BHSD, q_BHSD, k_BGTD, v_BGTD, out_BHSD, lse_BHS, block)
+
+
+def _with_numbers(block: Block, q: Tensor) -> Block:
+    """The block with a mask of numbers, as kernels take it, in place of one of truth values."""
+    mask = block.mask_BHST
+    if mask is None or mask.dtype is not torch.bool:
+        return block
+    numbers = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+    return replace(block, mask_BHST=numbers.masked_fill_(~mask, -math.inf))
 
 
 def _kernel(q: Tensor, v: Tensor, block: Block) -> str:

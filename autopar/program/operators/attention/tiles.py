@@ -1,7 +1,7 @@
-"""Blocks of attention with dropout: scores are written out, but only those of one tile at a time, forward and backward.
+"""Blocks of attention with dropout: scores are written out, but those of one tile at a time, forward and backward.
 
-No fused kernel takes a mask of dropout that several devices agree on, so that a block runs as many small ones, behind an
-operator of its own: what compiles a graph sees one call.
+No fused kernel drops what several devices agree on, so that a block runs as many small ones, behind an operator of its
+own: what compiles a graph sees one call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from autopar.program.operators.attention.dropout import Dropout, Range
 from autopar.program.operators.attention.kernels import Block
 from autopar.program.operators.attention.sums import Gradients, Sum
 
-SCORES = 2**20
-"""About as many are in a tile, of all samples and heads."""
+SCORES, SCORES_ON_GPU = 2**20, 2**24
+"""About as many are in a tile, of all samples and heads: 4 MB of a CPU's caches, and enough for a GPU's launches."""
 SMALLEST = 64
 """Queries, and keys, of a tile at least."""
 
@@ -27,7 +27,8 @@ def tiles(queries: Range, keys: Range, block: Block, q: Tensor) -> Iterator[tupl
     if block.dropout is None:
         yield queries, keys, block
         return
-    size = max(SMALLEST, math.isqrt(SCORES // max(1, q.shape[0] * q.shape[1])))
+    scores = SCORES_ON_GPU if q.is_cuda else SCORES
+    size = max(SMALLEST, math.isqrt(scores // max(1, q.shape[0] * q.shape[1])))
     num_queries, num_keys = (end - first for first, end in (queries, keys))
     for i in range(0, num_queries, size):
         for j in range(0, min(num_keys, i + 1) if block.causal else num_keys, size):

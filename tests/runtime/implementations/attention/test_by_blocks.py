@@ -66,11 +66,17 @@ def on_ranks(way: Way) -> Iterator[int]:
 
 
 def mask_of(kind: str) -> Tensor | None:
-    if kind in ("full", "causal"):
-        return None
+    return MASKS.get(kind)
+
+
+def _window(of_nine: bool) -> Tensor:
     seen = torch.ones(POSITIONS, POSITIONS, dtype=torch.bool).tril().triu(-5)
-    seen[9] = kind != "dead row"
+    seen[9] = of_nine
     return seen
+
+
+MASKS = {"window": _window(True), "dead row": _window(False)}
+"""Made outside of simulations, in which every new tensor has a value for each rank."""
 
 
 def samples(key_heads: int) -> list[Tensor]:
