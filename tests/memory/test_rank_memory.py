@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
@@ -60,6 +61,51 @@ def test_ranks_hold_what_the_plan_predicts(
     world = torch.Size(shape).numel()
     for found, predicted in ranks.run(_measured, name, shape, strategy, batch, sequence, world_size=world):
         assert predicted == pytest.approx(found, rel=0.05)
+
+
+class Dropping(nn.Module):
+    """Causal attention under a mask of padding, and products, with dropout as in GPT-2."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.qkv, self.o = p, nn.Linear(64, 3 * 64), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x_BSD: Tensor, seen_BS: Tensor) -> Tensor:
+        for _ in range(2):
+            q, k, v = self.qkv(x_BSD).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
+            y = y + F.scaled_dot_product_attention(q, k, v, seen_BS[:, None, None], dropout_p=self.p)
+            x_BSD = x_BSD + F.dropout(self.o(y.transpose(1, 2).flatten(2)), self.p)
+            x_BSD = x_BSD + F.dropout(self.down(F.gelu(self.up(x_BSD))), self.p)
+        return x_BSD.square().mean()
+
+
+def _with_dropout(p: float, strategy: str) -> tuple[int, int]:
+    """Bytes at the highest moment of the second step on this rank, and those of the plan."""
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 256, 64), torch.ones(4, 256, dtype=torch.bool)
+    compiled = autopar.compile(Dropping(p), mesh((2,), ("cp",)), inputs, strategy=strategy)
+    assert isinstance(compiled, ParallelModule)
+
+    def step() -> None:
+        compiled(*inputs).backward()
+
+    step()
+    optimizer = torch.optim.SGD(compiled.parameters())
+    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *inputs])
+    return found, compiled.plan.peak_bytes
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "ring"])
+def test_a_dropout_keeps_nothing(ranks: Ranks, strategy: str) -> None:
+    for (dropping, predicted), (without, predicted_without) in zip(
+        ranks.run(_with_dropout, 0.1, strategy), ranks.run(_with_dropout, 0.0, strategy), strict=True
+    ):
+        assert predicted == pytest.approx(dropping, rel=0.1)
+        assert predicted_without <= predicted < 1.001 * predicted_without
+        assert dropping < 1.05 * without, "but for what it works on"
 
 
 @pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture.export import capture
 from autopar.errors import CaptureError
@@ -110,6 +111,28 @@ def test_hidden_tensors_are_counted_in_bytes() -> None:
         return torch.nn.functional.cross_entropy(x_BD, torch.arange(2))
 
     assert kept(loss, aten.cross_entropy_loss.default).other_bytes >= 2 * 4 * 4
+
+
+def test_of_what_is_dropped_nothing_is_counted() -> None:
+    saved = kept(lambda x: F.dropout(x, 0.5).sin(), aten.dropout.default)
+    assert (saved.other_bytes, *_positions(saved)) == (0, frozenset(), frozenset())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_dropout_keeps_what_it_keeps_without_and_its_mask(masked: bool) -> None:
+    seen = torch.ones(4, 4, dtype=torch.bool).tril() if masked else None
+
+    def attention(p: float) -> Saved:
+        def attend(x_BD: Tensor) -> Tensor:
+            x = x_BD.repeat(2, 1)[None, None]
+            return F.scaled_dot_product_attention(x, x, x, seen, p)
+
+        return kept(attend, aten.scaled_dot_product_attention.default)
+
+    dropped, without = attention(0.5), attention(0.0)
+    assert _positions(without) == (frozenset({0, 1, 2}), frozenset({0}))
+    assert _positions(dropped) == (frozenset({0, 1, 2, 3} if masked else {0, 1, 2}), frozenset({0}))
+    assert dropped.strides == without.strides
 
 
 def test_a_reshape_of_a_transposed_tensor_is_a_copy_and_of_another_a_view() -> None:

@@ -95,7 +95,10 @@ def test_ranks_train_as_one(case: Case) -> None:
     assert counted == {key: number for key, number in found.plan.traffic.items() if number}
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=str)
+DROPPING = Case((6, 3), {"a": 2, "b": 2}, ("q", "s+t"), {"is_causal": True, "dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5], DROPPING], ids=str)
 def test_formulas_at_the_sizes_of_the_plan_are_its_numbers(case: Case) -> None:
     ids = batches(1)[0]["ids"]
     plan = autopar.plan(said_of(case), Mesh(case.mesh, "cpu"), (ids,), hardware=SLOW_DEVICES)
