@@ -13,6 +13,7 @@ from autopar.capture.tiled_loss import LossTiles
 from autopar.capture.tiled_mlp import MlpTiles
 from autopar.compiler.arguments import (
     ExampleInputs,
+    Prefetch,
     Recompute,
     RunOptions,
     Solver,
@@ -67,6 +68,7 @@ def compile(
     mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
+    prefetch: Prefetch = "auto",
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -123,6 +125,8 @@ def compile(
             divides these by expert; 1.0 for routing that is balanced.
         precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",
             "bf16", or an `autopar.Precision` (docs/precision.md). By default dtypes are those of the model.
+        prefetch: how many layers ahead of their use weights that are stored in parts are gathered, forward and backward
+            (docs/memory.md): 0, 1 or 2, whose memory counts; "auto": 1, but 0 where `memory` leaves no room for it.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -155,6 +159,7 @@ def compile(
         mlp_tiles=mlp_tiles,
         imbalance=imbalance,
         precision=precision,
+        prefetch=prefetch,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -198,6 +203,7 @@ def plan(
     mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
+    prefetch: Prefetch = "auto",
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -233,5 +239,6 @@ def plan(
         mlp_tiles=mlp_tiles,
         imbalance=imbalance,
         precision=precision,
+        prefetch=prefetch,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes)

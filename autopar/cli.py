@@ -28,6 +28,7 @@ from autopar.models.catalogue import NAMES
 from autopar.models.named import named
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import NAMES as SCHEDULES
+from autopar.planning.settings import DEPTHS
 from autopar.plans.plan import Plan
 from autopar.program.precision import NAMED
 from autopar.program.recompute_segments import MODES
@@ -159,6 +160,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
+    parser.add_argument(
+        "--prefetch", type=_depth, choices=("auto", *DEPTHS), default="auto", help="layers ahead (auto)"
+    )
     parser.add_argument("--precision", choices=tuple(NAMED), help="in which dtypes to store, compute and reduce")
     parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
     parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {', '.join(PRESETS)}")
@@ -177,6 +181,10 @@ def _tiles(text: str) -> int | Literal["auto", False]:
     if text not in ("auto", "off") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r} is no number, "auto" or "off"')
     return "auto" if text == "auto" else False if text == "off" else _positive(text)
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _positive(text: str) -> int:
@@ -269,4 +277,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             mlp_tiles=options.mlp_tiles or None,
             imbalance=options.imbalance,
             precision=options.precision,
+            prefetch=options.prefetch,
         )

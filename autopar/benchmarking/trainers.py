@@ -138,6 +138,6 @@ def contestant(name: str, model: nn.Module, inputs: tuple[Tensor, ...], mesh: De
     )
     assert isinstance(compiled, ParallelModule), "a contest has no pipelines"
     seconds = time.perf_counter() - start
-    local = compiled.prepare(inputs, {}).local
-    program = f"{local.module.code}\n{sorted(local.layouts.items())}"
+    prepared = compiled.prepare(inputs, {})
+    program = f"{prepared.graph.ahead.code}\n{sorted(prepared.local.layouts.items())}"
     return Trainer(compiled, inputs, plan=compiled.plan, program=program, setup_seconds=seconds)

@@ -30,6 +30,7 @@ from autopar.units import parse_bytes
 
 Recompute = Literal["auto", "none", "selective", "full"]
 Solver = Literal["auto", "ilp"]
+Prefetch = Literal["auto", 0, 1, 2]
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -72,6 +73,7 @@ def plan_request(
     mlp_tiles: MlpTiles = None,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
+    prefetch: Prefetch = "auto",
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
@@ -83,7 +85,7 @@ def plan_request(
         annotations_of(model),
         strategy,
         mode,
-        Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap),
+        Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap, prefetch),
         Optimizer(optimizer, master_copies),
         hardware,
         outputs,

@@ -22,6 +22,7 @@ from autopar.errors import InputError, MeshError
 from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
+from autopar.planning.settings import DEPTHS
 from autopar.plans.plan import Plan
 from autopar.program.precision import NAMED, Precision
 from autopar.runtime.module.stored import StoredModule
@@ -91,12 +92,18 @@ _PRECISION = _Satisfying(
     f"one of {', '.join(map(repr, NAMED))}, or an autopar.Precision",
 )
 
+_DEPTH = _Satisfying(
+    lambda found: (type(found) is int and found in DEPTHS) or (isinstance(found, str) and found == "auto"),
+    f'"auto", or how many layers ahead of their use weights are gathered, {", ".join(map(str, DEPTHS))}',
+)
+
 OPTIONS: Mapping[str, Schema] = {
     "mode": _WORD,
     "strategy": Maybe(_WORD),
     "plan": Maybe(_PLAN),
     "memory": Maybe(_MEMORY),
     "recompute": _WORD,
+    "prefetch": _DEPTH,
     "optimizer": _WORD,
     "master_copies": Flag(),
     "outputs": _WORD,

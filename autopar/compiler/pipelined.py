@@ -26,9 +26,9 @@ from autopar.pipeline.stages.splitting import split
 from autopar.planning.request import PlanRequest
 from autopar.program.effects import is_random
 from autopar.program.program import Program
-from autopar.runtime.collectives.axes import join_axes
+from autopar.runtime.collectives.axes import gathering_groups, join_axes
 from autopar.runtime.module.batches import batch_size, split_batch
-from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.executable import Executable, gathering_axes
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.parts import Given, axes_of_parts
@@ -247,6 +247,7 @@ def _realised(request: PipelineRequest, plan: PipelinePlan, inner: DeviceMesh, r
     executables: dict[int, Executable] = {}
     for each in plan.stages:  # all ranks make the groups of all stages, as NCCL splits off a group with all of them
         join_axes(inner, sorted({axis for _, axis in each.plan.traffic}))
+        gathering_groups(inner, gathering_axes(each.plan))
     for stage in plan.schedule.stages_of(rank):
         program, stage_plan = programs[stage], plan.stages[stage].plan
         space, choices = stage_space(request, program, stage_plan)

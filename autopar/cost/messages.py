@@ -17,7 +17,7 @@ What travels with another layer's weights adds no message and pays least, so tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.program.paths import layer_of, layer_or_owner
@@ -74,6 +74,11 @@ def joined_layers(program: Program) -> dict[str, str]:
             room -= num_bytes[layer]
         found[layer] = message
     return found
+
+
+def layers_in_order(joined: Mapping[str, str]) -> tuple[str, ...]:
+    """The layers that have a message of `joined_layers`, in the order of their first use."""
+    return tuple(dict.fromkeys(reversed(list(joined.values()))))
 
 
 def messages(sizes: Sequence[int]) -> list[list[int]]:

@@ -20,7 +20,7 @@ from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, moment_of
+from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, is_ahead, moment_of
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
@@ -248,9 +248,14 @@ class _Moment:
             unmoved = memory.kinds(wire)[ends] <= SLICED
             layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
             self._add("activations", self._local(shape, layout) * itemsize, count, self.space.rows_on(wire))
+        whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
+        on_way = memory.weights.on_way(wire, self.at.kind == FORWARD)
+        if on_way is not None and on_way[ends] and is_ahead(memory, memory.lifetimes.layer[wire.target], self.at):
+            part = self._local(shape, source.outputs[wire.source_output]) * itemsize
+            for each in (whole, part):
+                self._add("gathered weights", each, count)
         if memory.lifetimes.layer[wire.target] != memory.lifetimes.layer[memory.lifetimes.calls[self.at.place]]:
             return
-        whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
         if gathered is not None and gathered[ends]:
             for _ in range({GATHERING: 2, REDUCING: 0}.get(self.at.kind, 1)):
                 self._add("gathered weights", whole, count)

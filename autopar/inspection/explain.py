@@ -19,8 +19,8 @@ from autopar.hardware.collectives import transfer_seconds
 from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
-from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.planner import answer_of, replan
+from autopar.planning.formulation import Pins
+from autopar.planning.planner import answer_of, formulation_of, replan
 from autopar.planning.settings import PlanContext, context_of
 from autopar.plans.difference import Amount
 from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
@@ -234,7 +234,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
         for role in _roles(decision, axis)
         if role != decision.role(context.choices[number], axis)
     ]
-    formulation = Formulation(context.space, context.memory_model)
+    formulation = formulation_of(context.memory_model, context.settings)
     for axis, role in progress(asked, "alternatives"):
         count = len(decision.menu.strategies)
         mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])

@@ -47,6 +47,7 @@ def verify(plan: Plan) -> Verification:
 def check(plan: Plan, context: PlanContext) -> Verification:
     """What `verify` finds, without raising where a claim does not hold; PlanError where it is about another model."""
     choices = choices_of(plan, context.space)
+    context = replace(context, memory_model=context.memory_model.fetching_ahead(plan.prefetch))
     modes = {name: mode for name, mode in plan.recompute.items() if name in context.memory_model.lifetimes.segments}
     seconds = seconds_of(context.space, choices) + _recomputation(context, choices, modes)
     peak, use, fullest = memory_use(context.memory_model, choices, modes)

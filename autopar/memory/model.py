@@ -16,6 +16,7 @@ All this is of one micro-batch; where a step has several, `accumulation` says wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -37,13 +38,21 @@ class MemoryModel(TensorBytes):
     Equal calls share their arrays, which must not be changed.
     """
 
-    def __init__(self, space: Space, microbatches: Microbatches | None = None) -> None:
+    def __init__(self, space: Space, microbatches: Microbatches | None = None, prefetch: int = 0) -> None:
         super().__init__(space)
         self.microbatches = microbatches or Microbatches()
+        self.prefetch = prefetch
+        """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space)
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
+
+    def fetching_ahead(self, prefetch: int) -> MemoryModel:
+        """The same model of plans that fetch weights so many layers ahead; it shares all arrays."""
+        other = copy.copy(self)
+        other.prefetch = prefetch
+        return other
 
     # What is held all the time.
 

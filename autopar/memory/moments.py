@@ -58,7 +58,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
     reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
-    gathered = weights.gathered(wire)
+    gathered, layer = weights.gathered(wire), memory.lifetimes.layer[wire.target]
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
@@ -75,7 +75,10 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
             parts.append(more.waiting(sent, at.phase.others + 1))
         if fresh is not None and at.computes(place):
             parts.append((fresh,))
-        if memory.lifetimes.layer[wire.target] == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
+        on_way = weights.on_way(wire, at.kind == FORWARD) if is_ahead(memory, layer, at) else None
+        if on_way is not None:
+            parts.append((on_way,))
+        if layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
             if gathered is not None and at.kind == FORWARD:
                 parts.append((gathered,))
             if again is not None and at.kind in (COMPUTING, GATHERING):
@@ -157,6 +160,16 @@ class Moment:
         """Whether recomputation helps: not while the decision's own segment is computed again."""
         waits = self.kind in (FORWARD, GATHERING)
         return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
+
+
+def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:
+    """Whether weights of a layer are on their way at a moment, ahead of their use."""
+    return memory.weights.is_ahead(layer, at.place, at.kind == FORWARD, depth_at(memory, at.kind))
+
+
+def depth_at(memory: MemoryModel, kind: int) -> int:
+    """How many layers ahead weights are on their way: one less while those of a layer arrive, before the next leave."""
+    return max(0, memory.prefetch - (kind == GATHERING))
 
 
 def moment_of(memory: MemoryModel, moment: int) -> Moment:

@@ -29,7 +29,7 @@ import numpy as np
 
 from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import COMPUTING, FORWARD
+from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES
@@ -109,6 +109,9 @@ class _Moments:
         self.of_layer: dict[str, int] = defaultdict(int)
         self.again: dict[str, int] = defaultdict(int)
         """Bytes of gathered weights by layer: of all, and of those that are gathered again for the backward."""
+        self.on_way: tuple[dict[str, int], dict[str, int]] = (defaultdict(int), defaultdict(int))
+        """Bytes by layer of weights that may be fetched ahead, backward and forward."""
+        self.memory = memory
         self.unreduced, self.sent_off = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.gathers = np.isin(np.arange(count), list(memory.weights.last_gather.values()))
         self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
@@ -173,6 +176,9 @@ class _Moments:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
         found = weights.gathered(wire), weights.gathered_again(wire), weights.unreduced(wire), weights.sent_off(wire)
         gathered, again, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
+        for forward, by_layer in enumerate(self.on_way):
+            on_way = weights.on_way(wire, bool(forward))
+            by_layer[layer] += 0 if on_way is None else int(on_way[ends])
         self.of_layer[layer] += gathered
         self.again[layer] += again
         self.unreduced[place] += unreduced
@@ -187,7 +193,7 @@ class _Moments:
         found = {
             **self._always(phase),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
-            "gathered weights": self._gathered(self.of_layer),
+            "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
             "working set": self.working_forward,
         }
         if phase.first:
@@ -200,7 +206,7 @@ class _Moments:
             **self._always(phase),
             "gradients": self._reduced(phase)[1:] + self._unreduced() + self.fresh,
             "activations": self._computed_again() + self._waiting(phase),
-            "gathered weights": self._gathered(self.again),
+            "gathered weights": self._gathered(self.again) + self._ahead(COMPUTING),
             "working set": self.working,
         }
 
@@ -210,7 +216,7 @@ class _Moments:
             **self._always(phase),
             "gradients": self._reduced(phase)[1:] + self._unreduced(),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
-            "gathered weights": 2 * self._gathered(self.again),
+            "gathered weights": 2 * self._gathered(self.again) + self._ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
@@ -220,6 +226,7 @@ class _Moments:
             **self._always(phase),
             "gradients": self._reduced(phase)[:-1] + self._unreduced() + self._left(self.sent_off) + self.sent_off,
             "activations": self._computed_again() - self.whole + self._waiting(phase),
+            "gathered weights": self._ahead(REDUCING),
             "working set": self.handed_on,
         }
         return {name: np.where(self.reduces, array, 0) for name, array in found.items()}
@@ -265,3 +272,9 @@ class _Moments:
 
     def _gathered(self, of_layer: Mapping[str, int]) -> np.ndarray:
         return np.array([of_layer.get(layer, 0) for layer in self.layers], dtype=np.int64)
+
+    def _ahead(self, kind: int) -> np.ndarray:
+        """Weights that are fetched ahead, at moments of a kind."""
+        return self.memory.weights.bytes_ahead(
+            self.on_way[kind == FORWARD], kind == FORWARD, depth_at(self.memory, kind)
+        )

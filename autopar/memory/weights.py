@@ -4,11 +4,16 @@ gathered          a weight while its layer runs forward, unless it is kept
 gathered again    while its layer runs backward; twice while it is gathered, as parts arrive apart from each other
 unreduced         a gradient after its call's backward, until the first call of its layer has run backward
 sent off          then, a copy of it in the message that is sent
+on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
+                  it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
+                  only the first is issued ahead
+
+Layers that have weights are numbered in the order in which they run first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +22,8 @@ from autopar.memory.accumulation import Accumulation
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.tensor_bytes import Bytes, TensorBytes
 from autopar.space.space import Wire
+
+FAR_OFF = 1 << 40  # from every layer
 
 
 class MovedWeights:
@@ -36,6 +43,40 @@ class MovedWeights:
         """Layer → the place of its first call that takes a weight with a gradient: then all of them are made."""
         return self._by_layer(min, lambda wire: wire.tensor.requires_grad)
 
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Layer that has weights → its number."""
+        places = self._by_layer(min, lambda _: True)
+        return {layer: number for number, layer in enumerate(sorted(places, key=places.__getitem__))}
+
+    @cached_property
+    def _reached(self) -> tuple[list[int], list[int]]:
+        """The number of the layer that each place has come to, forward and backward; far off where it is none."""
+        own = [self._numbers.get(self.lifetimes.layer[number]) for number in self.lifetimes.calls]
+        forward, backward = list(own), list(own)
+        for place in range(len(own)):
+            if own[place] is None:
+                forward[place] = forward[place - 1] if place else -FAR_OFF
+        for place in reversed(range(len(own))):
+            if own[place] is None:
+                backward[place] = backward[place + 1] if place + 1 < len(own) else FAR_OFF
+        return forward, backward  # type: ignore[return-value]
+
+    def is_ahead(self, layer: str, place: int, forward: bool, depth: int) -> bool:
+        """Whether weights of a layer are on their way while the call at a place runs, fetched `depth` layers ahead."""
+        number = self._numbers.get(layer)
+        if number is None or depth == 0:
+            return False
+        distance = number - self._reached[0][place] if forward else self._reached[1][place] - number
+        return 0 < distance <= depth
+
+    def bytes_ahead(self, by_layer: Mapping[str, int], forward: bool, depth: int) -> np.ndarray:
+        """At each place, the bytes of the layers of which `is_ahead` says so."""
+        sizes = [by_layer.get(layer, 0) for layer in self._numbers]
+        before, reached = np.cumsum([0, *sizes]), np.array(self._reached[0 if forward else 1], dtype=np.int64)
+        first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)
+        return before[np.clip(behind, 0, len(sizes))] - before[np.clip(first, 0, len(sizes))]
+
     def _by_layer(self, chosen: Callable[..., int], counts: Callable[[Wire], bool]) -> dict[str, int]:
         found: dict[str, int] = {}
         for wire in self.space.wires:
@@ -53,6 +94,19 @@ class MovedWeights:
     def gathered_again(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire as it is gathered again for the backward; None where it never is."""
         return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
+
+    def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
+        """Bytes of a parameter's wire on their way, ahead of its layer: the whole weight, and the part that is sent."""
+        if forward:
+            return self._of_weight("on way", wire, lambda wire: self._on_way(wire, self.tensors.communicated(wire)))
+        if not wire.tensor.regather:
+            return None
+        return self._of_weight("on way again", wire, lambda wire: self._on_way(wire, self.accumulation.each_time(wire)))
+
+    def gathers(self, choices: Sequence[int]) -> bool:
+        """Whether any weight is gathered as a step goes on."""
+        found = ((self.on_way(wire, True), wire) for wire in self.space.wires)
+        return any(each is not None and each[choices[w.source], choices[w.target]] for each, w in found)
 
     def unreduced(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
@@ -77,6 +131,10 @@ class MovedWeights:
         strategies = self.space.decisions[wire.source].menu.strategies
         found[np.array([strategy.kept for strategy in strategies])] = 0  # counted as kept
         return found
+
+    def _on_way(self, wire: Wire, gathered: np.ndarray) -> Bytes:
+        before, after = self.tensors.wire_ends(wire)
+        return np.where(gathered & self.tensors.only_gathers(wire), before[:, None] + after[None, :], 0)
 
     def _gathered_again(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)

@@ -161,6 +161,7 @@ class _StagePlanner:
             settings.recompute,
             settings.gap if settings.memory is None else max(settings.gap, TOLERANCE),
             Microbatches(schedule.num_microbatches, schedule.in_flight(stage)),
+            settings.prefetch,
         )
         return found
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
+from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit import Answer, best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import TIME_LIMIT, PlanContext, Settings
+from autopar.planning.settings import TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.space.space import Space
@@ -27,28 +28,51 @@ def make_plan(
     recompute: str = "auto",
     gap: float = 0.0,
     microbatches: Microbatches | None = None,
+    prefetch: int | str = "auto",
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
     `recompute` is "auto" (where the limit asks for it), "none", "selective" or "full" for every segment. The space is
     that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
+    Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
+    layer where the best plan leaves room for it. No seconds depend on that.
 
     Raises InfeasibleError where there is none.
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap)
-    formulation = Formulation(space, MemoryModel(space, microbatches))
-    answer = answer_of(formulation, pins, settings)
-    context = PlanContext(space, formulation.memory, pins, answer.choices, answer.problem, settings)
+    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch)
+    formulation = formulation_of(MemoryModel(space, microbatches), settings)
+    answer, model = fetched_ahead(answer_of(formulation, pins, settings), formulation.memory, settings)
+    context = PlanContext(space, model, pins, answer.choices, answer.problem, settings)
     return written_down(context, answer), answer.choices
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
     """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
     settings = settings or context.settings
-    answer = answer_of(Formulation(context.space, context.memory_model), pins, settings)
-    changed = replace(context, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings)
+    formulation = formulation_of(context.memory_model, settings)
+    answer, model = fetched_ahead(answer_of(formulation, pins, settings), formulation.memory, settings)
+    changed = replace(
+        context, memory_model=model, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings
+    )
     return written_down(changed, answer)
+
+
+def formulation_of(memory: MemoryModel, settings: Settings) -> Formulation:
+    """What states the problems of plans with these settings."""
+    return Formulation(memory.space, memory.fetching_ahead(settings.least_prefetch))
+
+
+def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
+    """The answer with as many layers fetched ahead as there is room for, and the model of its memory."""
+    if not memory.weights.gathers(answer.choices):
+        return answer, memory.fetching_ahead(0)
+    if settings.prefetch == "auto" and settings.memory is not None:
+        ahead = memory.fetching_ahead(USUAL_DEPTH)
+        peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
+        if peak <= settings.memory:
+            return replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
+    return answer, memory
 
 
 def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:

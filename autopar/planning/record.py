@@ -120,6 +120,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         ),
         memory=answer.memory,
         recompute=answer.modes,
+        prefetch=context.memory_model.prefetch,
         multiplier=answer.multiplier,
         context=context,
     )

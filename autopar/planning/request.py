@@ -144,6 +144,7 @@ class PlanRequest:
             settings.recompute,
             settings.gap,
             Microbatches(self.microbatches or 1),
+            settings.prefetch,
         )
         warn_of_replicated_work(self.strategy, [(space, choices)])
         warn_of_gradients(self.strategy, self.microbatches or 1)

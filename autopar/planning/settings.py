@@ -14,6 +14,9 @@ from autopar.solver.problem import Problem
 from autopar.space.space import Space
 
 TIME_LIMIT = 120.0  # seconds of solving
+DEPTHS = (0, 1, 2)
+"""How many layers ahead of their use weights may be fetched."""
+USUAL_DEPTH = 1  # as FSDP2's: a second layer helps where gathers take longer than products, and then waits all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,25 @@ class Settings:
     time_limit: float = TIME_LIMIT
     gap: float = 0.0
     """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
+    prefetch: int | str = "auto"
+    """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):
             raise InputError(f'solver={self.solver!r}; solvers are "auto" and "ilp".')
         if self.recompute not in ("auto", *MODES):
             raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
+        if self.prefetch not in ("auto", *DEPTHS):
+            raise PlanError(f"prefetch={self.prefetch!r}; give {', '.join(map(repr, ('auto', *DEPTHS)))}.")
         if not 0 <= self.gap < 1:
             raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+
+    @property
+    def least_prefetch(self) -> int:
+        """The depth that a plan must have room for: where "auto" has a limit, layouts come first."""
+        if self.prefetch == "auto":
+            return USUAL_DEPTH if self.memory is None else 0
+        return int(self.prefetch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,6 +71,8 @@ class Plan:
     memory: MemoryUse | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
     """Segment → "none", "selective" or "full"; empty where the search had no need of recomputation."""
+    prefetch: int = 0
+    """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -49,6 +49,7 @@ PLAN = Record(
         "imbalance": Real(1),
         "unruled": Maybe(Table(TEXT)),
         "recompute": Table(OneOf(("none", "selective", "full"))),
+        "prefetch": Whole(0, 2),
         "multiplier": SECONDS,
         "symbols": Table(Whole(1), most=1000),
         "formulas": Table(Text(MAX_CHARACTERS), most=1000),

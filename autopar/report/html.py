@@ -59,6 +59,8 @@ def _header(plan: Plan) -> str:
         facts["recomputed"] = ", ".join(
             f"{mode} in {count} of {modes.total()}" for mode, count in sorted(modes.items())
         )
+    if plan.prefetch:
+        facts["weights"] = f"gathered {plan.prefetch} layer{'s' * (plan.prefetch > 1)} ahead of their use"
     return "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
 
 

@@ -65,6 +65,7 @@ def _header(plan: Plan) -> str:
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),
             *_recomputed(plan),
+            *_fetched_ahead(plan),
             f"  solver   {plan.solver}",
         )
     )
@@ -93,6 +94,12 @@ def _recomputed(plan: Plan) -> list[str]:
         if mode != "none"
     ]
     return [f"  computed again in the backward: {', '.join(words)}"] if words else []
+
+
+def _fetched_ahead(plan: Plan) -> list[str]:
+    """How far ahead weights are gathered."""
+    layers = "1 layer" if plan.prefetch == 1 else f"{plan.prefetch} layers"
+    return [f"  weights gathered {layers} ahead of their use"] if plan.prefetch else []
 
 
 def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:

@@ -1,7 +1,9 @@
 """Mesh axes at run time, found by name, and the count of what moves over them.
 
 Graphs name an axis, or joined ones ("dp_tp"); `use_mesh` says which process group that is, so that one graph serves
-every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step.
+every rank. Torch makes a group per axis; `join_axes` makes those of joined ones, ahead of any step. What a group runs
+stands in one queue: where weights are gathered while gradients are reduced, gathers have groups of their own
+(`gathering_groups`), so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,8 @@ class Axis:
     group: str
     size: int
     rank: Any  # an int; under LocalTensorMode a SymInt with a value per simulated rank
+    gathering: str = ""
+    """The group of the same ranks that gathers weights; "" where that is the same one."""
 
 
 _axes: dict[str, Axis] = {}
@@ -38,10 +42,10 @@ _traffic: list[Traffic] = []
 
 
 Groups = Mapping[str, str]
-"""Joined axes → the name of the process group that this rank is in."""
+"""Axes, or joined ones → the name of the process group that this rank is in."""
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
-"""World → ranks → the name of the group that was made of them, for all meshes and graphs."""
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, tuple[int, ...]], str]] = WeakKeyDictionary()
+"""World → whether it gathers weights, and ranks → the name of the group made of them, for all meshes and graphs."""
 
 
 def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
@@ -51,6 +55,13 @@ def join_axes(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
     """
     joined = joined_axes(mesh.mesh_dim_names or ())
     return {name: _group_of(_ranks_of(mesh, joined[name])) for name in names if name in joined}
+
+
+def gathering_groups(mesh: DeviceMesh, names: Iterable[str]) -> Groups:
+    """Second groups of the ranks on axes, or joined ones, to gather weights in; to be called as `join_axes`."""
+    axes = mesh.mesh_dim_names or ()
+    positions = {**{name: (position,) for position, name in enumerate(axes)}, **joined_axes(axes)}
+    return {name: _made_of(_ranks_of(mesh, positions[name]), True) for name in names}
 
 
 def _ranks_of(mesh: DeviceMesh, positions: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,24 +78,33 @@ def _group_of(ranks: tuple[int, ...]) -> str:
     assert world is not None
     if ranks == tuple(range(world.size())):
         return world.group_name
+    return _made_of(ranks, False)
+
+
+def _made_of(ranks: tuple[int, ...], gathers: bool) -> str:
+    world = dist.group.WORLD
+    assert world is not None
     made = _made.setdefault(world, {})
-    if ranks not in made:
+    if (gathers, ranks) not in made:
         # Other ranks of the world may be on other stages of a pipeline, or not on the mesh.
         group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
         assert isinstance(group, dist.ProcessGroup)
-        made[ranks] = group.group_name
-    return made[ranks]
+        made[gathers, ranks] = group.group_name
+    return made[gathers, ranks]
 
 
-def joined_groups() -> list[dist.ProcessGroup]:
-    """Every group that was made for joined axes."""
+def made_groups() -> list[dist.ProcessGroup]:
+    """Every group that was made beside those of the mesh."""
     made = _made.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
     return [_resolve_process_group(name) for name in made.values()]
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: DeviceMesh, joined: Groups | None = None) -> Iterator[None]:
-    """Resolve axis names on `mesh` inside the block, and those of joined axes, which `join_axes` gives."""
+def use_mesh(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | None = None) -> Iterator[None]:
+    """Resolve axis names on `mesh` inside the block, and those of joined axes, which `join_axes` gives.
+
+    Weights are gathered in the groups that `gathering_groups` gives, where there are any.
+    """
     names = mesh.mesh_dim_names or ()
     axes = {}
     for position, name in enumerate(names):
@@ -93,6 +113,8 @@ def use_mesh(mesh: DeviceMesh, joined: Groups | None = None) -> Iterator[None]:
     for name, group in (joined or {}).items():
         parts = [axes[names[position]] for position in joined_axes(names)[name]]
         axes[name] = Axis(name, group, num_parts_of(parts), part_of(parts))
+    for name, group in (gathering or {}).items():
+        axes[name] = replace(axes[name], gathering=group)
     with use_axes(axes):
         yield
 

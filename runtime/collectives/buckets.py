@@ -26,7 +26,8 @@ from torch.distributed._local_tensor import local_tensor_mode
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis, axis_of, count
 from autopar.runtime.collectives.functions import padded
-from autopar.runtime.collectives.regather import Recipe, Regather, by_dtype, cast, gather
+from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
+from autopar.runtime.collectives.regather import Regather
 
 _c10d = torch.ops._c10d_functional
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
@@ -203,36 +204,39 @@ def gather_parameters(
     regather: tuple[int, ...] = (),
     to: tuple[torch.dtype | None, ...] = (),
     reduce: torch.dtype | None = None,
+    layer: int | None = None,
+    in_flight: InFlight | None = None,
 ) -> tuple[Tensor, ...]:
     """S → R for many parameters: one all-gather per dtype, and one reduce-scatter per dtype of their gradients.
 
     `dims` are the split dims, `sizes` their whole sizes; `to` the dtypes to which shards are cast before they are
     gathered, and `reduce` that in which gradients are summed; without them both are as they are. Inside a `Regather`
-    block, the weights at the positions `regather` are not kept for the backward but gathered again there. Moves the
+    block, the weights at the positions `regather` are not kept for the backward but gathered again there; `layer`
+    says ahead of which other layers. What `start_gather` has issued is `in_flight`, and only waited for. Moves the
     (padded) wholes' bytes per collective.
     """
     where = axis_of(axis)
     if where.size == 1:
         return tuple(cast(shards, to))
-    learning = _learning(shards)
+    recipe, learning = Recipe(where, dims, sizes, to), _learning(shards)
     if learning:
         pending, behind = _enter([shards[i] for i in learning])
         entered = _replaced(shards, learning, behind)
         gathered = _prefer(
-            _GatherParameters.apply(where, dims, sizes, tuple(learning), pending, to, reduce, *entered), pending
+            _GatherParameters.apply(recipe, in_flight, tuple(learning), pending, reduce, *entered), pending
         )
     else:
-        gathered = gather(Recipe(where, dims, sizes, shards, to))
+        gathered = (in_flight or issued(recipe, shards)).arrived()
     # Hooks do not reach into a compiled region; its own partitioner decides what is kept for the backward.
     if regather and not torch.compiler.is_compiling() and Regather.current is not None:
         again = Recipe(
             where,
             tuple(dims[i] for i in regather),
             tuple(sizes[i] for i in regather),
-            tuple(shards[i].detach() for i in regather),
             [to[i] for i in regather] if to else (),
         )
-        Regather.current.watch(again, tuple(gathered[i] for i in regather))
+        parts, weights = ([each[i] for i in regather] for each in (shards, gathered))
+        Regather.current.watch(again, tuple(part.detach() for part in parts), tuple(weights), layer)
     return gathered
 
 
@@ -240,19 +244,17 @@ class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        axis: Axis,
-        dims: tuple[int, ...],
-        sizes: tuple[int, ...],
+        recipe: Recipe,
+        in_flight: InFlight | None,
         learning: tuple[int, ...],
         pending: _Pending | None,
-        to: tuple[torch.dtype | None, ...],
         reduce: torch.dtype | None,
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = axis, dims, pending, reduce
+        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
         ctx.dtypes, ctx.exact = [shard.dtype for shard in shards], {}
-        whole = gather(Recipe(axis, dims, sizes, shards, to))
+        whole = (in_flight or issued(recipe, shards)).arrived()
         ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
 
@@ -272,7 +274,7 @@ class _GatherParameters(torch.autograd.Function):
             mine = _started(mine, ctx.pending if later else None)
             for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
                 scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
-        return None, None, None, None, None, None, None, *scattered
+        return None, None, None, None, None, *scattered
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

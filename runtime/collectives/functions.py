@@ -67,13 +67,27 @@ def raw_all_gather(x: Tensor, axis: Axis, dim: int, size: int, zigzag: bool = Fa
 
 def gathered_rows(x: Tensor, axis: Axis) -> Tensor:
     """The contiguous parts of all ranks one after the other in one buffer, without a gradient and without counting."""
+    return waited_for(rows_in_flight(x, axis))
+
+
+def rows_in_flight(x: Tensor, axis: Axis, group: str = "") -> Tensor:
+    """The buffer of `gathered_rows` before its values are there; `waited_for` says when they are.
+
+    They travel in another group of the same ranks where one is given.
+    """
+    group = group or axis.group
     if not x.is_cpu or x.is_complex() or torch.compiler.is_compiling() or local_tensor_mode() is not None:
-        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, axis.size, axis.group))
+        return _c10d.all_gather_into_tensor(x, axis.size, group)
     # Gloo's threads (torch 2.13, `ProcessGroupGloo::runLoop`) write the name of what they have done into one
     # std::string, without a lock. The names of the other collectives, and of this form of an all-gather, have no more
     # than 15 characters, which lie inside the string; "ALLGATHER_COALESCED" lies on the heap and may be freed twice.
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(x, axis.size, axis.group, out=whole))
+    return _c10d.all_gather_into_tensor_out(x, axis.size, group, out=whole)
+
+
+def waited_for(buffer: Tensor) -> Tensor:
+    """The result of a collective, once it is there."""
+    return _c10d.wait_tensor(buffer)
 
 
 def raw_reduce_scatter(x: Tensor, axis: Axis, dim: int, zigzag: bool = False) -> Tensor:

@@ -1,68 +1,26 @@
-"""Weights gathered from their parts, and gathered again for the backward in place of being kept.
+"""Weights gathered again for the backward in place of being kept.
 
-A bucket is gathered by its recipe; inside a `Regather` block the backward holds the recipe of what it needs, not the
-weights.
+Inside a `Regather` block the backward holds how a bucket is gathered, not its weights. When the first of them is asked
+for, the backward has reached their layer: all of it is gathered, and the gathers of the layers that come next, which
+are those before it, are issued to run beside its products (`depth` of them). They come in the reverse of the order in
+which their weights were saved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.collectives.axes import Axis, count
-from autopar.runtime.collectives.functions import gathered_rows
+from autopar.runtime.collectives.gathering import InFlight, Recipe, issued
 
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the weights of a bucket are gathered: what `Regather` needs to do it again."""
-
-    axis: Axis
-    dims: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shards: tuple[Any, ...]
-    """Tensors, or handles of shards that are gathered first."""
-    to: Sequence[torch.dtype | None] = ()
-    """The dtypes to which they are cast before; none where they stay as they are."""
-
-
-def by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:
-    """Dtype → the tensors that there are, by position: a weight that a loss does not use has a gradient on no rank."""
-    groups: dict[torch.dtype, dict[int, Tensor]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor is not None:
-            groups.setdefault(tensor.dtype, {})[number] = tensor
-    return groups
-
-
-def cast(shards: Iterable[Tensor], to: Sequence[torch.dtype | None]) -> list[Tensor]:
-    return [each.to(dtype or each.dtype) for each, dtype in zip(shards, to, strict=True)] if to else list(shards)
-
-
-def gather(recipe: Recipe) -> tuple[Tensor, ...]:
-    shards: list[Any] = cast(map(Regather.given_back, recipe.shards), recipe.to)
-    whole: list[Tensor | None] = [None] * len(shards)
-    for numbers in map(tuple, by_dtype(shards).values()):
-        shapes = [shards[i].shape for i in numbers]
-        flat = torch.cat([shards[i].reshape(-1) for i in numbers])
-        for i in numbers:
-            shards[i] = None  # parts that were gathered for this make room for the wholes
-        size = recipe.axis.size
-        count("all_gather", recipe.axis, flat.numel() * flat.itemsize * size)
-        rows = gathered_rows(flat, recipe.axis).view(size, -1)
-        del flat
-        parts = rows.split([shape.numel() for shape in shapes], 1)
-        for i, shape, part in zip(numbers, shapes, parts, strict=True):
-            dim = recipe.dims[i]
-            joined = part.view(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
-            # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
-            whole[i] = joined.narrow(dim, 0, recipe.sizes[i]).contiguous()
-    return tuple(whole)  # type: ignore[arg-type]
+NEVER = -1
+"""The number of no backward: torch gives those from 0 on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +28,75 @@ class _Bucket:
     """The weights of one recipe; they live as long as somebody uses them."""
 
     recipe: Recipe
+    parts: tuple[Any, ...]
+    """Tensors, or handles of parts that are gathered first."""
+    layer: int | None
+    """The number of the layer in whose backward they are used; None where nothing is known of it."""
+    depth: int
+    """How many layers ahead of their use weights are asked for."""
     uses: int = 0
     """How often a weight, or a view of one, was saved for the backward."""
     asked: int = 0
     """How many of those uses this backward has asked for."""
     again: tuple[Tensor, ...] | None = None
+    in_flight: InFlight | None = None
+    done: int = NEVER
+    """The last backward that has asked for all uses."""
+    later: _Bucket | None = field(default=None, repr=False)
+    """The one that a backward asks for next: it was saved before this one."""
+
+    def use(self, number: int) -> Tensor:
+        """A weight, for one of its uses."""
+        if self.again is None:
+            self.fetch()
+            self._fetch_layers()
+        assert self.again is not None
+        weight = self.again[number]
+        self.asked += 1
+        if self.asked == self.uses:
+            self.asked, self.again, self.done = 0, None, _backward()
+        return weight
+
+    def issue(self) -> None:
+        """Let the weights be on their way."""
+        if self.in_flight is None:
+            with torch.no_grad():
+                self.in_flight = issued(self.recipe, map(Regather.given_back, self.parts))
+
+    def fetch(self) -> None:
+        """Have the weights."""
+        self.issue()
+        assert self.in_flight is not None
+        with torch.no_grad():
+            self.again, self.in_flight = self.in_flight.arrived(), None
+
+    def _fetch_layers(self) -> None:
+        """Have the rest of the layer, and let those that come next be on their way."""
+        if self.depth == 0 or self.layer is None or _backward() == NEVER or not Regather.in_order:
+            return
+        ahead = [each for each in self._next() if each.again is None and each.done != _backward()]
+        for each in ahead:
+            torch.autograd.Variable._execution_engine.queue_callback(each.drop)  # type: ignore[attr-defined]
+        for each in ahead:
+            if each.layer == self.layer:
+                each.fetch()
+        for each in ahead:
+            # What is gathered of gathered parts would wait for these.
+            if each.layer != self.layer and all(isinstance(part, Tensor) for part in each.parts):
+                each.issue()
+
+    def _next(self) -> Iterator[_Bucket]:
+        """The buckets that a backward asks for after this one, as far as they are fetched ahead."""
+        each, layer = self.later, self.layer or 0
+        while each is not None and each.layer is not None and 0 <= layer - each.layer <= self.depth:
+            yield each
+            each = each.later
+
+    def drop(self) -> None:
+        """The backward is over: let go of what it has not asked for."""
+        self.in_flight = None
+        if not self.asked:
+            self.again = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +113,20 @@ class _Handle:
 class Regather(torch.autograd.graph.saved_tensors_hooks):
     """Inside the block, gathered weights (or views of them) that a backward needs are not kept, but gathered again.
 
-    Each bucket is gathered once per backward, when the first of its weights is needed, and freed after the last.
+    Each bucket is gathered once per backward and freed after its last use. The gather is issued when the backward
+    reaches a layer that is at most `depth` layers behind it, and else when the first of its weights is needed.
     """
 
     current: Regather | None = None
+    in_order: bool = True
+    """Whether backwards go through all layers, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
         super().__init__(self._pack, self.given_back)
+        self.depth = depth
         self._buckets: dict[int, tuple[Any, _Bucket, int]] = {}
+        self._saved: dict[_Bucket, None] = {}
+        """Buckets in the order in which their last weight was saved."""
 
     def __enter__(self) -> Regather:  # type: ignore[override]
         self._before = Regather.current
@@ -110,11 +138,15 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*args)
         Regather.current = self._before
         self._buckets.clear()
+        before = None
+        for bucket in self._saved:
+            bucket.later, before = before, bucket
+        self._saved.clear()
 
-    def watch(self, recipe: Recipe, weights: tuple[Tensor, ...]) -> None:
+    def watch(self, recipe: Recipe, parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: int | None) -> None:
         """Remember whose weights these are, without keeping them alive."""
-        # Shards that were themselves gathered are not kept either: a handle gathers them again first.
-        bucket = _Bucket(replace(recipe, shards=tuple(map(self._pack, recipe.shards))))
+        # Parts that were themselves gathered are not kept either: a handle gathers them again first.
+        bucket = _Bucket(recipe, tuple(map(self._pack, parts)), layer, self.depth)
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()
             self._buckets[storage._cdata] = (weakref.ref(storage), bucket, number)
@@ -125,7 +157,19 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         if alive is None or bucket is None or alive() is None:
             return _without_graph(x)
         bucket.uses += 1
+        self._saved.pop(bucket, None)
+        self._saved[bucket] = None
         return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+
+    @classmethod
+    @contextlib.contextmanager
+    def out_of_order(cls) -> Iterator[None]:
+        """Backwards inside the block go through parts of a graph: nothing is fetched ahead of its use."""
+        before, cls.in_order = cls.in_order, False
+        try:
+            yield
+        finally:
+            cls.in_order = before
 
     @staticmethod
     def hold(x: Tensor) -> object:
@@ -138,15 +182,12 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(saved, Tensor):
             return saved
         assert isinstance(saved, _Handle)
-        bucket = saved.bucket
-        if bucket.again is None:
-            with torch.no_grad():
-                bucket.again = gather(bucket.recipe)
-        weight = bucket.again[saved.number]
-        bucket.asked += 1
-        if bucket.asked == bucket.uses:
-            bucket.asked, bucket.again = 0, None
-        return weight.as_strided(saved.size, saved.stride, saved.offset)
+        return saved.bucket.use(saved.number).as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _backward() -> int:
+    """The number of the backward that runs in this thread; NEVER where none does."""
+    return torch._C._current_graph_task_id()
 
 
 def _without_graph(x: Tensor) -> Tensor:

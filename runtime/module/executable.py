@@ -16,7 +16,7 @@ from autopar.plans.plan import Plan
 from autopar.program.gradient_hooks import use_hooks
 from autopar.program.program import Program, TensorInfo, info_of
 from autopar.program.python_state import PythonState
-from autopar.runtime.collectives.axes import Groups, join_axes, use_mesh
+from autopar.runtime.collectives.axes import Groups, gathering_groups, join_axes, use_mesh
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
@@ -25,7 +25,17 @@ from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
+from autopar.runtime.rewrite.prefetch import fetched_ahead
 from autopar.runtime.rewrite.rewrite import LocalProgram
+
+REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
+
+
+def gathering_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes over which a plan fetches weights ahead in a backward that reduces over them, too; all ranks agree."""
+    moved = {(each.collective, each.axis) for row in plan.rows for each in row.transfers if each.backward}
+    axes = {axis for collective, axis in moved if collective in REDUCTIONS} if plan.prefetch else set()
+    return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,8 @@ class Executable:
     mesh: DeviceMesh
     joined: Groups
     """Of the joined axes that the graph names."""
+    gathering: Groups
+    """Of the axes over which weights are gathered while gradients are reduced."""
     parameters: tuple[GraphParameter, ...]
     buffers: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
@@ -94,11 +106,12 @@ class Executable:
         buffers = {name: info_of(nodes[placeholder]) for name, placeholder in program.buffers.items()}
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         draws = any("key" in node.kwargs for node in local.module.graph.nodes)
-        graph = RankGraph(local.module, bool(program.python.hooks))
+        graph = RankGraph(local.module, bool(program.python.hooks), fetched_ahead(local.module, plan.prefetch))
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)
-        return cls(program, plan, local, mesh, joined, tuple(parameters), buffers, constants, graph, draws)
+        gathering = gathering_groups(mesh, gathering_axes(plan))
+        return cls(program, plan, local, mesh, joined, gathering, tuple(parameters), buffers, constants, graph, draws)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -142,7 +155,7 @@ class Executable:
     def surroundings(self, random: Randomness) -> Iterator[None]:
         """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(use_mesh(self.mesh, self.joined))
+            stack.enter_context(use_mesh(self.mesh, self.joined, self.gathering))
             stack.enter_context(use_randomness(random.seed, random.step, random.deterministic))
             if random.deterministic and self.draws:
                 stack.enter_context(generators_of_first_rank(self.mesh))
@@ -150,5 +163,5 @@ class Executable:
                 stack.enter_context(use_hooks(self.program.python.hooks))
             stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.graph.regathers and torch.is_grad_enabled():
-                stack.enter_context(Regather())
+                stack.enter_context(Regather(self.plan.prefetch))
             yield

@@ -66,7 +66,7 @@ class ParallelModule(StoredModule[Executable]):
 
     def print_code(self) -> None:
         """Print the per-rank graph as code: sections per module, layouts as comments, collectives by name."""
-        print(readable_code(self._ready().local.module, self._mesh.mesh_dim_names or ()))
+        print(readable_code(self._ready().graph.ahead, self._mesh.mesh_dim_names or ()))
 
     @uncompiled
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:

@@ -20,6 +20,7 @@ from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.hoist import hoist
+from autopar.runtime.rewrite.prefetch import fetched_ahead
 
 
 class Stage(nn.Module):
@@ -33,7 +34,9 @@ class Stage(nn.Module):
         self._root = [root]  # in a list, so that it is no submodule
         self._random_state = random_state or RandomState()
         self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
-        self._graph = RankGraph(self._hoisted.body, bool(executable.program.python.hooks))
+        body = self._hoisted.body
+        ahead = fetched_ahead(body, executable.plan.prefetch)
+        self._graph = RankGraph(body, bool(executable.program.python.hooks), ahead)
         self._moved: tuple[Tensor, ...] = ()
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0

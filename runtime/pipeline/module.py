@@ -83,7 +83,7 @@ class PipelineModule(StoredModule[Pipeline]):
         """Print the graphs of this rank's stages as code."""
         for number, executable in self._ready().executables.items():
             print(f"# stage {number}")
-            print(readable_code(executable.local.module, executable.mesh.mesh_dim_names or ()))
+            print(readable_code(executable.graph.ahead, executable.mesh.mesh_dim_names or ()))
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         """What trains a batch of these inputs, planned on its first appearance."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from autopar.runtime.collectives.regather import Regather
+
 Given = tuple[Tensor | None, ...]
 """What arrives at a node, one entry per output of its forward."""
 
@@ -86,9 +88,10 @@ def backward_to_weights(groups: Sequence[WeightGroup]) -> None:
         ]
         gradients: Sequence[Tensor | None] = [None] * len(group.weights)
         if begun:
-            gradients = torch.autograd.grad(
-                list(begun), group.weights, list(begun.values()), retain_graph=True, allow_unused=True
-            )
+            with Regather.out_of_order():
+                gradients = torch.autograd.grad(
+                    list(begun), group.weights, list(begun.values()), retain_graph=True, allow_unused=True
+                )
         for handle in handles:
             handle.remove()
         for weight, gradient in zip(group.weights, gradients, strict=True):

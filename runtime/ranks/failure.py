@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.checkpoint import _StopRecomputationError
 
 from autopar.errors import AutoparError, PeerError
-from autopar.runtime.collectives.axes import joined_groups
+from autopar.runtime.collectives.axes import made_groups
 from autopar.runtime.ranks.agreement import many_processes
 from autopar.runtime.ranks.backends import backend_of
 from autopar.runtime.ranks.signs import events_of, has_left, is_gone, named, obituary, read, store_for
@@ -325,7 +325,7 @@ class Watch:
         elif self._left_within(POLL_SECONDS, begun):  # it was about to raise the same
             return
         self._failed = message
-        for group in (*self._groups, *joined_groups()):
+        for group in (*self._groups, *made_groups()):
             if backend_of(group, self._device) == "nccl":
                 backend: Any = group._get_backend(torch.device(self._device))
                 backend.abort()

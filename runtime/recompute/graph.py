@@ -27,11 +27,15 @@ def compiling() -> bool:
 class RankGraph:
     """A per-rank graph, which runs on the values of its placeholders."""
 
-    def __init__(self, module: fx.GraphModule, has_hooks: bool) -> None:
-        """`has_hooks`: whether the model's forward registers gradient hooks."""
+    def __init__(self, module: fx.GraphModule, has_hooks: bool, ahead: fx.GraphModule | None = None) -> None:
+        """`has_hooks`: whether the model's forward registers gradient hooks.
+
+        `ahead` is the graph as it runs without torch.compile, which issues gathers where it wants them.
+        """
         self.module = module
+        self.ahead = module if ahead is None else ahead
         self._has_hooks = has_hooks
-        steps = steps_of(module.graph)
+        steps = steps_of(self.ahead.graph)
         self._recomputing = steps if any(step.role is not None for step in steps) else ()
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
         """Whether some gathered weights are freed after use and gathered again in the backward."""
@@ -47,7 +51,7 @@ class RankGraph:
         """
         learns = torch.is_grad_enabled()
         if torch_compile is None and not compiling:
-            return self._run_again if self._recomputing and learns else self.module
+            return self._run_again if self._recomputing and learns else self.ahead
         if self._has_hooks and learns:
             raise InputError(
                 "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
@@ -62,7 +66,7 @@ class RankGraph:
         return self._compiled[key]
 
     def _run_again(self, *inputs: Any) -> Any:
-        return run(self.module.graph, self._recomputing, inputs)
+        return run(self.ahead.graph, self._recomputing, inputs)
 
     @cached_property
     def _in_regions(self) -> fx.GraphModule:

@@ -57,6 +57,8 @@ class Bucket:
     """Whether it is one parameter whose gradient may be overwritten."""
     reduced: torch.dtype | None
     """The dtype in which gradients are summed, where it is not their own."""
+    layer: str
+    """The layer whose weights it gathers; "" where it gathers none."""
 
     @property
     def at_entry(self) -> bool:
@@ -127,6 +129,7 @@ def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:
         regathered=tuple(position for position, member in enumerate(members) if member.regather),
         in_place=len(members) == 1 and _makes_its_gradient(space.decisions[members[0].wire.target], members[0].wire),
         reduced=members[0].wire.tensor.reduced,
+        layer=members[0].layer,
     )
 
 

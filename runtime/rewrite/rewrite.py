@@ -17,10 +17,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.cost.messages import joined_layers, layers_in_order
 from autopar.cost.moves import Move, MovedTensor
 from autopar.errors import PlanError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
+from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
 from autopar.program.recompute_segments import MODES, is_kept, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
@@ -29,6 +31,7 @@ from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
 from autopar.runtime.rewrite.bucketing import Bucket, buckets_of, late_casts
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
+from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name
@@ -107,6 +110,8 @@ class _Rewriter:
         self.cast_late = late_casts(space, self.buckets)
         self.changed = {buffer for node in space.program.graph.nodes for buffer in writes(node)}
         self.next_key = first_key
+        self.joined = joined_layers(space.program)
+        self.layer_numbers = {layer: number for number, layer in enumerate(layers_in_order(self.joined))}
 
     def run(self) -> LocalProgram:
         placeholders = [node for node in self.space.program.graph.nodes if node.op == "placeholder"]
@@ -302,6 +307,7 @@ class _Rewriter:
                 if bucket.reduced is not None:
                     kwargs["reduce"] = bucket.reduced
                 new = self._emit(gather_parameters, (step.axis, dims, sizes, *values), kwargs, None)
+                new.meta[LAYER] = self.layer_numbers[bucket.layer]
             else:
                 kwargs = {"in_place": True} if bucket.in_place else {}
                 if bucket.reduced is not None and not any(casts):
@@ -344,6 +350,10 @@ class _Rewriter:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
         node.meta["module"] = self.section
         node.meta["layout"] = layout
+        owner = layer_of(self.section) or self.section
+        number = self.layer_numbers.get(self.joined.get(owner, owner))
+        if number is not None:
+            node.meta[LAYER] = number
         return node
 
     def _strategy(self, number: int):

@@ -27,6 +27,7 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "master_copies": (True,),
     "time_limit": (0, 1.5, math.inf, 10**30),
     "gap": (0,),
+    "prefetch": (0,),
     "imbalance": (1.5, 10**30),
     "stages": ([],),
     "assume": ([],),
@@ -49,7 +50,7 @@ CALLS = [
             "assume",
         ),
         *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
-        *("imbalance", "loss_tiles", "mlp_tiles"),
+        *("imbalance", "loss_tiles", "mlp_tiles", "prefetch"),
     )
     for value in ODD
     if not any(type(value) is type(fitting) and value == fitting for fitting in FITTING.get(name, ()))
@@ -87,6 +88,10 @@ def test_an_option_that_is_none_is_refused_before_anything_is_captured(name: str
         ({"loss_tiles": 2000}, 'loss_tiles=2000; give a whole number from 1 to 1024, "auto" or False, or None'),
         ({"mlp_tiles": 0}, 'mlp_tiles=0; give a whole number from 1 to 1024, or "auto", or None'),
         ({"mlp_tiles": False}, 'mlp_tiles=False; give a whole number from 1 to 1024, or "auto", or None'),
+        (
+            {"prefetch": 3},
+            'prefetch=3; give "auto", or how many layers ahead of their use weights are gathered, 0, 1, 2',
+        ),
         ({"master_copies": 1}, "master_copies=1; give true or false"),
         ({"mode": None}, "mode=None; give a text"),
     ],

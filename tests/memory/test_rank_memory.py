@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,13 @@ AXES = ("dp", "tp")
 
 
 def _measured(
-    name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int, precision: str | None = None
+    name: str, shape: tuple[int, ...], strategy: str, batch: int, sequence: int, **options: Any
 ) -> tuple[int, int]:
     """Bytes at the highest moment of the second step on this rank, and those of the plan."""
     model, inputs = named(name, batch, sequence)
     assert isinstance(inputs, tuple)
     on = mesh(shape, AXES[: len(shape)])
-    compiled = autopar.compile(model, on, inputs, strategy=strategy, precision=precision)
+    compiled = autopar.compile(model, on, inputs, strategy=strategy, **options)
     assert isinstance(compiled, ParallelModule)
     compiled.to_empty(device="cpu")
     for parameter in compiled.parameters():
@@ -108,13 +110,26 @@ def test_a_dropout_keeps_nothing(ranks: Ranks, strategy: str) -> None:
         assert dropping < 1.05 * without, "but for what it works on"
 
 
+def _in_precision(sequence: int, precision: str) -> tuple[int, int]:
+    return _measured("tiny-llama", (2,), "zero3", 4, sequence, precision=precision)
+
+
+def _fetched_ahead() -> list[tuple[int, int]]:
+    """For weights that are fetched not ahead, and one and two layers ahead."""
+    return [_measured("tiny-llama", (2,), "zero3", 4, 64, prefetch=depth) for depth in (0, 1, 2)]
+
+
+def test_weights_that_are_fetched_ahead_are_counted(ranks: Ranks) -> None:
+    for by_depth in ranks.run(_fetched_ahead):
+        assert sorted(by_depth) == by_depth, "each layer ahead takes more"
+        for found, predicted in by_depth:
+            assert predicted == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
 def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks: Ranks, sequence: int) -> None:
     model, _ = named("tiny-llama", 4, sequence)
-    pure, mixed = (
-        ranks.run(_measured, "tiny-llama", (2,), "zero3", 4, sequence, precision)[0]
-        for precision in ("bf16", "bf16-mixed")
-    )
+    pure, mixed = (ranks.run(_in_precision, sequence, precision)[0] for precision in ("bf16", "bf16-mixed"))
     # Parameters, gradients and two moments, each of two bytes more, in two parts.
     shards = sum(each.numel() for each in model.parameters()) * 4 * 2 // 2
     assert mixed[0] < 1.1 * (pure[0] + shards)

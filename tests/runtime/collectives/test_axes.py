@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
 from autopar.errors import MeshError
-from autopar.runtime.collectives.axes import axis_of, join_axes, joined_groups, record_traffic, use_mesh
+from autopar.runtime.collectives import gathering
+from autopar.runtime.collectives.axes import (
+    axis_of,
+    gathering_groups,
+    join_axes,
+    made_groups,
+    record_traffic,
+    use_mesh,
+)
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.regather import Regather
+from autopar.runtime.module.executable import gathering_axes
 from autopar.sharding.mesh import joined_axes
 from tests.support.families import HIDDEN, MLP
 from tests.support.parity import SLOW_DEVICES
@@ -157,7 +167,7 @@ def test_all_ranks_are_joined_in_the_worlds_own_group(
 def _made_again() -> tuple[int, list[str]]:
     cube = mesh((2, 2, 2), NAMES)
     names = [join_axes(each, ("y_z",))["y_z"] for each in (cube, cube["y", "z"], cube["y", "z"])]
-    return len(joined_groups()), names
+    return len(made_groups()), names
 
 
 def test_a_group_is_made_once(ranks: Ranks) -> None:
@@ -169,3 +179,42 @@ def test_joined_axes_without_a_group_are_refused() -> None:
     with simulate(4), use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))):  # noqa: SIM117
         with pytest.raises(MeshError, match="no axis 'x_y' on the current mesh"):
             axis_of("x_y")
+
+
+def _gathered_apart() -> tuple[int, bool, list[Tensor], list[Tensor | None]]:
+    """Groups made for two kinds of inputs, whether both gathers ran there, a weight and its part's gradient."""
+    line = mesh((2,), ("x",))
+    rank, before = line.get_rank(), len(made_groups())
+    groups, again = (gathering_groups(line, ("x",)) for _ in range(2))
+    assert groups == again
+    shard = torch.full((1,), float(rank), requires_grad=True)
+    with use_mesh(line, {}, groups):
+        ran: list[str] = []
+        gather = gathering.rows_in_flight
+        with mock.patch.object(gathering, "rows_in_flight", lambda *given: (ran.append(given[2]), gather(*given))[1]):
+            with Regather(1):
+                (whole,) = gather_parameters("x", (0,), (2,), shard, regather=(0,), layer=0)
+                loss = (whole * whole).sum()
+            loss.backward()
+        apart = ran == [groups["x"]] * 2 and groups["x"] != axis_of("x").group
+    return len(made_groups()) - before, apart, [whole], [shard.grad]
+
+
+def test_weights_are_gathered_in_a_group_of_their_own(ranks: Ranks) -> None:
+    for rank, (made, apart, (whole,), (gradient,)) in enumerate(ranks.run(_gathered_apart)):
+        assert made == 1
+        assert apart
+        assert whole.tolist() == [0.0, 1.0]
+        assert gradient is not None and gradient.tolist() == [4.0 * rank]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "axes"),
+    [("zero3", 1, ("x",)), ("zero3", 0, ()), ("zero2", 1, ()), ("data_parallel", 1, ())],
+)
+def test_plans_that_gather_and_reduce_in_the_backward_gather_apart(
+    strategy: str, prefetch: Literal[0, 1], axes: tuple[str, ...]
+) -> None:
+    on = autopar.Mesh({"x": 2})
+    plan = autopar.plan(MLP(), on, (torch.ones(8, HIDDEN),), strategy=strategy, prefetch=prefetch)
+    assert gathering_axes(plan) == axes

@@ -1,0 +1,105 @@
+"""Weights gathered from their parts: what is to be gathered, and what is on its way.
+
+A collective runs beside everything else until it is waited for. `start_gather` issues the gather of a bucket and
+returns what is in flight; whoever needs the weights waits for it, and only then copies them out of its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.collectives.axes import Axis, axis_of, count
+from autopar.runtime.collectives.functions import rows_in_flight, waited_for
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the weights of a bucket are gathered."""
+
+    axis: Axis
+    dims: tuple[int, ...]
+    """The split dims."""
+    sizes: tuple[int, ...]
+    """Their whole sizes."""
+    to: Sequence[torch.dtype | None] = ()
+    """The dtypes to which they are cast before; none where they stay as they are."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """Weights of a bucket on their way: a buffer per dtype, which is no one's to read before it is waited for."""
+
+    recipe: Recipe
+    buffers: list[tuple[tuple[int, ...], list[torch.Size], Tensor]] = field(default_factory=list)
+    """Positions, shapes of their parts, and the parts of all ranks, one rank after the other."""
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """The weights, once they are there; to be asked once, as the buffers are let go."""
+        axis, dims, sizes = self.recipe.axis, self.recipe.dims, self.recipe.sizes
+        whole: list[Tensor | None] = [None] * len(dims)
+        while self.buffers:
+            numbers, shapes, buffer = self.buffers.pop(0)
+            rows = waited_for(buffer).view(axis.size, -1)
+            del buffer
+            parts = rows.split([shape.numel() for shape in shapes], 1)
+            for i, shape, part in zip(numbers, shapes, parts, strict=True):
+                joined = part.view(axis.size, *shape).movedim(0, dims[i]).flatten(dims[i], dims[i] + 1)
+                # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
+                whole[i] = joined.narrow(dims[i], 0, sizes[i]).contiguous()
+        return tuple(whole)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        # Nobody has asked, as where a call has failed: a collective holds its buffers until it is waited for.
+        while self.buffers:
+            waited_for(self.buffers.pop()[2])
+
+
+def by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:
+    """Dtype → the tensors that there are, by position: a weight that a loss does not use has a gradient on no rank."""
+    groups: dict[torch.dtype, dict[int, Tensor]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            groups.setdefault(tensor.dtype, {})[number] = tensor
+    return groups
+
+
+def cast(shards: Iterable[Tensor], to: Sequence[torch.dtype | None]) -> list[Tensor]:
+    return [each.to(dtype or each.dtype) for each, dtype in zip(shards, to, strict=True)] if to else list(shards)
+
+
+def issued(recipe: Recipe, shards: Iterable[Tensor]) -> InFlight:
+    """Begin to gather weights of these parts, in one collective per dtype."""
+    parts: list[Tensor | None] = [*cast(shards, recipe.to)]
+    found = InFlight(recipe)
+    for numbers, group in [(tuple(group), list(group.values())) for group in by_dtype(parts).values()]:
+        shapes = [shard.shape for shard in group]
+        flat = torch.cat([shard.reshape(-1) for shard in group])
+        group.clear()
+        for i in numbers:
+            parts[i] = None  # parts that were gathered for this make room for the wholes
+        count("all_gather", recipe.axis, flat.numel() * flat.itemsize * recipe.axis.size)
+        found.buffers.append((numbers, shapes, rows_in_flight(flat, recipe.axis, recipe.axis.gathering)))
+        del flat
+    return found
+
+
+def start_gather(
+    axis: str,
+    dims: tuple[int, ...],
+    sizes: tuple[int, ...],
+    *shards: Tensor,
+    to: tuple[torch.dtype | None, ...] = (),
+) -> InFlight | None:
+    """Issue a gather that a later `gather_parameters` of the same weights waits for; arguments are as there.
+
+    None where nothing moves, and in compiled graphs, whose compiler orders collectives itself.
+    """
+    where = axis_of(axis)
+    if where.size == 1 or torch.compiler.is_compiling():
+        return None
+    with torch.no_grad():
+        return issued(Recipe(where, dims, sizes, to), shards)
