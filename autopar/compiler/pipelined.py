@@ -108,7 +108,7 @@ class _Compiler:
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
         """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
         program = on_all_ranks(
-            lambda: self._capture(arguments, training, frozen), lambda found: found.summary, self.mesh
+            lambda: self._capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
         )
         assert self.schedule is not None, "the schedule is chosen for the first batch"
         request = self._requested(program, arguments, self.schedule)

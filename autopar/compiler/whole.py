@@ -72,7 +72,12 @@ class _Compiler:
             return self._capture(arguments, training, frozen, tiles)
 
         def on_ranks(tiles: Tiles) -> Space:
-            return on_all_ranks(lambda: captured(tiles), lambda found: found.program.summary, self.mesh)
+            return on_all_ranks(
+                lambda: captured(tiles),
+                lambda found: found.program.summary,
+                self.mesh,
+                lambda found: found.program.lines(),
+            )
 
         asked = Tiles.of(self.request)
         space = on_ranks(asked)

@@ -112,15 +112,22 @@ class Program:
         """The flat output: fx nodes or constants."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    def lines(self) -> list[str]:
+        """The nodes of the graph with their shapes and dtypes, a line each: equal for equal graphs, on any device."""
+        index: dict[fx.Node, int] = {}
+        found = []
+        for node in self.graph.nodes:
+            index[node] = len(index)
+            args = map_aggregate((node.args, node.kwargs), lambda leaf: _named(leaf, index))
+            found.append(f"{node.op} {node.target} {args!r} {node.meta.get('tensor')}")
+        return found
+
     @property
     def fingerprint(self) -> str:
         """A hash of the graph with its shapes and dtypes: equal for equal models on equal inputs, on any device."""
         digest = hashlib.sha256()
-        index: dict[fx.Node, int] = {}
-        for node in self.graph.nodes:
-            index[node] = len(index)
-            args = map_aggregate((node.args, node.kwargs), lambda leaf: _named(leaf, index))
-            digest.update(f"{node.op} {node.target} {args!r} {node.meta.get('tensor')}\n".encode())
+        for line in self.lines():
+            digest.update(f"{line}\n".encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
         if self.reduced is not None:
             digest.update(str(self.reduced).encode())

@@ -35,8 +35,13 @@ def from_first_rank(work: Callable[[], T], mesh: DeviceMesh) -> T:
     return result
 
 
-def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: DeviceMesh) -> T:
-    """What `work` gives on this rank; an error on every rank where it fails on one or `describe` tells them apart."""
+def on_all_ranks(
+    work: Callable[[], T], describe: Callable[[T], str], mesh: DeviceMesh, details: Callable[[T], list[str]]
+) -> T:
+    """What `work` gives on this rank; an error on every rank where it fails on one or `describe` tells them apart.
+
+    Where it does the error names the first of the lines of `details` that differ.
+    """
     if not many_processes(mesh):
         return work()
     result: Any = None
@@ -52,14 +57,24 @@ def on_all_ranks(work: Callable[[], T], describe: Callable[[T], str], mesh: Devi
         if failure is not None:
             raise failure
     first_rank, _, first = outcomes[0]
-    for rank, _, other in outcomes:
-        if other != first:
-            raise InputError(
-                f"the ranks were called differently: rank {first_rank} with {first}; rank {rank} with {other}. "
-                "Every rank needs the same model and inputs of the same global shapes: give each the whole batch, or "
-                "DTensors."
-            )
-    return result
+    differing = next((number for number, (_, _, other) in enumerate(outcomes) if other != first), None)
+    if differing is None:
+        return result
+    rank, _, other = outcomes[differing]
+    lines = _gathered(details(result), mesh)
+    raise InputError(
+        f"the ranks were called differently: rank {first_rank} with {first}; rank {rank} with {other}."
+        f"{_difference(lines[0], lines[differing])} Every rank needs the same model and inputs of the same global "
+        "shapes: give each the whole batch, or DTensors."
+    )
+
+
+def _difference(lines: list[str], others: list[str]) -> str:
+    """Where two lists of lines part."""
+    for number, (line, other) in enumerate(itertools.zip_longest(lines, others, fillvalue="nothing")):
+        if line != other:
+            return f" They part at node {number}: {line} and {other}."
+    return ""
 
 
 def _portable(error: BaseException) -> AutoparError:

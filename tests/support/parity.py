@@ -165,7 +165,7 @@ def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.c
     """
 
     def find(model: nn.Module, *args: Any, **options: Any) -> Program:
-        key = (*graph, model.training)
+        key = (*graph, model.training, str(sorted(options.items())))
         if key not in _programs:
             _programs[key] = capture(model, *args, **options)
         return _programs[key]
@@ -186,7 +186,7 @@ def parallel(case: Case) -> Training:
         autopar.annotate(model, pattern, **keywords)
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
-    with captured_once((*case.graph, *map(case.options.get, ("capacity_factor", "loss_tiles", "precision")))):
+    with captured_once(case.graph):
         compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)

@@ -190,8 +190,7 @@ def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
     if "pp" in case.axes:
         options["schedule"] = case.schedule
     on = mesh(tuple(case.axes.values()), tuple(case.axes))
-    graph = *case.graph, *map(case.options.get, ("loss_tiles", "precision"))
-    with captured_once(graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
+    with captured_once(case.graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
         return autopar.compile(model, on, kwargs or args, **{**options, **case.options})
 
 

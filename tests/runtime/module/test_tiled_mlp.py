@@ -55,8 +55,14 @@ def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     "case",
     [
         Case("llama", (2,), options={"hardware": SLOW_DEVICES, "strategy": "ring", "mlp_tiles": 3}, steps=2),
-        Case("gpt2", (2, 2), options={"hardware": SLOW_DEVICES, "strategy": "megatron", "mlp_tiles": 3}, steps=2),
-        Case("bert", (2,), options={"hardware": SLOW_DEVICES, "strategy": "zero3", "mlp_tiles": 3}, steps=2),
+        pytest.param(
+            Case("gpt2", (2, 2), options={"hardware": SLOW_DEVICES, "strategy": "megatron", "mlp_tiles": 3}, steps=2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Case("bert", (2,), options={"hardware": SLOW_DEVICES, "strategy": "zero3", "mlp_tiles": 3}, steps=2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -90,7 +96,9 @@ def _distance(found: list[Tensor] | None, expected: list[Tensor] | None) -> floa
     return float((found[0].double() - expected[0]).norm())
 
 
-@pytest.mark.parametrize(("mesh", "schedule"), [("pp2xtp2", "1f1b"), ("pp2", "zbv")])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [pytest.param("pp2xtp2", "1f1b", marks=pytest.mark.slow), ("pp2", "zbv")]
+)
 def test_it_goes_with_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
     pipeline_training.check(
         ranks, pipeline_training.PipelineCase("llama", mesh, schedule, options={"mlp_tiles": 2}, steps=2)

@@ -237,7 +237,7 @@ def _of_rank(compiled: bool) -> list[Tensor]:
         return [functions.raw_all_gather(x, axis_of("a"), 2, POSITIONS, True) for x in (out.detach(), *grads)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_ring_of_real_ranks_with_dropout(ranks: Ranks, compiled: bool) -> None:
     with use_randomness(5, 2):
         expected = on_one(samples(2), "causal", False)

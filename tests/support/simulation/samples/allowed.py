@@ -11,6 +11,7 @@ import torch
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.bags import EMBEDDING_BAGS
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.operators.rows import CROSS_ENTROPY
 
 aten = torch.ops.aten
@@ -70,6 +71,26 @@ ALLOWED: dict[Any, dict[str, str]] = {
 ALLOWED[ATTENTION_BY_MASK] = {
     "R, R, S(?), R, R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
 }
+
+ALLOWED[MLP_IN_TILES] = dict.fromkeys(
+    (
+        "R, R, R, S(0) -> S(?)",
+        "R, R, S(0) -> S(?)",
+        "R, R, R, R, R, S(0), S(0) -> S(?)",
+        "R, R, R, S(0), S(0) -> S(?)",
+    ),
+    "features are whole, before and behind",
+) | dict.fromkeys(
+    (
+        "R, R, R, P -> P",
+        "R, P, R, R -> P",
+        "R, R, R, R, R, P, P -> P",
+        "R, P, P, R, R, R, P -> P",
+        "R, R, R, P, P -> P",
+        "R, R, P -> P",
+    ),
+    WEIGHT,
+)
 
 NOT_COMPARED: dict[Any, str] = dict.fromkeys(
     [aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default], UNKNOWN

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
@@ -23,6 +24,21 @@ def linear(d: Draw) -> list[Sample]:
         sample(d.x(b), d.x(c, b), d.x(c)),
         sample(d.x(a, e, b), d.constant(c, b), d.constant(c)),
         sample(d.constant(a, e, b), d.x(c, b), d.x(c)),
+    ]
+
+
+def mlp_in_tiles(d: Draw) -> list[Sample]:
+    a, b, c, e = d.sizes(4)
+
+    def weights(gated: bool, biased: bool) -> tuple[Tensor | None, ...]:
+        gate = (d.x(e, c), d.x(e) if biased else None) if gated else (None, None)
+        return (d.x(e, c), d.x(e) if biased else None, *gate, d.x(c, e), d.x(c) if biased else None)
+
+    return [
+        sample(d.x(a, c), *weights(True, False), "silu", 2),
+        sample(d.x(a, b, c), *weights(True, True), "gelu", 3),
+        sample(d.x(a, b, c), *weights(False, True), "relu", 2),
+        sample(d.x(a, b, c), *weights(False, False), "gelu_tanh", 1),
     ]
 
 
@@ -198,6 +214,7 @@ def adaptive_pooling(*sizes: int) -> Samples:
 
 
 SAMPLES: dict[Any, Samples] = {
+    MLP_IN_TILES: mlp_in_tiles,
     aten.linear.default: linear,
     aten.mm.default: mm,
     aten.bmm.default: bmm,
