@@ -72,25 +72,19 @@ ALLOWED[ATTENTION_BY_MASK] = {
     "R, R, S(?), R, R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
 }
 
-ALLOWED[MLP_IN_TILES] = dict.fromkeys(
-    (
-        "R, R, R, S(0) -> S(?)",
-        "R, R, S(0) -> S(?)",
-        "R, R, R, R, R, S(0), S(0) -> S(?)",
-        "R, R, R, S(0), S(0) -> S(?)",
-    ),
-    "features are whole, before and behind",
-) | dict.fromkeys(
-    (
-        "R, R, R, P -> P",
-        "R, P, R, R -> P",
-        "R, R, R, R, R, P, P -> P",
-        "R, P, P, R, R, R, P -> P",
-        "R, R, R, P, P -> P",
-        "R, R, P -> P",
-    ),
-    WEIGHT,
-)
+_WHOLE = "features are whole, before and behind"
+ALLOWED[MLP_IN_TILES] = {
+    "R, R, R, S(0) -> S(?)": _WHOLE,
+    "R, R, S(0) -> S(?)": _WHOLE,
+    "R, R, R, R, R, S(0), S(0) -> S(?)": _WHOLE,
+    "R, R, R, S(0), S(0) -> S(?)": _WHOLE,
+    "R, R, R, P -> P": WEIGHT,
+    "R, P, R, R -> P": WEIGHT,
+    "R, R, R, R, R, P, P -> P": WEIGHT,
+    "R, P, P, R, R, R, P -> P": WEIGHT,
+    "R, R, R, P, P -> P": WEIGHT,
+    "R, R, P -> P": WEIGHT,
+}
 
 NOT_COMPARED: dict[Any, str] = dict.fromkeys(
     [aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default], UNKNOWN
