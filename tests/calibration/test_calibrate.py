@@ -105,6 +105,7 @@ def _on_two_axes() -> Any:
     return calibrate(Mesh({"dp": 2, "tp": 2}), effort=TINY)
 
 
+@pytest.mark.slow
 def test_joined_axes_are_measured_beside_the_axes(ranks: Ranks) -> None:
     (profile, *_) = ranks.run(_on_two_axes, world_size=4)
     assert "all_to_all over dp=2 and tp=2 and dp_tp=4, in a node" in profile["links"][0]["bytes_per_s"]["source"]

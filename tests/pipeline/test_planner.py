@@ -321,6 +321,7 @@ def test_a_plan_that_is_read_again_is_equal_and_can_be_run(tmp_path: Path) -> No
         assert choices == context_of(plan.stages[stage.number].plan).choices
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_twice_and_in_another_process() -> None:
     script = f"from {HERE} import _digest; print(_digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

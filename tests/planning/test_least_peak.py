@@ -67,6 +67,7 @@ def peak_within(space: Space, limit: int) -> int:
         return make_plan(space, {}, limit, time_limit=4.0)[0].peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linears", "attention", "layers", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_every_limit_down_to_the_least_gives_a_plan_and_one_byte_less_the_refusal_that_states_it(name: str) -> None:
     space = SPACES[name]()

@@ -144,6 +144,7 @@ def test_a_loop_over_the_experts_that_are_hit_is_captured_in_sorted_rows(
     assert not any("forward" in vars(module) for module in made.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["expert_data", pytest.param("data_parallel", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("model", "inputs"), [(nllb, PAIRS), (longcat, TEXT), (jetmoe, TEXT)], ids=["nllb", "longcat", "jetmoe"]

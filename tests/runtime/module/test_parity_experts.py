@@ -81,6 +81,7 @@ def hold(
                 raise AssertionError(f"{family}, {'|'.join(way)}: {error}") from error
 
 
+@pytest.mark.slow
 def test_families_with_experts_train_on_ranks_as_on_one_process(ranks: Ranks) -> None:
     hold(ranks, QUICK, steps=2)
 

@@ -31,6 +31,7 @@ def options(preset: str | None) -> dict[str, Any]:
     return {"hardware": SLOW_DEVICES} | ({"strategy": preset} if preset else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", FURTHER)
 def test_a_further_family_trains_on_ranks_as_on_one_process(ranks: Ranks, family: str, preset: str | None) -> None:

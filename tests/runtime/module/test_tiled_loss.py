@@ -39,6 +39,7 @@ def tiled(family: str, dp: str, tp: str, **options: Any) -> Case:
     return Case(family, (2, 2), said, options={"hardware": SLOW_DEVICES, "loss_tiles": 3, **options}, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
