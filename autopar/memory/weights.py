@@ -72,6 +72,8 @@ class MovedWeights:
 
     def bytes_ahead(self, by_layer: Mapping[str, int], forward: bool, depth: int) -> np.ndarray:
         """At each place, the bytes of the layers of which `is_ahead` says so."""
+        if depth == 0:
+            return np.zeros(len(self.lifetimes.calls), dtype=np.int64)
         sizes = [by_layer.get(layer, 0) for layer in self._numbers]
         before, reached = np.cumsum([0, *sizes]), np.array(self._reached[0 if forward else 1], dtype=np.int64)
         first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)

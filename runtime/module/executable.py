@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -36,6 +36,11 @@ def gathering_axes(plan: Plan) -> tuple[str, ...]:
     moved = {(each.collective, each.axis) for row in plan.rows for each in row.transfers if each.backward}
     axes = {axis for collective, axis in moved if collective in REDUCTIONS} if plan.prefetch else set()
     return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
+
+
+def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:
+    """A per-rank graph of a program, with its weights fetched ahead as the plan says."""
+    return RankGraph(module, bool(program.python.hooks), fetched_ahead(module, plan.prefetch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Executable:
         buffers = {name: info_of(nodes[placeholder]) for name, placeholder in program.buffers.items()}
         constants = {name: constant.to(mesh.device_type) for name, constant in program.constants.items()}
         draws = any("key" in node.kwargs for node in local.module.graph.nodes)
-        graph = RankGraph(local.module, bool(program.python.hooks), fetched_ahead(local.module, plan.prefetch))
+        graph = graph_of(local.module, program, plan)
         buckets = [node for node in local.module.graph.nodes if node.target in (gather_parameters, reduce_gradients)]
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.collectives.buckets import take_back
-from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.executable import Executable, graph_of
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.runtime.module.stored import StoredModule
-from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.hoist import hoist
-from autopar.runtime.rewrite.prefetch import fetched_ahead
 
 
 class Stage(nn.Module):
@@ -34,9 +32,7 @@ class Stage(nn.Module):
         self._root = [root]  # in a list, so that it is no submodule
         self._random_state = random_state or RandomState()
         self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
-        body = self._hoisted.body
-        ahead = fetched_ahead(body, executable.plan.prefetch)
-        self._graph = RankGraph(body, bool(executable.program.python.hooks), ahead)
+        self._graph = graph_of(self._hoisted.body, executable.program, executable.plan)
         self._moved: tuple[Tensor, ...] = ()
         self._microbatches: Sequence[Arguments] = ()
         self._first_step = 0

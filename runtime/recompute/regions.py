@@ -48,7 +48,6 @@ class _Regions:
         self.old, self.new = graph, fx.Graph()
         self.root = nn.Module()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.segment: str | None = None
         self.open: list[fx.Node] = []
         """The calls of the segment so far."""
 
@@ -59,9 +58,8 @@ class _Regions:
                 self._close()
                 self.new.output(map_arg(node.args[0], self.copies.__getitem__))
             elif role is not None and not role.weight:
-                if role.segment != self.segment:
+                if self.open and role_of(self.open[-1]).segment != role.segment:  # type: ignore[union-attr]
                     self._close()
-                    self.segment = role.segment
                 self.open.append(node)
             else:
                 if not set(self.open).isdisjoint(node.all_input_nodes):
@@ -101,7 +99,7 @@ class _Regions:
         result = self._module(made, self.open[0].name, tuple(self.copies[node] for node in inputs), {})
         for position, node in enumerate(outputs):
             self.copies[node] = self.new.call_function(operator.getitem, (result, position))
-        self.open, self.segment = [], None
+        self.open = []
 
     def _module(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         self.root.add_module(f"region_{name}", module)

@@ -21,7 +21,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
 from autopar.memory.microbatches import END, Microbatches, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow, wire_bytes
 from autopar.memory.peak import memory_use
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
@@ -36,6 +36,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.space import Space
 from tests.memory.test_model import split_samples, whole
+from tests.support.moments import at_moment
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 from tests.support.ranks import Ranks, mesh
 
@@ -203,14 +204,6 @@ def test_a_row_counts_what_the_prediction_counts(model: nn.Module, microbatches:
         if len(microbatches.phases) == 2:  # the timeline is that of the only backward that can be the fullest
             backward = [each.num_bytes for each in use.timeline if each.backward][:-1]
             assert [at_moment(memory, choices, place) for place in range(len(memory.lifetimes.calls))] == backward[::-1]
-
-
-def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:
-    """Bytes at a moment, as the rows of the problem count them."""
-    row = MemoryRow(((moment, 1),))
-    nodes = sum(int(node_bytes(memory, n, row)[0][choice]) for n, choice in enumerate(choices))
-    wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
-    return nodes + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in wires if a is not None)
 
 
 def test_a_limit_holds_for_all_microbatches_in_flight() -> None:

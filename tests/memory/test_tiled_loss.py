@@ -9,11 +9,12 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasibleError, PlanError
-from autopar.memory.moments import COMPUTING, FORWARD, MemoryRow, moment_of, node_bytes, wire_bytes
+from autopar.memory.moments import COMPUTING, FORWARD, moment_of
 from autopar.memory.peak import memory_use
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from tests.support.loss_alone import Reader, reading
+from tests.support.moments import at_moment
 
 CLASSES, SIZE, BATCH, SEQUENCE = 4096, 64, 8, 64
 RANK_ROWS = BATCH * SEQUENCE // 2
@@ -54,12 +55,7 @@ def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kin
     context = context_of(plan)
     memory, choices = context.memory_model, context.choices
     peak, _, moment = memory_use(memory, choices, {})
-    row = MemoryRow(((moment, 1),))
-    found = [node_bytes(memory, number, row)[0][choice] for number, choice in enumerate(choices)]
-    for wire in memory.space.wires:
-        arrays = wire_bytes(memory, wire, row)
-        found += [] if arrays is None else [arrays[0][choices[wire.source], choices[wire.target]]]
-    assert sum(found) == peak == plan.peak_bytes == plan.reprice().memory["memory"]
+    assert at_moment(memory, choices, moment) == peak == plan.peak_bytes == plan.reprice().memory["memory"]
     assert moment_of(memory, moment).kind == kind
     if strategy == "megatron":  # of the loss: kept gradients, and these scaled
         assert plan.memory is not None

@@ -10,11 +10,11 @@ import torch
 
 import autopar
 from autopar.errors import InfeasibleError, PlanError
-from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
 from autopar.memory.peak import memory_use
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from tests.support.gated_mlps import Gated, tokens
+from tests.support.moments import at_moment
 
 SIZE, HIDDEN, ROWS = 64, 512, 8 * 64 // 2
 OF_HIDDEN = ROWS * HIDDEN * 4
@@ -52,13 +52,8 @@ def test_choices_add_up_to_the_peak_and_formulas_say_the_same(strategy: str | No
         context = context_of(plan)
         memory, choices = context.memory_model, context.choices
         peak, _, moment = memory_use(memory, choices, {})
-        row = MemoryRow(((moment, 1),))
-        found = [node_bytes(memory, number, row)[0][choice] for number, choice in enumerate(choices)]
-        for wire in memory.space.wires:
-            arrays = wire_bytes(memory, wire, row)
-            found += [] if arrays is None else [arrays[0][choices[wire.source], choices[wire.target]]]
         repriced = plan.reprice()
-        assert sum(found) == peak == plan.peak_bytes == repriced.memory["memory"]
+        assert at_moment(memory, choices, moment) == peak == plan.peak_bytes == repriced.memory["memory"]
         assert repriced.seconds == pytest.approx(plan.seconds)
         assert plan.peak_bytes < plan.reprice(batch=16).memory["memory"] < 2 * plan.peak_bytes
 

@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.hardware.load import load
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation
 from autopar.planning.least_peak import least_peak
@@ -22,6 +22,7 @@ from autopar.planning.planner import make_plan
 from autopar.space.space import Space
 from tests.planning.test_planner import every_choice
 from tests.support.families import FAMILIES
+from tests.support.moments import at_moment
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 
 
@@ -110,8 +111,4 @@ def test_rows_count_what_the_prediction_counts_in_the_forward_too(name: str, mic
     predicted = bytes_by_moment(memory, choices, {})
     assert (predicted > 0).sum() >= 2 * len(memory.lifetimes.calls)
     for moment in predicted.nonzero()[0].tolist():
-        row = MemoryRow(((moment, 1),))
-        nodes = sum(int(node_bytes(memory, n, row)[0][choice]) for n, choice in enumerate(choices))
-        wires = ((w, wire_bytes(memory, w, row)) for w in space.wires)
-        moved = sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in wires if a is not None)
-        assert nodes + moved == predicted[moment], moment
+        assert at_moment(memory, choices, moment) == predicted[moment], moment

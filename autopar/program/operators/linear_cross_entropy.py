@@ -124,7 +124,7 @@ def _loss_of_tiles(
     found = _Gradients.like(hidden_ND, weight_VD, loss.learns)
     total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
     kept_N = target_N != loss.ignore_index
-    for start, stop in _tiles(hidden_ND.shape[0], loss.tiles):
+    for start, stop in tiles_of_rows(hidden_ND.shape[0], loss.tiles):
         rows = hidden_ND[start:stop], target_N[start:stop], kept_N[start:stop]
         loss_T, grad_TV = _loss_of_rows(*rows, weight_VD, bias_V, found, ranks)
         total = total + loss_T.sum(dtype=torch.float64)
@@ -165,7 +165,7 @@ def _loss_of_rows(
     return loss_T, p_TV.to(h_TD.dtype)
 
 
-def _tiles(num_rows: int, tiles: int) -> Iterator[tuple[int, int]]:
+def tiles_of_rows(num_rows: int, tiles: int) -> Iterator[tuple[int, int]]:
     """First row of each tile, and the row behind its last."""
     start = 0
     for count in rows_of_tiles(num_rows, tiles):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.program.operators.derivatives import once_differentiable
-from autopar.program.operators.linear_cross_entropy import rows_of_tiles, wide
+from autopar.program.operators.linear_cross_entropy import tiles_of_rows, wide
 
 aten = torch.ops.aten
 
@@ -157,11 +157,8 @@ def _add_tile(mlp: _Mlp, found: _Gradients, x_TD: Tensor, dy_TD: Tensor, dx_TD: 
 
 
 def _tiles(x_ND: Tensor, tiles: int) -> Iterator[tuple[int, int]]:
-    """First row of each tile, and the row behind its last."""
-    start = 0
-    for count in rows_of_tiles(x_ND.shape[0], tiles) if x_ND.shape[0] else ():
-        yield start, start + count
-        start += count
+    """Those of all rows; none where there are no rows."""
+    return tiles_of_rows(x_ND.shape[0], tiles) if x_ND.shape[0] else iter(())
 
 
 def _mlp_in_tiles(

@@ -11,7 +11,7 @@ from autopar.program.operators.attention.dropout import Dropout, lines_of
 from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
 from autopar.runtime.implementations.attention.blocks import Piece
 from autopar.runtime.implementations.attention.heads import GROUP, QUERY_HEADS
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Dealing, Ranks, on_each_rank
+from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Dealing, Ranks, on_each_rank, positions
 from autopar.runtime.implementations.dropout import kept_of_whole, seed_of_part
 from autopar.runtime.implementations.randomness import randomness
 
@@ -69,11 +69,6 @@ def drawn(
 
     (result,) = on_each_rank(compute, every, (seed_of_part(key, ()),))
     return result
-
-
-def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Those of some pieces, as they lie in a rank's tensor."""
-    return torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
 
 
 def dropout_of(

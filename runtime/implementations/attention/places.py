@@ -22,6 +22,11 @@ Ranks = tuple[int, ...]
 """Where a rank stands on each of some axes."""
 
 
+def positions(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """Those of some pieces, as they lie in a rank's tensor."""
+    return torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
+
+
 @dataclass(frozen=True, slots=True)
 class Dealing:
     """How axes, outer first, split a sequence."""

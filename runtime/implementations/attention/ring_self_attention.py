@@ -25,7 +25,7 @@ from autopar.runtime.collectives.axes import Axes, axes_of, num_parts_of
 from autopar.runtime.collectives.functions import raw_reduce_scatter
 from autopar.runtime.implementations.attention.by_blocks import four_dims
 from autopar.runtime.implementations.attention.heads import shared_heads
-from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split, on_each_rank
+from autopar.runtime.implementations.attention.places import KEYS, QUERIES, Ranks, Split, on_each_rank, positions
 from autopar.runtime.implementations.attention.steps import sent
 
 
@@ -87,8 +87,7 @@ class _Rows:
             scores_BHST.masked_fill_(~mask, -math.inf)
         if self.causal:
             axes, device = self.split.queries.axes, scores_BNT.device
-            pieces = self.split.queries.pieces(self.num_queries, ranks[: len(axes)])
-            queries = torch.cat([torch.arange(piece.first, piece.end, device=device) for piece in pieces])
+            queries = positions(self.split.queries.pieces(self.num_queries, ranks[: len(axes)]), device)
             keys = torch.arange(self.split.num_keys, device=device)
             scores_BHST.masked_fill_(keys > queries.unsqueeze(-1), -math.inf)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.nn import functional as F
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.runtime.implementations import tiled_loss
 from tests.support import pipeline_training
+from tests.support.in_tiles import peaks_of_step, under_torch_compile
 from tests.support.loss_alone import Reader, reading
-from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding, whole
+from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
@@ -135,24 +134,9 @@ def test_a_loss_in_a_layer_that_is_computed_again_is_not(mode: str, monkeypatch:
 
 def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
     """Graphs that torch.compile makes of a model split by classes, and how far its step is from that without."""
-    torch._dynamo.reset()
-    batch, graphs = reading(), []
+    batch = reading()
     model = autopar.compile(Reader(), mesh((2,), ("tp",)), batch, strategy="megatron", loss_tiles=3)
-
-    def counting(graph: Any, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return backend(graph, example_inputs)
-
-    def step(called: Any) -> list[Tensor]:
-        model.zero_grad()
-        loss = called(**batch)
-        loss.backward()
-        return [whole(x) for x in (loss, *(parameter.grad for parameter in model.parameters()))]  # type: ignore[misc]
-
-    pairs = zip(step(model), step(torch.compile(model, backend=counting)), strict=True)
-    apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-    torch._dynamo.reset()
-    return len(graphs), apart
+    return under_torch_compile(model, batch, backend)
 
 
 @pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
@@ -169,20 +153,8 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
         model = Reader(4096, 64).to(dtype)
         on = mesh((2,), ("dp",))
         compiled = autopar.compile(model, on, batch, strategy=strategy, loss_tiles=number)
-        optimizer = torch.optim.AdamW(compiled.parameters())
-
-        def step(compiled: Any = compiled) -> None:
-            compiled(**batch).backward()
-
-        step()
-        optimizer.step()
-        held = partial(_held, compiled, optimizer, batch)
-        found.append((peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes))
+        found.append(peaks_of_step(compiled, batch))
     return found
-
-
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> list[Tensor]:
-    return [*held_in_training(model, optimizer), *batch.values()]
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager, eager
 
 import autopar
-from autopar.benchmarking.meters import held_in_training, peak_bytes
 from tests.support import pipeline_training
 from tests.support.gated_mlps import Gated, tokens
-from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding, whole
+from tests.support.in_tiles import peaks_of_step, under_torch_compile
+from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
@@ -107,24 +106,9 @@ def test_it_goes_with_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
 
 def _under_torch_compile(backend: Callable[..., Any]) -> tuple[int, float]:
     """Graphs that torch.compile makes of a model split by hidden features, and how far its step is from without."""
-    torch._dynamo.reset()
-    batch, graphs = {"x": tokens()["x"].float()}, []
+    batch = {"x": tokens()["x"].float()}
     model = autopar.compile(Gated(), mesh((2,), ("tp",)), batch, strategy="megatron", mlp_tiles=3)
-
-    def counting(graph: Any, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return backend(graph, example_inputs)
-
-    def step(called: Any) -> list[Tensor]:
-        model.zero_grad()
-        loss = called(**batch)
-        loss.backward()
-        return [whole(x) for x in (loss, *(parameter.grad for parameter in model.parameters()))]  # type: ignore[misc]
-
-    pairs = zip(step(model), step(torch.compile(model, backend=counting)), strict=True)
-    apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-    torch._dynamo.reset()
-    return len(graphs), apart
+    return under_torch_compile(model, batch, backend)
 
 
 @pytest.mark.parametrize("backend", [eager, pytest.param(aot_eager, marks=pytest.mark.slow)])
@@ -140,20 +124,8 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
     for number in tiles:
         on = mesh((2,), ("dp",))
         compiled = autopar.compile(Gated(64, 512).to(dtype), on, batch, strategy=strategy, mlp_tiles=number)
-        optimizer = torch.optim.AdamW(compiled.parameters())
-
-        def step(compiled: Any = compiled) -> None:
-            compiled(**batch).backward()
-
-        step()
-        optimizer.step()
-        held = partial(_held, compiled, optimizer, batch)
-        found.append((peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes))
+        found.append(peaks_of_step(compiled, batch))
     return found
-
-
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> list[Tensor]:
-    return [*held_in_training(model, optimizer), *batch.values()]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,16 @@
+"""The bytes of a plan at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.memory.model import MemoryModel
+from autopar.memory.moments import MemoryRow, node_bytes, wire_bytes
+
+
+def at_moment(memory: MemoryModel, choices: Sequence[int], moment: int) -> int:
+    """Bytes at a moment, as the rows of the problem count them."""
+    row = MemoryRow(((moment, 1),))
+    nodes = sum(int(node_bytes(memory, n, row)[0][choice]) for n, choice in enumerate(choices))
+    wires = ((w, wire_bytes(memory, w, row)) for w in memory.space.wires)
+    return nodes + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in wires if a is not None)
