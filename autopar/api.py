@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotations.pins import Mode
-from autopar.capture.tiled_loss import LossTiles
-from autopar.capture.tiled_mlp import MlpTiles
+from autopar.capture.tiles.loss import LossTiles
+from autopar.capture.tiles.mlp import MlpTiles
 from autopar.compiler.arguments import (
     ExampleInputs,
     Prefetch,

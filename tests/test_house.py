@@ -29,6 +29,7 @@ ORDER = (
     ("capture.passes", "capture.python", "sharding", "models"),
     ("capture.experts", "capture.masks", "hardware", "solver", "strategies.rules", "strategies.rules.layers"),
     ("capture.rows",),
+    ("capture.tiles",),
     ("capture",),
     ("strategies",),
     ("strategies.presets", "plans", "cost", "validation"),

@@ -9,36 +9,64 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_arg
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
+from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks
-from autopar.capture.normalize import normalize, rehome
+from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.recorder import Recorder, check_settled
-from autopar.capture.tiled_loss import AUTO, LossTiles, takes_tiles
-from autopar.capture.tiled_mlp import MlpTiles, takes_mlp_tiles
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import AUTO, LossTiles, takes_tiles
+from autopar.capture.tiles.mlp import MlpTiles, takes_mlp_tiles
 from autopar.capture.tracing import Observed, export
 from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
-from autopar.program.program import Program, TensorInfo, fault_of_form
+from autopar.program.program import Program, fault_of_form
 from autopar.program.python_state import INTERNALS, PythonState
 
-ORDER = ("parameter", "buffer", "constant", "input")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A model that was traced and normalized once, from which its programs with and without tiles are made."""
+
+    draft: TracedGraph
+    form: Form
+    stored: Mapping[str, torch.dtype]
+    """The dtypes of parameters."""
+    device: torch.device | None
+    precision: Precision
+    assumed: tuple[str, ...]
+    python: PythonState
+
+    def program(self, tiles: Tiles) -> Program:
+        """The Program of the model, with its losses and MLPs in tiles; errors as `capture` has them."""
+        draft, training = self.draft.copied(), self.form.training
+        with torch.autocast("cpu", enabled=False):
+            in_tiles(draft, tiles, training)
+            tileable = training and takes_tiles(draft)
+            mlp_tileable = training and tiles.mlp == AUTO and takes_mlp_tiles(draft)
+            cast_at_borders(draft, self.stored, self.form.leaves, self.precision, self.form.num_outputs)
+        if self.device is not None:
+            rehome(draft.graph, self.device)
+        program = finished(draft, self.form)
+        program.reduced, program.assumed, program.python = self.precision.reduced, self.assumed, self.python
+        program.tileable, program.mlp_tileable = tileable, mlp_tileable
+        return program
 
 
 def capture(
@@ -76,21 +104,45 @@ def capture(
     >>> capture(nn.Linear(2, 3), (torch.ones(4, 2),), {}).num_outputs
     1
     """
+    traced = trace(
+        model,
+        args,
+        kwargs,
+        training=training,
+        device=device,
+        assume=assume,
+        capacity_factor=capacity_factor,
+        precision=precision,
+    )
+    return traced.program(Tiles(loss_tiles, mlp_tiles))
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    device: torch.device | None = None,
+    assume: Sequence[Assumption] = (),
+    capacity_factor: float | None = None,
+    precision: Precision = AS_IT_IS,
+) -> Traced:
+    """What `capture` makes programs of, arguments and errors as there."""
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
-    options = training, device, assume, capacity_factor, loss_tiles, mlp_tiles, precision, autocast
+    options = training, device, assume, capacity_factor, precision, autocast
     with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
-        first, recorder = _captured(model, args, kwargs, *options)
+        first, recorder = _traced(model, args, kwargs, *options)
         settled = True
         if recorder.evolved:
-            second, again = _captured(model, args, kwargs, *options, recorder.put_evolved)
+            second, again = _traced(model, args, kwargs, *options, recorder.put_evolved)
             check_settled(recorder, again)
-            settled = _equal(first, second)
-    first.python = replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes)
-    return first
+            settled = _equal(first.program(Tiles()), second.program(Tiles()))
+    return replace(first, python=replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes))
 
 
-def _captured(
+def _traced(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -98,13 +150,11 @@ def _captured(
     device: torch.device | None,
     assume: Sequence[Assumption],
     capacity_factor: float | None,
-    loss_tiles: LossTiles,
-    mlp_tiles: MlpTiles,
     precision: Precision,
     autocast: Autocast | None,
     change: Callable[[nn.Module], None] = lambda traced: None,
-) -> tuple[Program, Recorder]:
-    """The Program of a model that is changed before, and what its forward reads and writes of Python."""
+) -> tuple[Traced, Recorder]:
+    """A model that is changed before, traced, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training, precision)
@@ -123,19 +173,12 @@ def _captured(
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
-    normalize(draft, capacity_factor, loss_tiles, mlp_tiles, traced.training)
-    tileable = traced.training and takes_tiles(draft)
-    mlp_tileable = traced.training and mlp_tiles == AUTO and takes_mlp_tiles(draft)
-    cast_at_borders(draft, model, leaves, precision, num_outputs)
-    if device is not None:
-        rehome(draft.graph, device)
+    normalize(draft, capacity_factor)
     names = _leaf_names(model, args, kwargs)
-    program = _program(draft, tied, leaves, in_spec, out_spec, num_outputs, traced.training, names)
-    program.reduced = precision.reduced
-    program.tileable, program.mlp_tileable = tileable, mlp_tileable
-    program.assumed = tuple(observed.branches.taken)
-    program.python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
-    return program, observed.recorder
+    form = Form(tied, leaves, names, in_spec, out_spec, num_outputs, traced.training)
+    stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
+    return Traced(draft, form, stored, device, precision, tuple(observed.branches.taken), python), observed.recorder
 
 
 def _equal(one: Program, other: Program) -> bool:
@@ -282,73 +325,6 @@ def _sources(
                 "tensors may enter."
             )
     return sources, values, tied
-
-
-def _program(
-    draft: TracedGraph,
-    tied: dict[str, str],
-    leaves: Sequence[Any],
-    in_spec: pytree.TreeSpec,
-    out_spec: pytree.TreeSpec,
-    num_outputs: int,
-    training: bool,
-    input_names: tuple[str, ...],
-) -> Program:
-    graph = _ordered(draft.graph)
-    named = [(node.meta.pop("source"), node.name) for node in graph.nodes if node.op == "placeholder"]
-    by_leaf = {source.index: name for source, name in named if source.kind == "input"}
-    constants = {name: _real(source, name) for source, name in named if source.kind == "constant"}
-    return Program(
-        graph=graph,
-        parameters={source.name: name for source, name in named if source.kind == "parameter"},
-        tied=tied,
-        buffers={source.name: name for source, name in named if source.kind == "buffer"},
-        constants=constants,
-        inputs=tuple(by_leaf.get(index) for index in range(len(leaves))),
-        input_values=tuple(_described(leaf) for leaf in leaves),
-        in_spec=in_spec,
-        out_spec=out_spec,
-        num_outputs=num_outputs,
-        mutations=draft.mutations,
-        training=training,
-        input_names=input_names,
-    )
-
-
-def _ordered(graph: fx.Graph) -> fx.Graph:
-    """The same graph, fresh, with parameters first, then buffers, constants and inputs."""
-    ordered = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    others = [node for node in graph.nodes if node.op != "placeholder"]
-    placeholders.sort(key=lambda node: ORDER.index(node.meta["source"].kind))
-    for node in (*placeholders, *others):
-        if node.op == "output":
-            ordered.output(map_arg(node.args[0], copies.__getitem__))
-            continue
-        copied = copies[node] = ordered.node_copy(node, copies.__getitem__)
-        copied.meta = {key: node.meta[key] for key in ("tensor", "module", "source") if key in node.meta}
-    ordered.lint()
-    return ordered
-
-
-def _real(source: Source, name: str) -> Tensor:
-    value = source.value
-    assert value is not None
-    fault = fault_of_form(value)
-    if fault:
-        raise CaptureError(f"the forward reads a tensor ({source.name or name}) that {fault}.")
-    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
-        raise CaptureError(
-            f"the forward reads a tensor ({source.name or name}) whose value is not there: an attribute on the meta "
-            "device (register it as a buffer, or build the model on a real one), or the .data of a parameter (use "
-            ".detach())."
-        )
-    return value.detach().cpu()
-
-
-def _described(leaf: Any) -> object:
-    return TensorInfo(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -28,33 +28,32 @@ from autopar.capture.passes.views import split_before_permuting, state_sizes
 from autopar.capture.rows.class_losses import joined_cross_entropies
 from autopar.capture.rows.labels import ignored_positions
 from autopar.capture.rows.samples import tokens_in_samples
-from autopar.capture.tiled_loss import AUTO, LossTiles, tiled_losses
-from autopar.capture.tiled_mlp import MlpTiles, tiled_mlps
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import AUTO, tiled_losses
+from autopar.capture.tiles.mlp import tiled_mlps
 from autopar.errors import CaptureError
 from autopar.program.program import TensorInfo
 
 Pass = Callable[[TracedGraph], None]
 
 
-def normalize(
-    draft: TracedGraph,
-    capacity_factor: float | None = None,
-    loss_tiles: LossTiles = None,
-    mlp_tiles: MlpTiles = None,
-    training: bool = True,
-) -> None:
-    """Rewrite the draft in place, one pass after the other; the last ones where a capacity, or tiles, are asked for."""
+def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
+    """Rewrite the draft in place, one pass after the other; the last one where experts have a capacity."""
     for rewrite in PASSES:
         rewrite(draft)
     if capacity_factor is not None:
         limit_rows(draft, capacity_factor)
         propagate(draft)
-    if loss_tiles:
-        tiled_losses(draft, loss_tiles, training)
+
+
+def in_tiles(draft: TracedGraph, tiles: Tiles, training: bool) -> None:
+    """Take losses and MLPs of a normalized draft in tiles, as they are asked for."""
+    if tiles.loss:
+        tiled_losses(draft, tiles.loss, training)
         drop_dead_calls(draft)
         propagate(draft)
-    if mlp_tiles and mlp_tiles != AUTO:
-        tiled_mlps(draft, mlp_tiles, training)
+    if tiles.mlp and tiles.mlp != AUTO:
+        tiled_mlps(draft, tiles.mlp, training)
         drop_dead_calls(draft)
         propagate(draft)
 

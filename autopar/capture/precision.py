@@ -7,11 +7,11 @@ is moved before it, in the dtype of compute, as those of autocast are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.capture.normalize import propagate
 from autopar.capture.passes.autocast import Autocast
@@ -40,19 +40,22 @@ def in_compute_dtype(leaf: Any, precision: Precision) -> Any:
 
 
 def cast_at_borders(
-    draft: TracedGraph, model: nn.Module, leaves: Sequence[Any], precision: Precision, num_outputs: int
+    draft: TracedGraph,
+    stored: Mapping[str, torch.dtype],
+    leaves: Sequence[Any],
+    precision: Precision,
+    num_outputs: int,
 ) -> None:
-    """Let parameters enter as `model` stores them and inputs as they are given, and outputs leave as they are asked."""
+    """Let parameters enter as they are stored and inputs as they are given, and outputs leave as they are asked."""
     if precision == AS_IT_IS:
         return
-    stored = dict(model.named_parameters())
     places = {node: place for place, node in enumerate(draft.graph.nodes)}
     for node in draft.placeholders():
         source = node.meta["source"]
-        given = stored.get(source.name) if source.kind == "parameter" else None
-        given = leaves[source.index] if source.kind == "input" else given
-        if given is not None and given.dtype != value_of(node).dtype:
-            _cast_behind(draft, node, given.dtype, min(node.users, key=places.__getitem__))
+        dtype = stored.get(source.name) if source.kind == "parameter" else None
+        dtype = leaves[source.index].dtype if source.kind == "input" else dtype
+        if dtype is not None and dtype != value_of(node).dtype:
+            _cast_behind(draft, node, dtype, min(node.users, key=places.__getitem__))
     output = draft.graph.output_node()
     values: Any = output.args[0]
     asked = precision.outputs

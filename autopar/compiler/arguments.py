@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
-from autopar.capture.tiled_loss import AUTO, LossTiles
-from autopar.capture.tiled_mlp import MlpTiles
+from autopar.capture.tiles.loss import AUTO, LossTiles
+from autopar.capture.tiles.mlp import MlpTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError

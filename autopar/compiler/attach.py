@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from autopar.annotations.pins import pins_of
-from autopar.capture.export import capture, skeleton
+from autopar.capture.export import skeleton, trace
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
-from autopar.compiler.tiles import Tiles, tiles_of
+from autopar.compiler.tiles import tiles_asked, tiles_of
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -20,7 +20,6 @@ from autopar.planning.formulation import Formulation
 from autopar.planning.record import choices_of
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
-from autopar.program.program import Program
 from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
@@ -39,23 +38,19 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
 
-    def captured(tiles: Tiles) -> Program:
-        return capture(
-            skeleton(model, request.precision),
-            args,
-            kwargs,
-            training=model.training,
-            assume=request.assume,
-            capacity_factor=request.capacity_factor,
-            loss_tiles=tiles.loss,
-            mlp_tiles=tiles.mlp,
-            precision=request.precision,
-        )
-
-    asked = Tiles.of(request)
-    program = captured(asked)
+    traced = trace(
+        skeleton(model, request.precision),
+        args,
+        kwargs,
+        training=model.training,
+        assume=request.assume,
+        capacity_factor=request.capacity_factor,
+        precision=request.precision,
+    )
+    asked = tiles_asked(request)
+    program = traced.program(asked)
     tiles = tiles_of(plan, program, asked, plan.mesh)
-    program = program if tiles == asked else captured(tiles)
+    program = program if tiles == asked else traced.program(tiles)
     space = request.space(program, plan.mesh, layouts_of_parts(program, part, plan.mesh, axes))
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)

@@ -7,7 +7,8 @@ import math
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import capture, skeleton
+from autopar.capture.export import Traced, skeleton, trace
+from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_hooks,
@@ -18,7 +19,7 @@ from autopar.compiler.arguments import (
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
-from autopar.compiler.tiles import Tiles, plan_as_memory_asks
+from autopar.compiler.tiles import plan_as_memory_asks, tiles_asked
 from autopar.errors import PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline
@@ -67,6 +68,7 @@ class _Planner:
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
         self.model, self.request = model, request
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+        self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
         self.warned = False
         """Whether it was said that statistics are those of micro-batches."""
@@ -74,22 +76,26 @@ class _Planner:
     def captured(self, count: int, num_parts: int, tiles: Tiles) -> Program:
         """The program of one of so many micro-batches, of a batch of so many times the example."""
         if (count, num_parts, tiles) not in self.programs:
+            with uncollected():
+                program = self.traced(count, num_parts).program(tiles)
+            self.programs[count, num_parts, tiles] = check_hooks(program, count)
+        return self.programs[count, num_parts, tiles]
+
+    def traced(self, count: int, num_parts: int) -> Traced:
+        """The model, of which such programs are made."""
+        if (count, num_parts) not in self.traces:
             with progress("planning", 1) as step, uncollected():
                 step("capture")
                 part = whole_batch(split_batch(self.batch, count)[0], num_parts)
-                model = skeleton(self.model, self.request.precision)
-                program = capture(
-                    model,
+                self.traces[count, num_parts] = trace(
+                    skeleton(self.model, self.request.precision),
                     *part,
                     training=self.model.training,
                     assume=self.request.assume,
                     capacity_factor=self.request.capacity_factor,
-                    loss_tiles=tiles.loss,
-                    mlp_tiles=tiles.mlp,
                     precision=self.request.precision,
                 )
-                self.programs[count, num_parts, tiles] = check_hooks(program, count)
-        return self.programs[count, num_parts, tiles]
+        return self.traces[count, num_parts]
 
     def arriving(self, count: int, mesh: Mesh, tiles: Tiles) -> tuple[Program, dict[str, Layout]]:
         """The same program, for the parts of a mesh, and the layouts of inputs that arrive in parts."""
@@ -100,7 +106,7 @@ class _Planner:
     def on(self, mesh: Mesh) -> Plan:
         """The best plan on a mesh without a pipeline."""
         check_no_pipeline(self.request, mesh)
-        count, tiles = self.request.microbatches or 1, Tiles.of(self.request)
+        count, tiles = self.request.microbatches or 1, tiles_asked(self.request)
         program, _ = self.arriving(count, mesh, tiles)
         self.warned = self.warned or warn_of_batch_statistics(program, count)
 
@@ -121,7 +127,7 @@ class _Planner:
         request, inner = self.request.on(mesh), stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:
-            program, arriving = self.arriving(schedule.num_microbatches, inner, Tiles.of(request))
+            program, arriving = self.arriving(schedule.num_microbatches, inner, tiles_asked(request))
             return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
 
         limited = request.settings.memory is not None

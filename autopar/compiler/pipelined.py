@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import capture, freeze, skeleton
+from autopar.capture.export import freeze, skeleton, trace
 from autopar.compiler.arguments import RunOptions, check_hooks, check_tiles_of_stages
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.tiles import tiles_asked
 from autopar.errors import MeshError, PipelineError, PlanError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline, stage_space, stored_layouts
@@ -119,19 +120,17 @@ class _Compiler:
 
     @uncollected()
     def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
-        device = torch.device(self.mesh.device_type)
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            program = capture(
+            traced = trace(
                 model,
                 *without_placements(arguments),
-                device=device,
+                device=torch.device(self.mesh.device_type),
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
-                loss_tiles=self.request.loss_tiles,
-                mlp_tiles=self.request.mlp_tiles,
                 precision=self.request.precision,
             )
+        program = traced.program(tiles_asked(self.request))
         return check_hooks(program, 1 if self.schedule is None else self.schedule.num_microbatches)
 
     def _requested(self, program: Program, arguments: Arguments, schedule: Schedule) -> PipelineRequest:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.capture.tiled_loss import AUTO, LOSSES, Fitting, LossTiles, has_tiles
-from autopar.capture.tiled_mlp import MlpTiles, has_mlp_tiles
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
+from autopar.capture.tiles.mlp import has_mlp_tiles
 from autopar.errors import InfeasibleError
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -30,20 +31,13 @@ WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""
 
 
-class Tiles(NamedTuple):
-    """What of a model is captured in how many tiles."""
-
-    loss: LossTiles
-    mlp: MlpTiles
-
-    @classmethod
-    def of(cls, request: PlanRequest) -> Tiles:
-        """As it was asked for."""
-        return cls(request.loss_tiles, request.mlp_tiles)
-
-
 Spaces = Callable[[Tiles], Space]
 """The space of a model that is captured in these tiles."""
+
+
+def tiles_asked(request: PlanRequest) -> Tiles:
+    """Those that the user asked for."""
+    return Tiles(request.loss_tiles, request.mlp_tiles)
 
 
 def plan_as_memory_asks(
@@ -101,7 +95,7 @@ def _takes_mlps(request: PlanRequest, space: Space) -> bool:
 
 def _further(request: PlanRequest, space: Space, as_it_is: _Planned | None) -> Iterator[Tiles]:
     """In which tiles a model may be planned besides."""
-    tiles, fitting, memory = Tiles.of(request), Fitting(space.mesh.num_devices), request.settings.memory
+    tiles, fitting, memory = tiles_asked(request), Fitting(space.mesh.num_devices), request.settings.memory
     assert memory is not None
     if _takes_losses(request, space) and (
         as_it_is is None or _bytes_of_logits(as_it_is.plan, space) >= WORTHWHILE * memory

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import capture, freeze, skeleton
+from autopar.capture.export import Traced, freeze, skeleton, trace
+from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
-from autopar.compiler.tiles import Spaces, Tiles, plan_as_memory_asks, tiles_of
+from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Context, Plan
@@ -68,8 +69,12 @@ class _Compiler:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
 
         @functools.cache
+        def traced() -> Traced:
+            return self._trace(arguments, training, frozen)
+
+        @functools.cache
         def captured(tiles: Tiles) -> Space:
-            return self._capture(arguments, training, frozen, tiles)
+            return self._space(traced(), tiles, arguments)
 
         def on_ranks(tiles: Tiles) -> Space:
             return on_all_ranks(
@@ -79,7 +84,7 @@ class _Compiler:
                 lambda found: found.program.lines(),
             )
 
-        asked = Tiles.of(self.request)
+        asked = tiles_asked(self.request)
         space = on_ranks(asked)
         plan = self._plan(space, captured)
         tiles = tiles_of(plan, space.program, asked, space.mesh)
@@ -89,21 +94,21 @@ class _Compiler:
         return Executable.of(space.program, plan, local, self.mesh)
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None, tiles: Tiles) -> Space:
-        device = torch.device(self.mesh.device_type)
+    def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
-            program = capture(
+            return trace(
                 model,
                 *without_placements(arguments),
-                device=device,
+                device=torch.device(self.mesh.device_type),
                 assume=self.request.assume,
                 capacity_factor=self.request.capacity_factor,
-                loss_tiles=tiles.loss,
-                mlp_tiles=tiles.mlp,
                 precision=self.request.precision,
             )
-        check_hooks(program, self.request.microbatches or 1)
+
+    @uncollected()
+    def _space(self, traced: Traced, tiles: Tiles, arguments: Arguments) -> Space:
+        program = check_hooks(traced.program(tiles), self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
     def _plan(self, space: Space, spaces: Spaces) -> Plan:

@@ -11,8 +11,8 @@ from typing import Literal
 
 from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
-from autopar.capture.tiled_loss import LossTiles
-from autopar.capture.tiled_mlp import MlpTiles
+from autopar.capture.tiles.loss import LossTiles
+from autopar.capture.tiles.mlp import MlpTiles
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.errors import InputError
 from autopar.hardware.load import load

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
-from autopar.compiler import tiles
+from autopar.capture.export import Traced, trace
+from autopar.compiler import offline, tiles
 from autopar.errors import InfeasibleError, PipelineError
 from autopar.plans.plan import Plan
 from tests.support.gated_mlps import Gated, tokens
@@ -37,6 +38,18 @@ def planned(model: Reader | None = None, given: dict[str, Tensor] | None = None,
 def test_a_plan_that_fits_as_it_is_has_no_tiles() -> None:
     free = planned()
     assert planned(memory=free.peak_bytes).choices == free.choices
+
+
+def test_a_model_is_traced_once_for_plans_with_and_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, traced = int(0.95 * planned().peak_bytes), []
+
+    def counted(model: nn.Module, *args: Any, **options: Any) -> Traced:
+        traced.append(model)
+        return trace(model, *args, **options)
+
+    monkeypatch.setattr(offline, "trace", counted)
+    assert NAME in planned(memory=limit).choices
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("share", [0.95, 0.6])

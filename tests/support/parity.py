@@ -15,9 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.export import capture
+from autopar.capture.export import Traced, trace
 from autopar.hardware.profile import Hardware, Link
-from autopar.program.program import Program
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
 from tests.support.further_families import FURTHER
@@ -155,24 +154,24 @@ def train_alone(
     return train(case, build(case))
 
 
-_programs: dict[tuple[Any, ...], Program] = {}
+_traced: dict[tuple[Any, ...], Traced] = {}
 
 
-def captured_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.compiler.whole",)) -> Any:
-    """`capture`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh.
+def traced_once(graph: tuple[Any, ...], modules: tuple[str, ...] = ("autopar.compiler.whole",)) -> Any:
+    """`trace`, run once per rank and kind of graph: it takes most of a case's time and knows nothing of the mesh.
 
     It is found so in `modules`, which call it.
     """
 
-    def find(model: nn.Module, *args: Any, **options: Any) -> Program:
+    def find(model: nn.Module, *args: Any, **options: Any) -> Traced:
         key = (*graph, model.training, str(sorted(options.items())))
-        if key not in _programs:
-            _programs[key] = capture(model, *args, **options)
-        return _programs[key]
+        if key not in _traced:
+            _traced[key] = trace(model, *args, **options)
+        return _traced[key]
 
     patches = contextlib.ExitStack()
     for module in modules:
-        patches.enter_context(mock.patch(f"{module}.capture", find))
+        patches.enter_context(mock.patch(f"{module}.trace", find))
     return patches
 
 
@@ -186,7 +185,7 @@ def parallel(case: Case) -> Training:
         autopar.annotate(model, pattern, **keywords)
     args, kwargs = inputs(case, 0, 0)
     example: Any = kwargs if kwargs else args
-    with captured_once(case.graph):
+    with traced_once(case.graph):
         compiled = autopar.compile(model, mesh(case.mesh, case.axes), example, **case.options)
         found = train(case, compiled, record_traffic)
     found.predicted = dict(compiled.plan.traffic)

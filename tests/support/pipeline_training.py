@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.support import parity
 from tests.support.families import FAMILIES, HIDDEN, SEED
-from tests.support.parity import SLOW_DEVICES, STEPS, Training, captured_once, distance, whole
+from tests.support.parity import SLOW_DEVICES, STEPS, Training, distance, traced_once, whole
 from tests.support.ranks import Ranks, mesh
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -190,7 +190,7 @@ def compiled(case: PipelineCase, model: nn.Module | None = None) -> Any:
     if "pp" in case.axes:
         options["schedule"] = case.schedule
     on = mesh(tuple(case.axes.values()), tuple(case.axes))
-    with captured_once(case.graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
+    with traced_once(case.graph, ("autopar.compiler.whole", "autopar.compiler.pipelined")):
         return autopar.compile(model, on, kwargs or args, **{**options, **case.options})
 
 

@@ -44,6 +44,12 @@ class TracedGraph:
     seen: dict[object, Any] = field(default_factory=dict)
     """What calls gave, by `call_key`: equal layers are evaluated once."""
 
+    def copied(self) -> TracedGraph:
+        """The same graph anew, for passes that are to leave this one as it is."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return TracedGraph(graph, self.mode, self.mutations, self.seen)
+
     def call(
         self, target: Callable[..., Any], *args: Any, module: str = "", own: bool = False, **kwargs: Any
     ) -> fx.Node:

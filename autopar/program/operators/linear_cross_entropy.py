@@ -4,7 +4,7 @@
 
 Of one tile after the other the logits are computed, from them the loss, and at once the gradients of hidden states,
 weight and bias for a loss of one; the backward only scales these. The field calls it fused linear cross-entropy (Hsu
-et al., "Liger Kernel", 2024), or a tiled or chunked loss. `capture.tiled_loss` finds the place of this operator in a
+et al., "Liger Kernel", 2024), or a tiled or chunked loss. `capture.tiles.loss` finds the place of this operator in a
 model's graph, `runtime.implementations.tiled_loss` runs it on ranks. Legend:
 
     N rows: samples times positions   T rows of a tile   D features   V classes, or this rank's part of them

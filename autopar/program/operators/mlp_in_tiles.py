@@ -8,7 +8,7 @@
 The forward keeps its inputs alone. The backward computes hidden activations again, of one tile after the other, and
 adds up the gradients of the weights over tiles, in float32 or wider. It is known as a tiled MLP (Bekman et al., "Arctic
 Long Sequence Training", 2025; DeepSpeed's TiledMLP), or as chunked feed-forward layers (Kitaev et al., "Reformer",
-2020). `capture.tiled_mlp` finds the places of this operator in a model's graph. Legend:
+2020). `capture.tiles.mlp` finds the places of this operator in a model's graph. Legend:
 
     N rows: samples times positions   T rows of a tile   D features, also those put out   K hidden features
 """

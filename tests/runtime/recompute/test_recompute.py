@@ -33,7 +33,7 @@ from autopar.strategies.roles import RoledProgram
 from tests.runtime.module.test_parity import modes
 from tests.runtime.rewrite import test_simulated
 from tests.support.families import FAMILIES
-from tests.support.parity import Case, build, captured_once, inputs
+from tests.support.parity import Case, build, inputs, traced_once
 from tests.support.planned import planned, space_of
 from tests.support.ranks import Ranks, mesh
 
@@ -390,7 +390,7 @@ def _trained(case: Case, deterministic: bool) -> dict[str, Any]:
         for pattern, keywords in case.annotations:
             autopar.annotate(model, pattern, **keywords)
         args, kwargs = inputs(case, 0, 0)
-        with captured_once(case.graph):
+        with traced_once(case.graph):
             compiled = autopar.compile(model, mesh(case.mesh, case.axes), kwargs or args, **options)
         executable = compiled.prepare(args, kwargs)
         later = MODES[min(MODES.index(mode) + 1, 2)]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
 from autopar.planning import request
 from tests.support.families import FAMILIES
@@ -62,7 +63,12 @@ def on_simulated_ranks(family: str, annotations: Annotations, monkeypatch: pytes
 
             return run
 
-        for module, name in ((whole_model, "capture"), (request, "build_space"), (request, "make_plan")):
+        for module, name in (
+            (whole_model, "trace"),
+            (Traced, "program"),
+            (request, "build_space"),
+            (request, "make_plan"),
+        ):
             monkeypatch.setattr(module, name, unsimulated(getattr(module, name)))
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         compiled = autopar.compile(model, mesh, kwargs or args, mode="semi_auto", hardware=SLOW_DEVICES)

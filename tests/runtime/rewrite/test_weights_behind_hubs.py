@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
 from autopar.planning import request
 from tests.support.parity import SLOW_DEVICES
@@ -58,7 +59,7 @@ def without_simulation(mode: Any) -> contextlib.ExitStack:
         return run
 
     stack = contextlib.ExitStack()
-    for module, name in ((whole_model, "capture"), (request, "build_space"), (request, "make_plan")):
+    for module, name in ((whole_model, "trace"), (Traced, "program"), (request, "build_space"), (request, "make_plan")):
         stack.enter_context(mock.patch.object(module, name, once(getattr(module, name))))
     return stack
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.capture.export import Traced
 from autopar.compiler import whole as whole_model
 from autopar.hardware.profile import Hardware, Link
 from autopar.planning import request
@@ -180,7 +181,12 @@ def planning_alone(
 
     pins_of, executable_of = request.pins_of, Executable.of
     with contextlib.ExitStack() as stack:
-        for module, name in ((whole_model, "capture"), (request, "build_space"), (request, "make_plan")):
+        for module, name in (
+            (whole_model, "trace"),
+            (Traced, "program"),
+            (request, "build_space"),
+            (request, "make_plan"),
+        ):
             stack.enter_context(mock.patch.object(module, name, unsimulated(getattr(module, name))))
         stack.enter_context(mock.patch.object(request, "pins_of", pinned))
         stack.enter_context(mock.patch.object(Executable, "of", with_constants))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from autopar.capture.export import capture
-from autopar.capture.tiled_loss import LossTiles
+from autopar.capture.export import capture, trace
+from autopar.capture.tiles.asked import Tiles
+from autopar.capture.tiles.loss import LossTiles
 from autopar.errors import CaptureError
 from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY
 from autopar.program.program import Program
@@ -62,6 +63,13 @@ class Product(nn.Module):
 
 def captured(model: nn.Module, loss_tiles: LossTiles = 3, batch: dict[str, Tensor] | None = None) -> Program:
     return capture(model, (), batch or reading(), loss_tiles=loss_tiles)
+
+
+def test_a_traced_model_stays_as_it_is_where_programs_in_tiles_are_made_of_it() -> None:
+    traced = trace(Reader(), (), reading())
+    made = [traced.program(Tiles(number)).fingerprint for number in (None, 3, 2, None, 3)]
+    assert made == [captured(Reader(), number).fingerprint for number in (None, 3, 2, None, 3)]
+    assert len(set(made)) == 3
 
 
 def assert_same(model: nn.Module, batch: dict[str, Tensor]) -> Program:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
-from autopar.capture.tiled_loss import MOST, Fitting
+from autopar.capture.tiles.loss import MOST, Fitting
 from autopar.errors import CaptureError
 from autopar.program.operators.linear_cross_entropy import wide
 from autopar.program.operators.mlp_in_tiles import ACTIVATIONS, MLP_IN_TILES

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar.capture.export import capture
-from autopar.capture.tiled_loss import AUTO
+from autopar.capture.tiles.loss import AUTO
 from autopar.errors import CaptureError
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from tests.support.eager import calls, run
