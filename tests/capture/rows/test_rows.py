@@ -157,7 +157,9 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", SPLITS)
+@pytest.mark.parametrize(
+    "said", [name if name != "positions" else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_any_split_trains_as_one_process(form: str, said: str) -> None:
     torch.manual_seed(0)

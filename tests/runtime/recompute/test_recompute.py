@@ -373,11 +373,11 @@ def test_a_mode_for_an_unknown_segment_is_an_error() -> None:
 
 
 CASES = (
-    (Case("llama", (2, 2)), "megatron", False),
+    pytest.param(Case("llama", (2, 2)), "megatron", False, marks=pytest.mark.slow),
     (Case("llama", (2, 2)), "data+sequence", False),
     (Case("gpt2", (2, 2), dropout=0.1), "storage+column", False),
     (Case("gpt2", (2, 2), dropout=0.1), "data+column", True),
-    (Case("resnet", (2, 2)), "data", False),
+    pytest.param(Case("resnet", (2, 2)), "data", False, marks=pytest.mark.slow),
 )
 
 
