@@ -2,6 +2,7 @@
 
     autopar calibrate box.json --ranks 4                                               starts gloo ranks on this host
     torchrun --nproc-per-node 8 … --no-python autopar calibrate box.json --device cuda    uses the ranks that are there
+    autopar calibrate box.json --device cuda --ranks 1 --links h100      measures one device; links as h100.json has them
 
 Under torchrun every axis of the mesh (by default nodes × devices of a node) is measured, and gives the numbers of the
 link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`; it has
@@ -12,30 +13,28 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.calibration.computing import Profile, Stamp, computing, device_name
 from autopar.calibration.fit import WORTH, Fit, Sample, fit, relative_error
-from autopar.calibration.timing import CUDA, FEW_BYTES, LAYERS, Effort, Timer
+from autopar.calibration.timing import CUDA, FEW_BYTES, Effort, Timer
 from autopar.errors import AutoparError, InputError
 from autopar.hardware.collectives import Level, levels_of, steps_and_share
-from autopar.hardware.load import parse
-from autopar.hardware.profile import Link, Protocol, dtype_name
+from autopar.hardware.load import links_of, load, parse
+from autopar.hardware.profile import Link, Protocol
 from autopar.runtime.collectives.axes import axis_of, join_axes, use_mesh
 from autopar.runtime.ranks.launch import BACKENDS, RankError, World, on_ranks
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.units import format_bytes
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BUCKET_LATENCY = {
     "value": 1.0,
     "source": "derived: the latency of a message is the time of threads, which ranks that compute wait for",
@@ -46,7 +45,6 @@ WEIGHT_GATHERING = {
 }
 PROTOCOLS = {1: ("messages",), 2: ("small messages", "large messages")}
 IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
-Profile = dict[str, Any]
 
 
 class CalibrationError(AutoparError, RuntimeError):
@@ -69,37 +67,31 @@ class _Level:
         return (*self.fit.protocols(names), *([] if self.few is None else [self.few]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stamp:
-    """On what, and when, the numbers were measured."""
-
-    text: str
-
-    def number(self, value: float, how: str) -> dict[str, Any]:
-        """A number of the profile, to three digits."""
-        return {"value": float(f"{value:.3g}"), "source": f"{self.text}: {how}"}
-
-
 def calibrate(
-    mesh: Mesh | int = 2, device: str = "cpu", effort: Effort | None = None, name: str | None = None
+    mesh: Mesh | int = 2,
+    device: str = "cpu",
+    effort: Effort | None = None,
+    name: str | None = None,
+    links: str | None = None,
 ) -> Profile:
     """The profile of this machine, as `hardware.load` reads it from a JSON file; the same on every rank.
 
     With a process group, or under torchrun, the ranks that are there measure the axes of `mesh` (an int: nodes ×
-    devices); else `mesh` says how many ranks to start here. Raises InputError where that cannot be measured,
-    CalibrationError where a rank fails.
+    devices); else `mesh` says how many ranks to start here. One rank has no link to measure: those, and what hides
+    behind computing, are those of the profile `links` (a name or a path), and say so. Raises InputError where that
+    cannot be measured, PlanError where `links` is no profile, CalibrationError where a rank fails.
     """
-    check(mesh, device)
+    check(mesh, device, links)
     effort, name = effort or (CUDA if device == "cuda" else Effort()), name or device
     if dist.is_initialized():
-        return _measured(mesh, device, effort, name)
+        return _measured(mesh, device, effort, name, links)
     if not is_launched():
-        return _on_own_ranks(mesh, device, effort, name)
+        return _on_own_ranks(mesh, device, effort, name, links)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(BACKENDS[device])
     try:
-        return _measured(mesh, device, effort, name)
+        return _measured(mesh, device, effort, name, links)
     finally:
         dist.destroy_process_group()
 
@@ -109,7 +101,7 @@ def is_launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-def check(mesh: Mesh | int, device: str) -> None:
+def check(mesh: Mesh | int, device: str, links: str | None = None) -> None:
     """Raise InputError for a device or a number of ranks with which nothing can be measured."""
     if device not in BACKENDS:
         raise InputError(f"device {device!r} is not known; calibrate measures {' or '.join(map(repr, BACKENDS))}.")
@@ -122,33 +114,45 @@ def check(mesh: Mesh | int, device: str) -> None:
         ranks = int(os.environ["WORLD_SIZE"])
     elif device == "cuda" and ranks > torch.cuda.device_count():
         raise InputError(f"{ranks} ranks need as many devices, found {torch.cuda.device_count()}; ask for fewer ranks.")
-    if ranks < 2:
-        raise InputError(f"{ranks} rank has no collective to measure; use at least 2 ranks, or torchrun.")
+    if ranks < 1 or (ranks < 2 and links is None):
+        raise InputError(
+            f"{ranks} rank has no collective to measure; use at least 2 ranks, or torchrun, or give one rank the links "
+            "of a known profile (links='h100', --links h100)."
+        )
+    if ranks > 1 and links is not None:
+        raise InputError(f"links={links!r} with {ranks} ranks, which measure their links; leave it out, or use 1 rank.")
+    if links is not None:
+        load(links)
     if isinstance(mesh, Mesh) and mesh.num_devices != ranks:
         raise InputError(
             f"the mesh {mesh} has {mesh.num_devices} devices, but there are {ranks} ranks; make them equal."
         )
 
 
-def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
+def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str, links: str | None) -> Profile:
     """Start ranks on this host, measure, and end them."""
     ranks = mesh if isinstance(mesh, int) else mesh.num_devices
     try:
-        return on_ranks(World(ranks, device), _measured, (mesh, device, effort, name))
+        return on_ranks(World(ranks, device), _measured, (mesh, device, effort, name, links))
     except RankError as error:
         raise CalibrationError(str(error)) from None
 
 
-def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profile:
+def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: str | None) -> Profile:
     """Measure on the running process group."""
     ranks = dist.get_world_size()
+    load_before, today = os.getloadavg()[0], datetime.date.today().isoformat()  # of others: later it is our own
+    stamp = Stamp(
+        f"measured: {device_name(device)}, {ranks} rank{'s' * (ranks > 1)} (load {load_before:.1f}), {today}, "
+        "autopar calibrate"
+    )
+    timer = Timer(torch.device(device), effort)
+    if links is not None:
+        return {"name": name, **computing(timer, stamp, 1), **links_of(links)}
     node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if isinstance(mesh, int):
         mesh = Mesh({"node": ranks // node, "device": node})
     axes = _axes_by_place(mesh, node)
-    load, today = os.getloadavg()[0], datetime.date.today().isoformat()  # the load of others: later it is our own
-    stamp = _Stamp(f"measured: {_device_name(device)}, {ranks} ranks (load {load:.1f}), {today}, autopar calibrate")
-    timer = Timer(torch.device(device), effort)
     device_mesh = init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)
     with use_mesh(device_mesh, join_axes(device_mesh, mesh.joined)):
         levels = [_level(place, found, mesh, timer) for place, found in axes.items()]
@@ -161,7 +165,7 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     )
     profile = {
         "name": name,
-        **_computing(timer, stamp, min(node, ranks)),
+        **computing(timer, stamp, min(node, ranks)),
         "links": [
             _link(level, f"{BACKENDS[device]} {level.name}", protocols, stamp, None if level is levels[-1] else node)
             for level in levels
@@ -177,42 +181,6 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str) -> Profi
     dist.broadcast_object_list(answer, device=torch.device(device))  # memory and load differ between ranks
     parse(answer[0])
     return answer[0]
-
-
-def _computing(timer: Timer, stamp: _Stamp, local_ranks: int) -> Profile:
-    """The numbers of one device."""
-    device = timer.device.type
-    threads = torch.get_num_threads()
-    each = "one device" if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} on each rank, all at once"
-    flops = {}
-    for dtype in DTYPES:
-        best, size = timer.matmul_flops(dtype)
-        flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
-    rows, size = timer.effort.product
-    memory, how = _memory_bytes(device, local_ranks)
-    return {
-        "flops": flops,
-        "elementwise_bytes_per_s": stamp.number(
-            timer.elementwise_bytes_per_s(),
-            f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
-            f"{each}",
-        ),
-        "product_bytes_per_s": stamp.number(
-            timer.product_bytes_per_s(),
-            f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
-        ),
-        "attention_efficiency": stamp.number(
-            min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
-            f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
-            f"features), forward and backward, beside matmuls, {each}",
-        ),
-        "memory_bytes_per_s": stamp.number(
-            timer.optimizer_bytes_per_s(),
-            f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
-        ),
-        "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
-        "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
-    }
 
 
 def _axes_by_place(mesh: Mesh, node: int) -> dict[str, dict[str, Level]]:
@@ -279,7 +247,7 @@ def few_numbers(few: Sequence[Sample], samples: Sequence[Sample], found: Fit) ->
     return Protocol("few numbers", "tree", 0.0, step_s / slower, bytes_per_s / most)
 
 
-def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, devices: int | None) -> Profile:
+def _link(level: _Level, name: str, protocols: Sequence[str], stamp: Stamp, devices: int | None) -> Profile:
     """The JSON of a link; how far each collective is from the fit stands beside it."""
     how = f"fit of {', '.join(level.samples)} over {level.axes}, {level.name}"
     return {
@@ -309,20 +277,3 @@ def _link(level: _Level, name: str, protocols: Sequence[str], stamp: _Stamp, dev
             for collective, samples in level.samples.items()
         },
     }
-
-
-def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
-    """Bytes of one device, and how they were found."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
-
-
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(models, platform.processor() or 'CPU')}, {os.cpu_count()} cores"

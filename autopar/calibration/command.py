@@ -11,7 +11,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autopar.calibration.calibrate import Profile, calibrate
+from autopar.calibration.calibrate import calibrate
+from autopar.calibration.computing import Profile
 from autopar.calibration.timing import QUICK
 from autopar.errors import InputError
 from autopar.files.replace import replace_text
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="FILE", help="the profile to write, a .json file")
     parser.add_argument("--device", default="cpu", help="cpu with gloo, or cuda with NCCL (cpu)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, if torchrun has not (2)")
+    parser.add_argument("--links", help="with --ranks 1: the profile, by name or path, whose links stand for unmeasured ones")
     parser.add_argument("--quick", action="store_true", help="few and small messages: seconds, and rough numbers")
 
 
@@ -34,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"the profile {options.output!r} would not be found again; give it a name that ends in .json.")
     if not output.parent.is_dir() or output.is_dir():
         raise InputError(f"the profile {options.output!r} cannot be written; give a file in a folder that exists.")
-    profile = calibrate(options.ranks, options.device, QUICK if options.quick else None, output.stem)
+    profile = calibrate(options.ranks, options.device, QUICK if options.quick else None, output.stem, options.links)
     if int(os.environ.get("RANK", 0)) == 0:
         try:
             replace_text(output, json.dumps(profile, indent=2, ensure_ascii=False) + "\n")
@@ -58,9 +60,9 @@ def summary(profile: Profile) -> str:
         for each in link.protocols:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
             rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
-        rows.append(("  bandwidth reached", _percents(written["efficiencies"])))
-        rows.append(("  latency", _percents(written["latencies"])))
-        rows.append(("  error of the fit", _percents(written["fit_error"])))
+        for what, field in (("bandwidth reached", "efficiencies"), ("latency", "latencies"), ("error of the fit", "fit_error")):
+            if field in written:
+                rows.append((f"  {what}", _percents(written[field])))
     rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
     rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))
     source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]

@@ -78,6 +78,21 @@ def known_profiles() -> tuple[str, ...]:
 
 def load(name_or_path: str | Path) -> Hardware:
     """Read a profile by the name of one in the package, or by the path of a JSON file."""
+    path = _path_of(name_or_path)
+    try:
+        return parse(_read(path))
+    except (Malformed, PlanError) as error:
+        raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
+
+
+def links_of(name_or_path: str | Path) -> dict[str, Any]:
+    """What a profile, which `load` reads, says of links and of what hides behind computing: its JSON, with sources."""
+    profile = _read(_path_of(name_or_path))
+    return {name: profile[name] for name in ("links", "overlap") if name in profile}
+
+
+def _path_of(name_or_path: str | Path) -> Path:
+    """Where a profile lies; PlanError for what is none."""
     if not isinstance(name_or_path, str | os.PathLike):
         raise PlanError(f"hardware is a {type(name_or_path).__name__}; give the name of a profile, or its path.")
     path = Path(name_or_path)
@@ -90,10 +105,11 @@ def load(name_or_path: str | Path) -> Hardware:
         raise PlanError(
             f"hardware {str(name_or_path)!r} is not known; use one of {_known()}, or the path of a .json profile."
         )
-    try:
-        return parse(read_json(read_text(path)))
-    except (Malformed, PlanError) as error:
-        raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
+    return path
+
+
+def _read(path: Path) -> Any:
+    return read_json(read_text(path))
 
 
 def parse(profile: Mapping[str, Any]) -> Hardware:

@@ -21,7 +21,7 @@ from autopar.calibration.calibrate import CalibrationError, calibrate, check, fe
 from autopar.calibration.command import add_arguments, run
 from autopar.calibration.fit import Fit, Line, Sample
 from autopar.calibration.timing import COLLECTIVES, FEW_BYTES, SHORTEST, Effort, Timer
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.hardware.collectives import Transfer, levels_of, pieces, steps_and_share, transfer_seconds
 from autopar.hardware.load import load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link
@@ -273,11 +273,31 @@ def test_a_few_numbers_that_are_not_clearly_faster_are_messages() -> None:
     assert few_numbers([Sample(2, 16.0, 0.7e-3)], messages, found) is not None
 
 
+def test_one_rank_measures_its_device_and_takes_links_from_a_known_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autopar.calibration.command.QUICK", TINY)
+    path = tmp_path / "alone.json"
+    assert run(_options(str(path), "--ranks", "1", "--quick", "--links", "h100")) == 0
+    written, known = json.loads(path.read_text()), load("h100")
+    assert load(path).links == known.links and load(path).overlap == known.overlap
+    assert "1 rank (load" in written["flops"]["float32"]["source"]
+    assert all("autopar calibrate" not in source for source in _sources(written["links"]))
+    assert "NVLink" in capsys.readouterr().out
+
+
+def test_links_are_taken_from_a_known_profile_by_one_rank_alone() -> None:
+    with pytest.raises(InputError, match="links='h100' with 2 ranks, which measure their links; leave it out, or use"):
+        calibrate(2, links="h100")
+    with pytest.raises(PlanError, match="hardware 'h1' is not known; use one of"):
+        calibrate(1, links="h1")
+
+
 @pytest.mark.parametrize(
     ("mesh", "device", "message"),
     [
         (2, "tpu", "device 'tpu' is not known; calibrate measures 'cpu' or 'cuda'"),
-        (1, "cpu", "1 rank has no collective to measure; use at least 2 ranks, or torchrun"),
+        (1, "cpu", "1 rank has no collective to measure; use at least 2 ranks, or torchrun, or give one rank the links of a"),
         (0, "cpu", "0 rank"),
         (Mesh({"dp": 1}), "cpu", "1 rank has no collective"),
     ],

@@ -1,0 +1,83 @@
+"""The numbers of a profile that one device has by itself: what it computes, reads and holds, without any other."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.calibration.timing import LAYERS, Timer
+from autopar.hardware.profile import dtype_name
+from autopar.units import format_bytes
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Profile = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """On what, and when, the numbers were measured."""
+
+    text: str
+
+    def number(self, value: float, how: str) -> dict[str, Any]:
+        """A number of the profile, to three digits."""
+        return {"value": float(f"{value:.3g}"), "source": f"{self.text}: {how}"}
+
+
+def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
+    """The numbers of one device."""
+    device = timer.device.type
+    threads = torch.get_num_threads()
+    each = "one device" if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} on each rank, all at once"
+    flops = {}
+    for dtype in DTYPES:
+        best, size = timer.matmul_flops(dtype)
+        flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
+    rows, size = timer.effort.product
+    memory, how = _memory_bytes(device, local_ranks)
+    return {
+        "flops": flops,
+        "elementwise_bytes_per_s": stamp.number(
+            timer.elementwise_bytes_per_s(),
+            f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
+            f"{each}",
+        ),
+        "product_bytes_per_s": stamp.number(
+            timer.product_bytes_per_s(),
+            f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
+        ),
+        "attention_efficiency": stamp.number(
+            min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
+            f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
+            f"features), forward and backward, beside matmuls, {each}",
+        ),
+        "memory_bytes_per_s": stamp.number(
+            timer.optimizer_bytes_per_s(),
+            f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
+        ),
+        "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
+        "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
+    }
+
+
+def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
+    """Bytes of one device, and how they were found."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
+
+
+def device_name(device: str) -> str:
+    """What the device is, in words."""
+    if device == "cuda":
+        return torch.cuda.getdevice_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.processor() or 'CPU')}, {os.cpu_count()} cores"

@@ -1,0 +1,102 @@
+"""The products, the attention and the optimizer's step of one rank of Llama-3-8B beside what the profile says of them.
+
+The shapes are those of one of 8 ranks of tensor parallelism, the predictions those of autopar's plan for them: seconds
+forward and backward, with the profile that was measured before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import autopar
+from autopar.calibration.timing import Timer
+from autopar.plans.plan import Plan
+from autopar.units import format_seconds
+from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
+
+NUM_RANKS = 8
+TOLERANCE = 0.05
+Step = Callable[[], object]
+
+
+def beside_profile(setting: Setting) -> Finding:
+    """Each operation measured, and by how much it differs from its prediction."""
+    mesh = autopar.Mesh({"tp": NUM_RANKS})
+    model, inputs = setting.whole_model(1, device="meta"), setting.batch(1, device="meta")
+    plan = autopar.plan(model, mesh, inputs, strategy="megatron", hardware=setting.profile, recompute="none")
+    with stubbed(setting.device, {"alone": 1}):
+        timer = Timer(torch.device(setting.device), setting.effort)
+        cases = list(_cases(setting, plan))
+        measured = [timer.median_seconds([step], name)[0] for name, step, _ in cases]
+    rows = []
+    for (name, _, predicted), seconds in zip(cases, measured, strict=True):
+        ratio = seconds / predicted
+        rows.append(
+            Row(
+                name,
+                f"{ratio:.3f} ({format_seconds(seconds)}, predicted {format_seconds(predicted)})",
+                f"1 ± {TOLERANCE}",
+                setting.judged(abs(ratio - 1) <= TOLERANCE),
+            )
+        )
+    return Finding(tuple(rows), {name: [s, p] for (name, _, p), s in zip(cases, measured, strict=True)})
+
+
+def _cases(setting: Setting, plan: Plan) -> Iterator[tuple[str, Step, float]]:
+    """Name, what to time, and the seconds that the plan has for it."""
+    config = setting.config(1)
+    hidden, inner = config.hidden_size, config.intermediate_size // NUM_RANKS
+    queries, keys = (each // NUM_RANKS for each in (config.num_attention_heads, config.num_key_value_heads))
+    dim = config.head_dim or hidden // config.num_attention_heads
+    products = {
+        "q_proj": (hidden, queries * dim),
+        "k_proj": (hidden, keys * dim),
+        "o_proj": (queries * dim, hidden),
+        "gate_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+        "lm_head": (hidden, config.vocab_size // NUM_RANKS),
+    }
+    for name, (inputs, outputs) in products.items():
+        x, weight = _random(setting, 1, setting.sequence, inputs), _random(setting, outputs, inputs)
+        yield f"matmul {name}", _trained([x, weight], F.linear), _seconds_of(plan, name, "linear")
+    q, k, v = (_random(setting, 1, heads, setting.sequence, dim) for heads in (queries, keys, keys))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    yield "attention", _trained([q, k, v], attention), _seconds_of(plan, "self_attn", "attention")
+    yield "optimizer", *_optimizer(setting, plan)
+
+
+def _optimizer(setting: Setting, plan: Plan) -> tuple[Step, float]:
+    shapes = {name: tuple(each.shape) for name, each in setting.whole_model(1, "meta").named_parameters()}
+    rows = [row for row in plan.rows if row.kind == "parameter"]
+    weights = [
+        _random(setting, *plan.layout_of(row.name).local_shape(shapes[row.module], plan.mesh.sizes)) for row in rows
+    ]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    return torch.optim.AdamW(weights, fused=True).step, sum(row.seconds for row in rows)
+
+
+def _seconds_of(plan: Plan, module: str, operation: str) -> float:
+    """Of the call of the module, forward and backward."""
+    (row,) = (
+        row
+        for row in plan.rows
+        if row.kind == "call" and row.module.rpartition(".")[2] == module and operation in row.operation
+    )
+    return row.forward_seconds + row.backward_seconds
+
+
+def _random(setting: Setting, *shape: int) -> Tensor:
+    return torch.randn(shape, device=setting.device).to(setting.dtype).requires_grad_()
+
+
+def _trained(leaves: list[Tensor], call: Callable[..., Tensor]) -> Step:
+    grad = torch.ones_like(call(*leaves))
+    return lambda: torch.autograd.grad(call(*leaves), leaves, grad)

@@ -1,0 +1,79 @@
+"""The results as a text with hardware and date, and as JSON that has every number."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.gpu.parts import Outcome
+from benchmarks.gpu.setting import Setting
+
+VERDICTS = {True: "met", False: "MISSED", None: ""}
+
+
+def about(setting: Setting) -> dict[str, str]:
+    """What the numbers depend on."""
+    known = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if setting.device == "cuda" else f"{platform.machine()} CPU",
+        "host": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        "model": f"Llama-3-8B, {setting.num_layers(False)} layers ({setting.num_layers(True)} where compiled), "
+        f"{setting.sequence} tokens a rank, {str(setting.dtype).removeprefix('torch.')}, fused AdamW",
+        "collectives": "stubbed: rank 0 of a mesh whose collectives do nothing",
+    }
+    if setting.device == "cuda":
+        known["CUDA"] = str(torch.version.cuda)
+    if setting.small:
+        known["sizes"] = "tiny: a trial of the script, whose numbers say nothing of autopar"
+    return known
+
+
+def text(known: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
+    """All of it for people."""
+    lines = [f"{name}: {value}" for name, value in known.items()]
+    for outcome in outcomes:
+        lines += ["", f"## {outcome.part}: {outcome.about} ({outcome.seconds:.0f} s)", ""]
+        if outcome.finding is None:
+            lines.append(f"nothing was measured; {outcome.reason}")
+            continue
+        rows = [(row.name, row.found, row.goal, VERDICTS[row.met]) for row in outcome.finding.rows]
+        lines.append(tabulate(rows, ("", "found", "goal", ""), tablefmt="plain", disable_numparse=True))
+    return "\n".join([*lines, "", verdict(outcomes)]) + "\n"
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """One line: how many goals were met, and which parts were not measured."""
+    goals = [row.met for each in outcomes if each.finding for row in each.finding.rows if row.met is not None]
+    missing = [each.part for each in outcomes if each.finding is None]
+    said = f"{sum(goals)} of {len(goals)} goals met"
+    return f"{said}; not measured: {', '.join(missing)}" if missing else said
+
+
+def is_whole(outcomes: Sequence[Outcome]) -> bool:
+    """Whether every part was measured and every goal met."""
+    return all(each.finding and all(row.met is not False for row in each.finding.rows) for each in outcomes)
+
+
+def write(folder: Path, known: Mapping[str, str], outcomes: Sequence[Outcome]) -> Path:
+    """Write DATE-gpu-NAME.txt and .json; returns the path of the text. What is there of the day gets a number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", known["device"].lower()).strip("-")
+    stem, number = f"{known['date']}-gpu-{name}", 1
+    while (folder / f"{stem}.txt").exists():
+        number += 1
+        stem = f"{known['date']}-gpu-{name}-{number}"
+    values = {"about": dict(known), "parts": [asdict(outcome) for outcome in outcomes]}
+    (folder / f"{stem}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    path = folder / f"{stem}.txt"
+    path.write_text(text(known, outcomes))
+    return path

@@ -1,0 +1,138 @@
+"""`make gpu` on a CPU: the Llama that is written by hand, what the parts say, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import parts, results, steps
+from benchmarks.gpu.llama_by_hand import LlamaByHand
+from benchmarks.gpu.parts import CALIBRATION, PARTS, Outcome, Part, of_command, run_all
+from benchmarks.gpu.setting import Finding, Row, Setting
+from tests.support.ranks import Ranks, mesh
+
+SMALL = Setting("cpu", small=True, profile="cpu")
+DP, TP = 2, 2
+
+
+def _trained_by_hand(config: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's loss, and its parts of the gradients."""
+    axes = mesh((DP, TP), ("dp", "tp"))
+    model = LlamaByHand(config, axes.get_group("tp"), axes.get_group("dp"))
+    model.load_parts(weights)
+    model.reduce_gradients()
+    loss = model(*(x.chunk(DP)[axes.get_local_rank("dp")] for x in SMALL.batch(DP)))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss, {"rank": torch.tensor(dist.get_rank(axes.get_group("tp"))), **gradients}
+
+
+def test_the_llama_by_hand_is_that_of_transformers(ranks: Ranks) -> None:
+    whole = SMALL.whole_model(2)
+    expected = whole(*SMALL.batch(DP))
+    expected.backward()
+    gradients: dict[str, Any] = {name.rpartition("decoder.")[2]: p.grad for name, p in whole.named_parameters()}
+    for loss, found in ranks.run(_trained_by_hand, SMALL.config(2), whole.state_dict(), world_size=DP * TP):
+        assert_close(loss, expected.detach())
+        number = int(found.pop("rank"))
+        assert len(found) == len(gradients)
+        for name, theirs in gradients.items():
+            mine = found[name.replace("model.", "").replace("self_attn.", "").replace("mlp.", "")]
+            for dim, (size, part) in enumerate(zip(theirs.shape, mine.shape, strict=True)):
+                theirs = theirs.narrow(dim, number * part, part) if size != part else theirs
+            assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_is_measured_beside_the_one_by_hand() -> None:
+    finding = steps.compared(SMALL, {"dp": 8, "tp": 8}, compiled=False)
+    rows = {row.name: row for row in finding.rows}
+    assert rows["losses apart"].met and rows["memory beside the plan's"].met
+    assert rows["speed beside by hand"].met is None, "tiny shapes say nothing"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("ours_s", "met"), [(1.0, True), (1.02, True), (1.05, False)])
+def test_a_step_may_take_a_little_longer_than_by_hand(ours_s: float, met: bool) -> None:
+    plan: Any = type("Plan", (), {"seconds": 0.5, "rows": (), "peak_bytes": 100})
+    speed, _, losses, memory = steps.found(Setting(), plan, (ours_s, 1.0), (120, 90), [3.0, 3.0], False).rows
+    assert (speed.met, losses.met, memory.met) == (met, True, False)
+    assert memory.found == "1.200 of 100 B; by hand 90 B"
+
+
+def _part(name: str = "tp8") -> Part:
+    return next(part for part in PARTS if part.name == name)
+
+
+def test_a_part_that_hangs_is_ended_in_its_time(tmp_path: Path) -> None:
+    hanging = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    outcome = of_command(_part(), hanging, tmp_path / "found.json", 1.0)
+    assert outcome.finding is None and outcome.seconds < 30
+    assert outcome.reason == "did not end in its 1 s\nhere"
+
+
+def test_a_part_that_fails_says_why(tmp_path: Path) -> None:
+    outcome = of_command(_part(), [sys.executable, "-c", "raise SystemExit('no memory')"], tmp_path / "found.json", 60)
+    assert outcome.reason == "failed with status 1\nno memory"
+
+
+def test_the_parts_go_on_after_one_that_fails_and_predict_with_the_measured_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(part: Part, setting: Setting, folder: Path, left_s: float) -> Outcome:
+        seen.append((part.name, Path(setting.profile).name))
+        finding = Finding(data={"name": "measured"}) if part.name == CALIBRATION else None
+        return Outcome(part.name, part.about, 1.0, finding, "" if finding else "failed")
+
+    monkeypatch.setattr(parts, "run", run)
+    outcomes = run_all(SMALL, PARTS[:3], tmp_path, 60.0)
+    assert seen == [(CALIBRATION, "cpu"), ("operations", "profile.json"), ("tp8", "profile.json")]
+    assert json.loads((tmp_path / "profile.json").read_text()) == {"name": "measured"}
+    assert results.verdict(outcomes) == "0 of 0 goals met; not measured: operations, tp8"
+    assert not results.is_whole(outcomes)
+
+
+def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path) -> None:
+    (outcome,) = run_all(SMALL, [_part()], tmp_path, 0.0)
+    assert outcome.reason == "left out: the time for all parts is over"
+
+
+def test_results_have_hardware_date_goals_and_reasons(tmp_path: Path) -> None:
+    known = {"date": "2026-11-23", "device": "NVIDIA H100 80GB HBM3"}
+    rows = Row("speed", "0.96", "≥ 0.97", False), Row("memory", "1.01", "1 ± 0.1", True), Row("step", "1.3")
+    outcomes = [Outcome("tp8", "a step", 7.0, Finding(rows, {"x": 1})), Outcome("tests", "on it", 9.0, None, "failed")]
+    paths = [results.write(tmp_path, known, outcomes) for _ in range(2)]
+    assert [path.name for path in paths] == [f"2026-11-23-gpu-nvidia-h100-80gb-hbm3{end}.txt" for end in ("", "-2")]
+    text = paths[0].read_text()
+    assert "device: NVIDIA H100 80GB HBM3" in text and "nothing was measured; failed" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("speed")] == [
+        ["speed", "0.96", "≥", "0.97", "MISSED"]
+    ]
+    assert text.splitlines()[-1] == "1 of 2 goals met; not measured: tests"
+    assert json.loads(paths[0].with_suffix(".json").read_text())["parts"][0]["finding"]["data"] == {"x": 1}
+
+
+def test_without_a_gpu_it_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"finds none here: nothing was measured. Run it on a machine with one"):
+        command.main([])
+    with pytest.raises(SystemExit, match="--device cpu needs --small"):
+        command.main(["--device", "cpu"])
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    said = ["--device", "cpu", "--small", "--results", str(tmp_path), "--seconds", "1200"]
+    assert command.main(said) == 0
+    (path,) = tmp_path.glob("*.txt")
+    assert "tiny: a trial of the script" in path.read_text() and "not measured" not in path.read_text()
