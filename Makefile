@@ -5,6 +5,8 @@
 # make bench   strategies measured beside their predictions and beside PyTorch's own tools, on small models
 # make bench-planner   how long planning and solving take
 # make cuda-check      graphs and casts on CUDA, as a CUDA build of PyTorch sees them; no GPU, an environment of 7 GB
+# make gpu       what one NVIDIA GPU can show, in less than ten minutes with that environment; results are written to
+#                benchmarks/results. GPU_PYTHON=python3 takes a Python that has torch for CUDA, autopar's needs and pytest
 #
 # The environment is made in .venv on first use, and again when pyproject.toml changes.
 # torch comes first and alone, so that TORCH decides which build it is, for example
@@ -13,6 +15,7 @@
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 TORCH ?= torch==2.13.0
 CUDA_TORCH ?= torch===2.13.0
+GPU_PYTHON ?= .venv-cuda/bin/python
 CASES ?= 1000
 SEED ?= 0
 
@@ -22,7 +25,7 @@ DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
 
-.PHONY: demo test lint format slow fuzz bench bench-planner cuda-check clean
+.PHONY: demo test lint format slow fuzz bench bench-planner cuda-check gpu clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
@@ -56,6 +59,13 @@ bench-planner: $(DEMO_READY)
 cuda-check: .venv-cuda/ready
 	.venv-cuda/bin/python -m benchmarks.cuda_check
 
+# The device is looked for first: an environment of 7 GB is not made in vain.
+gpu:
+	@nvidia-smi -L 2>/dev/null | grep -q GPU \
+		|| { echo "make gpu measures on an NVIDIA GPU, and nvidia-smi finds none here: nothing was measured."; exit 1; }
+	$(if $(filter .venv-cuda/bin/python,$(GPU_PYTHON)),$(MAKE) .venv-cuda/ready)
+	$(GPU_PYTHON) -m benchmarks.gpu
+
 clean:
 	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
@@ -80,5 +90,5 @@ $(TEST_READY): $(DEMO_READY)
 .venv-cuda/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip --quiet --disable-pip-version-check install "$(CUDA_TORCH)"
-	.venv-cuda/bin/python -m pip --quiet --disable-pip-version-check install -e ".[hf]"
+	.venv-cuda/bin/python -m pip --quiet --disable-pip-version-check install -e ".[hf,gpu]"
 	@touch $@

@@ -2,7 +2,7 @@
 
     autopar calibrate box.json --ranks 4                                               starts gloo ranks on this host
     torchrun --nproc-per-node 8 … --no-python autopar calibrate box.json --device cuda    uses the ranks that are there
-    autopar calibrate box.json --device cuda --ranks 1 --links h100      measures one device; links as h100.json has them
+    autopar calibrate box.json --device cuda --ranks 1 --links h100      measures one device; takes links of h100
 
 Under torchrun every axis of the mesh (by default nodes × devices of a node) is measured, and gives the numbers of the
 link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`; it has
@@ -17,7 +17,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist

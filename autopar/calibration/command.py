@@ -19,13 +19,16 @@ from autopar.files.replace import replace_text
 from autopar.hardware.load import parse
 from autopar.units import format_bytes, format_seconds
 
+PER_COLLECTIVE = {"efficiencies": "bandwidth reached", "latencies": "latency", "fit_error": "error of the fit"}
+"""Fields of a link that was measured, in words."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `autopar calibrate`."""
     parser.add_argument("output", metavar="FILE", help="the profile to write, a .json file")
     parser.add_argument("--device", default="cpu", help="cpu with gloo, or cuda with NCCL (cpu)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start here, if torchrun has not (2)")
-    parser.add_argument("--links", help="with --ranks 1: the profile, by name or path, whose links stand for unmeasured ones")
+    parser.add_argument("--links", help="with --ranks 1: the profile (name or path) whose links are taken")
     parser.add_argument("--quick", action="store_true", help="few and small messages: seconds, and rough numbers")
 
 
@@ -60,9 +63,7 @@ def summary(profile: Profile) -> str:
         for each in link.protocols:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
             rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
-        for what, field in (("bandwidth reached", "efficiencies"), ("latency", "latencies"), ("error of the fit", "fit_error")):
-            if field in written:
-                rows.append((f"  {what}", _percents(written[field])))
+        rows += [(f"  {what}", _percents(written[field])) for field, what in PER_COLLECTIVE.items() if field in written]
     rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
     rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))
     source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]

@@ -76,7 +76,7 @@ def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
 def device_name(device: str) -> str:
     """What the device is, in words."""
     if device == "cuda":
-        return torch.cuda.getdevice_name()
+        return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -34,8 +34,8 @@ from benchmarks.gpu.setting import Setting
 SECONDS = 420.0
 """For all parts: of ten minutes, what an environment leaves."""
 NO_GPU = (
-    "make gpu measures on an NVIDIA GPU, and torch {version} finds none here: nothing was measured. Run it on a machine "
-    "with one; `python -m benchmarks.gpu --device cpu --small` tries the script itself."
+    "make gpu measures on an NVIDIA GPU, and torch {version} finds none here: nothing was measured. Run it on a "
+    "machine with one; `python -m benchmarks.gpu --device cpu --small` tries the script itself."
 )
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together ({SECONDS:.0f})")
-    parser.add_argument("--profile", help="the profile whose links stand for those of the device (by the device's name)")
+    parser.add_argument("--profile", help="the profile whose links are taken (found by the device's name)")
     parser.add_argument("--results", type=Path, help="the folder for results (benchmarks/results; build/gpu of a CPU)")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)

@@ -297,7 +297,11 @@ def test_links_are_taken_from_a_known_profile_by_one_rank_alone() -> None:
     ("mesh", "device", "message"),
     [
         (2, "tpu", "device 'tpu' is not known; calibrate measures 'cpu' or 'cuda'"),
-        (1, "cpu", "1 rank has no collective to measure; use at least 2 ranks, or torchrun, or give one rank the links of a"),
+        (
+            1,
+            "cpu",
+            "1 rank has no collective to measure; use at least 2 ranks, or torchrun, or give one rank the links",
+        ),
         (0, "cpu", "0 rank"),
         (Mesh({"dp": 1}), "cpu", "1 rank has no collective"),
     ],

@@ -105,11 +105,15 @@ def train_on_ranks(
     mesh: Mapping[str, int],
     options: Mapping[str, Any],
     forced: Callable[[Space, Pins], Pins] = lambda space, pins: pins,
+    device: str = "cpu",
 ) -> Training:
-    """Compile with `options` for a mesh of simulated ranks, and train there; `forced` adds to the pins of a plan."""
+    """Compile with `options` for a mesh of simulated ranks, and train there; `forced` adds to the pins of a plan.
+
+    Model and batches lie on the `device`, as all simulated ranks do.
+    """
     num_ranks = math.prod(mesh.values())
     with simulate(num_ranks) as mode, planning_alone(mode, forced):
-        device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        device_mesh = init_device_mesh(device, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         compiled = autopar.compile(
             model, device_mesh, steps.batches[0], **{"hardware": SLOW_DEVICES, "deterministic": True, **options}
         )

@@ -1,0 +1,191 @@
+"""Training on one CUDA device beside one process there: as the only rank of a group, and as simulated ranks.
+
+`make gpu` runs those marked `cuda`; what a CPU can run, too, is slow there and said by other tests. One device
+cannot show NCCL between devices, nor what collectives and computing hide of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from tests.support.families import FAMILIES
+from tests.support.simulation.training import Steps, fault_of, loss_of, train_alone, train_on_ranks
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+NEEDS_CUDA = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} finds no CUDA device here"),
+)
+CPU, GPU = pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA)
+ON_BOTH, ON_CUDA = (pytest.mark.parametrize("device", devices) for devices in ([CPU, GPU], [GPU]))
+
+
+@pytest.fixture
+def mesh(device: str) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(BACKENDS[device], store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,), mesh_dim_names=("dp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _batch(family: str, device: str, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device), FAMILIES[family].inputs(number))
+
+
+def _trained(
+    family: str, model: nn.Module, device: str, context: Callable[[], Any] = nullcontext, steps: int = 3
+) -> dict[str, Tensor]:
+    """The losses of some steps, and the gradients and parameters of the last."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    found: dict[str, Tensor] = {}
+    for number in range(steps):
+        optimizer.zero_grad()
+        args, kwargs = _batch(family, device, number)
+        with context():
+            loss = FAMILIES[family].loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        found[f"loss {number}"] = loss.detach()
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == device
+        found[name] = parameter.detach()
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad
+    return found
+
+
+def _compiled(family: str, mesh: DeviceMesh, **options: Any) -> Any:
+    args, kwargs = _batch(family, mesh.device_type)
+    return autopar.compile(FAMILIES[family].build().to(mesh.device_type), mesh, kwargs or args, **options)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("family", ["gpt2", "llama", "resnet", "bert"])
+def test_the_only_rank_trains_as_one_process(device: str, family: str, mesh: DeviceMesh) -> None:
+    found = _trained(family, _compiled(family, mesh, strategy="zero3"), device)
+    expected = _trained(family, FAMILIES[family].build().to(device), device)
+    assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [({"dp": 2}, {"strategy": "zero3", "prefetch": 1}), ({"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron"})],
+    ids=["zero3", "fsdp_megatron"],
+)
+def test_simulated_ranks_on_the_device_train_as_one_process(
+    device: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    def model() -> nn.Module:
+        return FAMILIES["llama"].build().double().to(device)
+
+    steps = Steps([_batch("llama", device, number)[1] for number in range(2)])
+    found = train_on_ranks(model(), steps, axes, options, device=device)
+    assert found.split > 0.5
+    assert not fault_of(found, train_alone(model(), steps))
+
+
+@ON_BOTH
+def test_autocast_casts_as_on_one_process(device: str, mesh: DeviceMesh) -> None:
+    def autocast() -> torch.autocast:
+        return torch.autocast(device, torch.bfloat16)
+
+    model = _compiled("llama", mesh, strategy="data_parallel")
+    found = _trained("llama", model, device, autocast, steps=1)
+    expected = _trained("llama", FAMILIES["llama"].build().to(device), device, autocast, steps=1)
+    wide = _trained("llama", FAMILIES["llama"].build().to(device), device, steps=1)
+    assert_close(found["loss 0"], expected["loss 0"], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found["loss 0"], wide["loss 0"]), "autocast has changed nothing"
+
+
+@ON_BOTH
+def test_a_dropout_draws_by_seed_and_step_and_the_backward_draws_it_again(device: str, mesh: DeviceMesh) -> None:
+    model: Any = autopar.compile(nn.Sequential(nn.Dropout()), mesh, (torch.ones(64, 16, device=device),))
+
+    def drawn(seed: int, step: int = 0) -> Tensor:
+        model.random_state.load_state_dict({"seed": seed, "step": step})
+        x = torch.ones(64, 16, device=device, requires_grad=True)
+        y = loss_of(model(x))
+        y.sum().backward()
+        assert_close(x.grad, y.detach())
+        return y.detach()
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert not torch.equal(drawn(1), drawn(1, step=1))
+    assert 0.3 < float((drawn(3) == 0).float().mean()) < 0.7
+
+
+@ON_CUDA
+def test_torch_compile_trains_as_eager(device: str, mesh: DeviceMesh) -> None:
+    model = _compiled("llama", mesh, strategy="zero3")
+    model.compile()
+    expected = _trained("llama", FAMILIES["llama"].build().to(device), device)
+    assert_close(_trained("llama", model, device), expected, rtol=1e-3, atol=1e-4)
+
+
+class _Attention(nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 3 * 256)
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (4, 64)).transpose(1, 2) for x in self.qkv(x_BSM).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+class _Called(TorchDispatchMode):
+    """The names of the operations that run inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@ON_CUDA
+def test_attention_runs_by_the_fused_kernel_that_one_process_takes(device: str, mesh: DeviceMesh) -> None:
+    model, x = _Attention().to(device, torch.bfloat16), torch.randn(2, 512, 256, device=device, dtype=torch.bfloat16)
+    with _Called() as alone:
+        model(x)
+    compiled = autopar.compile(model, mesh, (x,))
+    compiled(x)
+    with _Called() as found:
+        compiled(x)
+    kernels = {name for name in alone.names if "dot_product" in name}
+    assert kernels and kernels <= found.names
+
+
+@ON_CUDA
+def test_a_step_waits_for_nothing_on_the_host(device: str, mesh: DeviceMesh) -> None:
+    model = _compiled("llama", mesh, strategy="zero3")
+    _, kwargs = _batch("llama", device)
+    FAMILIES["llama"].loss(model(**kwargs)).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        FAMILIES["llama"].loss(model(**kwargs)).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
