@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,13 @@ def _part(name: str = "tp8") -> Part:
 
 
 def test_a_part_that_hangs_is_ended_in_its_time(tmp_path: Path) -> None:
-    hanging = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    hanging = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
     outcome = of_command(_part(), hanging, tmp_path / "found.json", 1.0)
     assert outcome.finding is None and outcome.seconds < 30
-    assert outcome.reason == "did not end in its 1 s\nhere"
+    reason, said = outcome.reason.splitlines()
+    assert reason == "did not end in its 1 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said), 0)
 
 
 def test_a_part_that_fails_says_why(tmp_path: Path) -> None:
