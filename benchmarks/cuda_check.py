@@ -11,7 +11,7 @@ a fake process group, of which this process is rank 0. Checked are
 
 Not checked, as PyTorch asks the driver: backwards, and which kernel `scaled_dot_product_attention` chooses by itself.
 
-    make cuda-check                                    its environment (7 GB) and all families
+    make cuda-check                                    its environment (5 GB) and all families
     python -m benchmarks.cuda_check llama mixtral      some
 """
 

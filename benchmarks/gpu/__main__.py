@@ -1,6 +1,6 @@
 """What one GPU can show of autopar, in less than ten minutes: `make gpu`.
 
-    make gpu                                                an environment of its own (7 GB), and all parts
+    make gpu                                                an environment of its own (5 GB), and all parts
     make gpu GPU_PYTHON=python3                             with a Python that has torch for CUDA and autopar's needs
     python -m benchmarks.gpu --only tp8 tests               some parts
     python -m benchmarks.gpu --device cpu --small           the same code on tiny shapes, to try it without a GPU
@@ -31,8 +31,8 @@ from benchmarks.gpu import results
 from benchmarks.gpu.parts import PARTS, ROOT, measure, run_all
 from benchmarks.gpu.setting import Setting
 
-SECONDS = 420.0
-"""For all parts: of ten minutes, what an environment leaves."""
+SECONDS = 590.0
+"""For all parts; `make gpu` takes off what the environment took."""
 NO_GPU = (
     "make gpu measures on an NVIDIA GPU, and torch {version} finds none here: nothing was measured. Run it on a "
     "machine with one; `python -m benchmarks.gpu --device cpu --small` tries the script itself."
