@@ -124,7 +124,7 @@ class _Moment:
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
             if self._forward_bytes(number) is None:
-                self._add("working set", self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes), count)
+                self._add("working set", self._worked_on_beside(number), count)
             op = decision.menu.op
             if op is not None and op.backward_bytes is not None:
                 self._add("working set", self._said(decision, op.backward_bytes), count)
@@ -221,6 +221,14 @@ class _Moment:
         implementation = decision.menu.strategies[self.choices[number]].implementation
         said = implementation.forward_bytes if implementation is not None else None
         return None if said is None else self._said(decision, said)
+
+    def _worked_on_beside(self, number: int) -> Size:
+        """What a call works on in the backward beside its outputs and gradients."""
+        decision = self.space.decisions[number]
+        implementation = decision.menu.strategies[self.choices[number]].implementation
+        if implementation is not None and implementation.backward_bytes is not None:
+            return self._said(decision, implementation.backward_bytes)
+        return self._hidden(number, self.memory.lifetimes.saved(decision).other_bytes)
 
     def _said(self, decision: Decision, said: Callable[[Call, Mapping[str, int]], int]) -> Size:
         """Bytes that the implementation says of the call."""

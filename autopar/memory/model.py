@@ -228,8 +228,14 @@ class MemoryModel(TensorBytes):
         for position in outputs:
             info = call.outputs[position]
             total += self.local(info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize)
-        hidden = np.where([_works_forward(each) is not None for each in strategies], 0, self._hidden(decision))
         op, bound, mesh = decision.menu.op, decision.menu.bound, self.space.mesh
+        hidden = self._hidden(decision).copy()
+        for number, strategy in enumerate(strategies):
+            backward = strategy.implementation.backward_bytes if strategy.implementation is not None else None
+            if _works_forward(strategy) is not None:
+                hidden[number] = 0
+            elif backward is not None and bound is not None:
+                hidden[number] = backward(call, strategy.local_sizes(bound.sizes, mesh))
         if op is not None and bound is not None and op.backward_bytes is not None:
             total += np.array([op.backward_bytes(call, s.local_sizes(bound.sizes, mesh)) for s in strategies])
         return total + hidden

@@ -96,6 +96,8 @@ class Implementation:
     efficiency: Efficiency | None = None
     forward_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
+    backward_bytes: Callable[[Call, LocalSizes], int] | None = None
+    """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
     hidden_share: float = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
     hidden_as: Literal["", "ring"] = ""

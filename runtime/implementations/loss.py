@@ -159,16 +159,17 @@ class _CrossEntropy(torch.autograd.Function):
         for axis in call.classes:
             top_N = raw_all_reduce(top_N, axis, "max")
         column_N, mine_N = columns.of_target(target_N)
-        x_NV = x_NV - top_N.unsqueeze(-1)
+        x_NV = _less(x_NV, top_N, logits)
         zero = torch.zeros((), dtype=x_NV.dtype, device=x_NV.device)
         picked_N = torch.where(mine_N, x_NV.gather(-1, column_N.unsqueeze(-1)).squeeze(-1), zero)
-        joined = [x_NV.exp().sum(-1), picked_N]
+        joined = [picked_N]
         if weight is not None:
             joined.append(torch.where(mine_N, columns.weight_V[column_N], zero))
         if call.smoothing:
             joined.append((columns.fill(x_NV, 0) * columns.weight_V).sum(-1))
             if weight is not None:
                 joined.append(columns.weight_V.sum().expand_as(picked_N))
+        joined.insert(0, x_NV.exp_().sum(-1))
         rest = list(raw_sum(torch.stack(joined), call.classes).unbind())
         log_N, picked_N = rest.pop(0).log(), rest.pop(0)
         kept_N = target_N != call.ignore_index
@@ -198,15 +199,15 @@ class _CrossEntropy(torch.autograd.Function):
         columns = _Columns.of(call, x_NV, weight)
         column_N, mine_N = columns.of_target(target_N)
         hit_N = weight_N * (1 - call.smoothing)
-        grad_NV = (x_NV - log_N.unsqueeze(-1)).exp() * (hit_N + smooth_N).unsqueeze(-1)
+        grad_NV = _less(x_NV, log_N, logits).exp_().mul_((hit_N + smooth_N).unsqueeze(-1))
         grad_NV.scatter_add_(-1, column_N.unsqueeze(-1), torch.where(mine_N, -hit_N, hit_N * 0).unsqueeze(-1))
         kept_N = target_N != call.ignore_index
         if call.smoothing:
-            grad_NV = grad_NV - kept_N.unsqueeze(-1) * columns.weight_V * call.smoothing_per_class
+            grad_NV.sub_(kept_N.unsqueeze(-1) * columns.weight_V * call.smoothing_per_class)
         # Ignored rows get zero even where nothing is left to divide by.
         grad_N = torch.where(kept_N, grad.to(x_NV.dtype) / divisor, torch.zeros_like(log_N))
         # Padding may hold anything, even what overflows.
-        grad_NV = columns.fill(grad_NV * grad_N.unsqueeze(-1), 0)
+        grad_NV = columns.fill(grad_NV.mul_(grad_N.unsqueeze(-1)), 0)
         back = grad_NV.movedim(-1, 1) if logits.ndim > 1 else grad_NV
         return back.to(logits.dtype), None, None, None
 
@@ -215,3 +216,10 @@ def _wide(logits: Tensor) -> Tensor:
     """The logits in at least float32, classes last."""
     moved = logits.movedim(1, -1) if logits.ndim > 1 else logits
     return moved.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _less(x_NV: Tensor, by_N: Tensor, logits: Tensor) -> Tensor:
+    """The wide logits less a number for each row, in a tensor that nobody else holds."""
+    if x_NV.dtype == logits.dtype:  # they are the logits themselves, or may be
+        return x_NV - by_N.unsqueeze(-1)
+    return x_NV.sub_(by_N.unsqueeze(-1))

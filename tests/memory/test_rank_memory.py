@@ -134,3 +134,39 @@ def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks:
     shards = sum(each.numel() for each in model.parameters()) * 4 * 2 // 2
     assert mixed[0] < 1.1 * (pure[0] + shards)
     assert mixed[1] == pytest.approx(mixed[0], rel=0.05)
+
+
+class Classes(nn.Module):
+    """A head of many classes and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(32, 4096, bias=False)
+
+    def forward(self, x_BD: Tensor, labels_B: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x_BD), labels_B)
+
+
+def _of_classes(dtype: torch.dtype, role: dict[str, str]) -> tuple[int, int]:
+    """Bytes at the highest moment of the second step on this rank, and those of the plan."""
+    inputs = torch.randn(512, 32, dtype=dtype), torch.randint(0, 4096, (512,))
+    model = Classes().to(dtype)
+    autopar.annotate(model, "head", **role)
+    compiled: Any = autopar.compile(model, mesh((2,), ("tp",)), inputs)
+
+    def step() -> None:
+        compiled(*inputs).backward()
+
+    step()
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    optimizer.step()
+    found = peak_bytes(step, optimizer.zero_grad, lambda: [*held_in_training(compiled, optimizer), *inputs])
+    return found, compiled.plan.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("role", ["column", "data"])
+def test_a_loss_works_on_its_logits_once_in_float32(ranks: Ranks, dtype: torch.dtype, role: str) -> None:
+    for found, predicted in ranks.run(_of_classes, dtype, {"tp": role}):
+        assert predicted == pytest.approx(found, rel=0.03)

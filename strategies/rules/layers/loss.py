@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from autopar.program.operators.rows import CROSS_ENTROPY
-from autopar.sharding.operation import Call, Collective, Implementation, OpRule
+from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes, OpRule
 from autopar.sharding.rule import WHOLE
 from autopar.strategies.notation import (
     Answer,
@@ -55,9 +55,26 @@ def _of_classes(call: Call, dims: list[str], function: str) -> OpRule:
     joined = frozenset(dims) if call["reduction"] == MEAN else frozenset({"v"})
     classes = frozenset({"v"})
     vocabulary_parallel = Implementation(
-        f"loss:{function}", joined, joined=joined, padded=classes, traffic=cross_entropy_traffic, ordered=classes
+        f"loss:{function}",
+        joined,
+        joined=joined,
+        padded=classes,
+        traffic=cross_entropy_traffic,
+        ordered=classes,
+        backward_bytes=lambda call, sizes: _widened_bytes(call, sizes, dims),
     )
     return OpRule(_loss_text(call, dims, kept), (vocabulary_parallel,), moved_bytes=with_probabilities)
+
+
+def _widened_bytes(call: Call, sizes: LocalSizes, dims: list[str]) -> int:
+    """Logits of half precision in float32; of wider ones the probabilities that PyTorch keeps, if it runs the loss.
+
+    It does where no axis splits the classes; else the gradient is made in the place of what the backward works on.
+    """
+    itemsize, elements = call["self"].dtype.itemsize, math.prod(sizes[name] for name in dims)
+    if itemsize < FLOAT32_BYTES:
+        return elements * FLOAT32_BYTES
+    return elements * itemsize if sizes["v"] == call["self"].shape[dims.index("v")] else 0
 
 
 def _of_probabilities(call: Call) -> OpRule:
