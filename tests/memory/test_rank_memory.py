@@ -148,11 +148,11 @@ class Classes(nn.Module):
         return F.cross_entropy(self.head(x_BD), labels_B)
 
 
-def _of_classes(dtype: torch.dtype, role: dict[str, str]) -> tuple[int, int]:
+def _of_classes(dtype: torch.dtype, role: str) -> tuple[int, int]:
     """Bytes at the highest moment of the second step on this rank, and those of the plan."""
     inputs = torch.randn(512, 32, dtype=dtype), torch.randint(0, 4096, (512,))
     model = Classes().to(dtype)
-    autopar.annotate(model, "head", **role)
+    autopar.annotate(model, "head", tp=role)
     compiled: Any = autopar.compile(model, mesh((2,), ("tp",)), inputs)
 
     def step() -> None:
@@ -168,5 +168,5 @@ def _of_classes(dtype: torch.dtype, role: dict[str, str]) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("role", ["column", "data"])
 def test_a_loss_works_on_its_logits_once_in_float32(ranks: Ranks, dtype: torch.dtype, role: str) -> None:
-    for found, predicted in ranks.run(_of_classes, dtype, {"tp": role}):
+    for found, predicted in ranks.run(_of_classes, dtype, role):
         assert predicted == pytest.approx(found, rel=0.03)
