@@ -68,7 +68,9 @@ class PipelineRequest:
     ) -> PipelineRequest:
         """The request with what is said about the program; StrategyError where the preset has no place in it."""
         said = wanted.annotations_about(program, stage_mesh(mesh, axis))
-        return cls(program, mesh, axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {})
+        return cls(
+            program, wanted.named(mesh), axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {}
+        )
 
     @property
     def stage_mesh(self) -> Mesh:

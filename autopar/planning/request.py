@@ -92,6 +92,11 @@ class PlanRequest:
         asked = mesh.hardware if self.hardware is None else self.hardware
         return asked if isinstance(asked, Hardware) else load(asked)
 
+    def named(self, mesh: Mesh) -> Mesh:
+        """The mesh with the name of the profile that is planned with, which is what its plan says."""
+        asked = mesh.hardware if self.hardware is None else self.hardware
+        return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else asked)
+
     def on(self, mesh: Mesh) -> PlanRequest:
         """The request with the profile itself, read once, in place of its name."""
         return replace(self, hardware=self.hardware_of(mesh))
@@ -122,7 +127,7 @@ class PlanRequest:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
         return build_space(
             program,
-            mesh,
+            self.named(mesh),
             self.hardware_of(mesh),
             self.whole_outputs,
             input_layouts,
