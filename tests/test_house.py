@@ -35,6 +35,7 @@ ORDER = (
     ("strategies.presets", "plans", "cost", "validation"),
     ("space",),
     ("memory", "annotations"),
+    ("timeline",),
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
     ("inspection", "pipeline", "runtime.collectives"),
