@@ -186,7 +186,8 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:
             raise PlanError(
-                f"hardware {self.name!r} has communication_share = {self.communication_share}; give a share, from 0 to 1."
+                f"hardware {self.name!r} has communication_share = {self.communication_share}; give a share, from 0 to "
+                "1."
             )
         self._check_links()
 

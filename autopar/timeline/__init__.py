@@ -1,4 +1,4 @@
-"""When everything of a step runs: the tasks of a plan's step, as the runtime issues them, and their simulation.
+"""Tasks on streams, and when each runs: the simulated timeline of a step.
 
-Decides what runs beside what. Knows nothing of who chooses, nor how a timeline is shown.
+Decides what runs beside what. Knows nothing of programs, plans or torch.
 """

@@ -20,79 +20,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-COMPUTE = "compute"
-"""The stream that computes; all other streams are communicators."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Something that a stream runs, for so many seconds where it runs alone."""
-
-    name: str
-    stream: str
-    seconds: float
-    phase: str = "forward"
-    """"forward", "backward", "recomputation" or "optimizer"."""
-    launch: float = 0.0
-    """Seconds of the host, which launches it."""
-    after: tuple[int, ...] = ()
-    """Tasks that it waits for, by their place; all of them are before it."""
-    axes: frozenset[str] = frozenset()
-    """The mesh axes over which a collective moves bytes."""
-    num_bytes: int = 0
-    """Of a collective, in NCCL's convention."""
-    row: str = ""
-    """The decision that it belongs to."""
-
-    def __post_init__(self) -> None:
-        assert self.seconds >= 0 and self.launch >= 0, f"{self.name} takes {self.seconds} s, launched in {self.launch} s"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A task with the seconds from the step's begin at which it starts and ends."""
-
-    task: Task
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A simulated step: the events of its tasks in their order, and where its seconds go.
-
-    `seconds` = `computing` + `waiting` + `launching`.
-    """
-
-    events: tuple[Event, ...]
-    seconds: float
-    waiting: float
-    """Seconds lost to collectives: that nothing is computed while some run, or more slowly."""
-    launching: float
-    """Seconds in which nothing runs, as nothing has been launched."""
-
-    @property
-    def computing(self) -> float:
-        """What the computing stream takes where it runs alone."""
-        return sum(each.task.seconds for each in self.events if each.task.stream == COMPUTE)
-
-    @property
-    def communicating(self) -> float:
-        """What all collectives take where each runs alone."""
-        return sum(each.task.seconds for each in self.events if each.task.stream != COMPUTE)
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of collectives that pass beside computing, or beside each other."""
-        return max(0.0, self.communicating - self.waiting)
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """The names of all streams, the computing one first."""
-        return tuple(dict.fromkeys((COMPUTE, *(each.task.stream for each in self.events))))
+from autopar.timeline.values import COMPUTE, Event, Task, Timeline
 
 
 def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
@@ -103,11 +33,11 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
     queues: dict[str, deque[int]] = {}
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, deque()).append(number)
-    starts, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
+    starts, ends, waited = [0.0] * len(tasks), [-1.0] * len(tasks), [0.0] * len(tasks)
     left: dict[int, float] = {}
     """Running task → its seconds that are left."""
     busy: set[str] = set()
-    now = waiting = launching = 0.0
+    now = launching = 0.0
     while queues or left:
         upcoming = []
         for stream, queue in queues.items():
@@ -124,11 +54,11 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
         rates = _rates([tasks[number] for number in left], share)
         times = {number: seconds / rate for (number, seconds), rate in zip(left.items(), rates, strict=True) if rate}
         passing = min((*times.values(), *upcoming))
-        computes = sum(rate for number, rate in zip(left, rates, strict=True) if tasks[number].stream == COMPUTE)
-        if left:
-            waiting += passing * (1 - computes)
-        else:
-            launching += passing
+        computed = sum(rate for number, rate in zip(left, rates, strict=True) if tasks[number].stream == COMPUTE)
+        collectives = [number for number in left if tasks[number].stream != COMPUTE]
+        for number in collectives:
+            waited[number] += passing * (1 - computed) / len(collectives)
+        launching += 0.0 if left else passing
         now += passing
         for (number, seconds), rate in zip(list(left.items()), rates, strict=True):
             if times.get(number) == passing:
@@ -137,8 +67,7 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
                 del left[number]
             else:
                 left[number] = max(0.0, seconds - passing * rate)
-    events = tuple(map(Event, tasks, starts, ends))
-    return Timeline(events, now, waiting, launching)
+    return Timeline(tuple(map(Event, tasks, starts, ends, waited)), now, launching)
 
 
 def _rates(running: Sequence[Task], share: float) -> list[float]:

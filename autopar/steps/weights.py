@@ -15,7 +15,7 @@ from autopar.hardware.collectives import Transfer
 from autopar.program.program import info_of
 from autopar.space.buckets import Bucket
 from autopar.space.space import Space
-from autopar.timeline.tasks import Tasks
+from autopar.steps.tasks import Tasks
 
 MOST_SCATTERED = 2  # messages of gradients: a third waits for the first, so that what that has sent is freed
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
-from autopar.timeline.simulation import COMPUTE, Task
+from autopar.timeline.values import COMPUTE, Task
 
 
 class Tasks:
@@ -36,15 +36,10 @@ class Tasks:
         axes = frozenset(self.mesh.names[position] for position in self.mesh.positions(transfer.axis))
         self.found.append(
             Task(
-                transfer.collective,
-                stream or transfer.axis,
-                seconds,
-                self.phase,
-                self.hardware.launch_s,
-                tuple(sorted(after)),
-                axes,
-                round(transfer.num_bytes * min(times, 1.0)),
-                row,
+                *(transfer.collective, stream or transfer.axis, seconds, self.phase),
+                *(self.hardware.launch_s, tuple(sorted(after)), transfer.axis, axes),
+                num_bytes=round(transfer.num_bytes * min(times, 1.0)),
+                row=row,
             )
         )
         return len(self.found) - 1

@@ -3,7 +3,7 @@
 forward     calls in their order; what moves activations is waited for, as are gathers of weights, unless they are
             issued ahead of their layer (`prefetch`)
 backward    the same the other way: a segment is computed again ahead of its first backward, weights are gathered again
-            where a call kept them, gradients are reduced as soon as the last of their message is there, and left running
+            where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
 optimizer   behind all of these
 
 What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
@@ -24,10 +24,11 @@ from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import Bucket, late_casts
 from autopar.space.space import Wire, without_gradient
-from autopar.timeline.order import Call, Gathered, Moved, Order, order_of
-from autopar.timeline.simulation import Task, Timeline, simulate
-from autopar.timeline.tasks import Tasks
-from autopar.timeline.weights import MOST_SCATTERED, Backward, Messages, Regathered
+from autopar.steps.order import Call, Gathered, Moved, Order, order_of
+from autopar.steps.tasks import Tasks
+from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered
+from autopar.timeline.simulation import simulate
+from autopar.timeline.values import Task, Timeline
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -154,9 +155,7 @@ class _Step:
                 self._reduce(bucket, left_running, scattered)
         self.tasks.wait(left_running)
 
-    def _compute_again(
-        self, number: int, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]
-    ) -> None:
+    def _compute_again(self, number: int, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
         again = self.memory.recompute_seconds(number)
         mode = self.modes.get(self.memory.lifetimes.segment[number], 0)
         seconds = float(again[mode][self.choices[number]]) if again else 0.0
