@@ -26,25 +26,22 @@ STRATEGIES = ("auto", "fully_replicated", "data_parallel", "zero3", "hsdp", "meg
 
 def table(measurements: Sequence[Measurement]) -> str:
     """A line per plan, and how each prediction orders and meets what was measured."""
-    found = [
-        (each, each.predicted.seconds, each.timeline_seconds, each.measured.seconds)
-        for each in measurements
-        if each.predicted and each.measured and each.timeline_seconds and not each.same_as
-    ]
-    rows = [
-        [
-            *(each.model, each.mesh, each.strategy, f"{1e3 * measured:.2f} ms"),
-            *(f"{1e3 * seconds:.2f} ms ({measured / seconds:.2f})" for seconds in (added, simulated)),
-        ]
-        for each, added, simulated, measured in found
-    ]
+    rows: list[list[str]] = []
+    sums: list[float] = []
+    timelines: list[float] = []
+    steps: list[float] = []
+    for each in measurements:
+        if each.predicted and each.measured and each.timeline_seconds and not each.same_as:
+            sums.append(each.predicted.seconds)
+            timelines.append(each.timeline_seconds)
+            steps.append(each.measured.seconds)
+            predicted = [f"{1e3 * seconds[-1]:.2f} ms ({steps[-1] / seconds[-1]:.2f})" for seconds in (sums, timelines)]
+            rows.append([each.model, each.mesh, each.strategy, f"{1e3 * steps[-1]:.2f} ms", *predicted])
     lines = [tabulate(rows, ["model", "mesh", "strategy", "measured", "sum", "timeline"], disable_numparse=True)]
-    measured = [seconds for *_, seconds in found]
-    for name, column in (("sum", 1), ("timeline", 2)):
-        predicted: list[float] = [each[column] for each in found]
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(predicted, measured, strict=True))
+    for name, found in (("sum", sums), ("timeline", timelines)):
+        ratio = statistics.median(theirs / ours for ours, theirs in zip(found, steps, strict=True))
         lines.append(
-            f"{name:<9} Spearman {spearman(predicted, measured):.3f} of {len(found)} plans, "
+            f"{name:<9} Spearman {spearman(found, steps):.3f} of {len(found)} plans, "
             f"measured / predicted {ratio:.2f} in the median"
         )
     return "\n".join(lines)

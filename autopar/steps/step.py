@@ -23,14 +23,13 @@ from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import Bucket, late_casts
-from autopar.space.space import Wire, without_gradient
+from autopar.space.space import without_gradient
 from autopar.steps.order import Call, Gathered, Moved, Order, order_of
 from autopar.steps.tasks import Tasks
-from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered
+from autopar.steps.uses import Uses
+from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered, gathering_streams
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
-
-REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -49,9 +48,7 @@ class _Step:
         self.modes = {segment: MODES.index(mode) for segment, mode in modes.items()}
         self.order: Order = order_of(self.space, choices)
         self.places = {each.number: n for n, each in enumerate(self.order.entries) if isinstance(each, Call)}
-        self.outgoing: dict[int, list[Wire]] = defaultdict(list)
-        for wire in self.space.wires:
-            self.outgoing[wire.source].append(wire)
+        self.uses = Uses(memory, self.places)
         self.unused = without_gradient(self.space)
         self.tasks = Tasks(self.space.mesh, self.space.hardware)
         gathered = [each.bucket for each in self.order.entries if isinstance(each, Gathered)]
@@ -60,7 +57,7 @@ class _Step:
             id(bucket): Messages(self.space, bucket, any(source in late for source in bucket.sources))
             for bucket in (*gathered, *self.order.reduced)
         }
-        self.streams = self._gathering_streams()
+        self.streams = gathering_streams(self._backward_transfers()) if memory.prefetch else {}
 
     def run(self) -> tuple[Task, ...]:
         self._forward()
@@ -104,7 +101,7 @@ class _Step:
                 anchors.setdefault(entry.layer, place)
         found: dict[int, list[Bucket]] = defaultdict(list)
         for place, entry in enumerate(entries):
-            if not depth or not isinstance(entry, Gathered) or not self._gathers_first(entry.bucket):
+            if not depth or not isinstance(entry, Gathered):
                 continue
             before = (anchors[n] for n in range(max(0, entry.layer - depth), entry.layer) if n in anchors)
             anchor = next((each for each in before if each < place), None)
@@ -114,11 +111,6 @@ class _Step:
 
     def _casts_weight(self, entry: Call | Moved) -> bool:
         return isinstance(entry, Call) and self.space.decisions[entry.number].name in self.space.weight_casts
-
-    @staticmethod
-    def _gathers_first(bucket: Bucket) -> bool:
-        """Whether a bucket's first step that moves something in the forward takes weights as they are stored."""
-        return any(step.gathers for step in bucket.steps)
 
     def _gather(self, bucket: Bucket, transfer: Transfer) -> int:
         return self.tasks.issue(transfer, bucket.layer, self.streams.get(transfer.axis, ""))
@@ -131,7 +123,7 @@ class _Step:
         weights = Backward(self.tasks, regathered, self.memory.prefetch, self.streams)
         last_gradient: dict[int, list[Bucket]] = defaultdict(list)
         for bucket in self.order.reduced:
-            last_gradient[min(self._first_place(end) for end, _ in bucket.ends)].append(bucket)
+            last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
         again: dict[str, list[int]] = defaultdict(list)
         for number in self.places:
             again[self.memory.lifetimes.segment[number]].append(number)
@@ -191,7 +183,9 @@ class _Step:
             if not isinstance(entry, Gathered) or not entry.bucket.regathered:
                 continue
             messages = self.messages[id(entry.bucket)]
-            kept = {call for position in entry.bucket.regathered for call in self._keepers(messages.wires[position])}
+            kept = {
+                call for position in entry.bucket.regathered for call in self.uses.keepers(messages.wires[position])
+            }
             if not kept:
                 continue
             gathers = messages.gathers(entry.bucket.regathered)
@@ -200,29 +194,6 @@ class _Step:
             for number in kept:
                 found[number].append(bucket)
         return found
-
-    def _keepers(self, wire: Wire) -> Iterator[int]:
-        """The calls that keep what a wire brings for their backward, through views and hubs."""
-        target = self.space.decisions[wire.target]
-        saved = self.memory.lifetimes.saved(target) if target.kind == "call" else None
-        if saved is not None and wire.target_input in saved.inputs:
-            yield wire.target
-        elif target.kind == "hub" or (saved is not None and saved.aliases):
-            for each in self.outgoing[wire.target]:
-                yield from self._keepers(each)
-
-    def _first_place(self, number: int) -> int:
-        """Where the first call stands that uses what arrives at a decision: its gradient is there after that."""
-        if number in self.places:
-            return self.places[number]
-        targets = (wire.target for wire in self.outgoing[number])
-        return min(map(self._first_place, targets), default=len(self.order.entries) - 1)
-
-    def _gathering_streams(self) -> dict[str, str]:
-        """Axis → the communicator that gathers weights, where it has one of its own."""
-        moved = {(t.collective, t.axis) for t in self._backward_transfers()}
-        axes = {axis for name, axis in moved if name in REDUCTIONS} if self.memory.prefetch else set()
-        return {axis: f"{axis}, weights" for axis in axes if ("all_gather", axis) in moved}
 
     def _backward_transfers(self) -> Iterator[Transfer]:
         """All that moves in the backward."""

@@ -101,9 +101,9 @@ def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Pla
             family = FAMILIES[model]
             module, (args, kwargs) = family.build(), family.inputs(0)
         compiled = autopar.compile(module, mesh, args or kwargs, hardware=SLOW_DEVICES, **options)
-        groups = {mesh.get_group(name).group_name: name for name in axes}
+        groups: dict[str, str] = {mesh.get_group(name).group_name: name for name in axes}
         groups[dist.group.WORLD.group_name] = "_".join(axes)  # type: ignore[union-attr]
-        sizes = {mesh.get_group(name).group_name: size for name, size in axes.items()}
+        sizes: dict[str, int] = {mesh.get_group(name).group_name: size for name, size in axes.items()}
         sizes[dist.group.WORLD.group_name] = mesh.size()  # type: ignore[union-attr]
         for name, group in gathering_groups(mesh, dict.fromkeys((*axes, "_".join(axes)))).items():
             groups[group], sizes[group] = f"{name}, weights", axes.get(name, mesh.size())
