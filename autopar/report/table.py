@@ -14,16 +14,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autopar.inspection.timeline import beside_the_sum
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow, is_main
 from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
+from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
 MODULE_WIDTH = 42
 MOVED_WIDTH = 30
-SMALL = 0.005  # of a step: what differs less between timeline and sum is not told
 SHORT_NAMES = {"scaled_dot_product_attention": "sdpa", "attention_by_mask": "attention"}
 
 Transfers = tuple[tuple[Any, ...], ...]
@@ -78,18 +77,8 @@ def _timeline(plan: Plan) -> list[str]:
     """The step as a timeline, and its largest differences from the sum that the solver makes least."""
     if plan.context is None:
         return []
-    found = plan.timeline()
-    hidden = f"; {format_seconds(found.hidden)} of collectives hidden" if found.hidden > SMALL * found.seconds else ""
-    words = [f"computing {format_seconds(found.computing)}", f"waiting {format_seconds(found.waiting)}"]
-    apart = [
-        f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
-        for name, seconds in beside_the_sum(plan, found).items()
-        if abs(seconds) > SMALL * found.seconds
-    ]
-    return [
-        f"  timeline {format_seconds(found.seconds)} simulated: {', '.join(words)}{hidden}",
-        *([f"           beside the sum: {', '.join(apart[:4])}"] if apart else []),
-    ]
+    simulated, apart = timeline_words(plan)
+    return [f"  timeline {simulated}", *([f"           beside the sum: {apart}"] if apart else [])]
 
 
 def _parts(plan: Plan) -> list[str]:
