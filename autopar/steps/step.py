@@ -24,7 +24,7 @@ from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import Bucket, late_casts
 from autopar.space.space import without_gradient
-from autopar.steps.order import Call, Gathered, Moved, Order, order_of
+from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
 from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered, gathering_streams
@@ -37,25 +37,47 @@ def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[st
     return simulate(step_tasks(memory, choices, modes), memory.space.hardware.communication_share)
 
 
+def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of one of several micro-batches, without what a step does once.
+
+    Once are casts and moves of weights that are held, the reduction of their gradients, and the optimizer.
+    """
+    tasks = _Step(memory, choices, modes, once=False).run()
+    found = simulate(tasks, memory.space.hardware.communication_share)
+    forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
+    return forward, found.seconds - forward
+
+
 def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
     """The tasks of a step in the order in which they are issued; weights are fetched ahead as the model says."""
     return _Step(memory, choices, modes).run()
 
 
 class _Step:
-    def __init__(self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> None:
-        self.memory, self.space, self.choices = memory, memory.space, choices
+    """One walk through the order, forward and back; without what is done `once`, where that is left out."""
+
+    def __init__(
+        self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], once: bool = True
+    ) -> None:
+        self.memory, self.space, self.choices, self.once = memory, memory.space, choices, once
         self.modes = {segment: MODES.index(mode) for segment, mode in modes.items()}
-        self.order: Order = order_of(self.space, choices)
-        self.places = {each.number: n for n, each in enumerate(self.order.entries) if isinstance(each, Call)}
+        order = order_of(self.space, choices)
+        self.entries = [each for each in order.entries if once or self._is_each_time(each)]
+        self.reduced = order.reduced if once else ()
+        self.places = {each.number: n for n, each in enumerate(self.entries) if isinstance(each, Call)}
         self.uses = Uses(memory, self.places)
         self.unused = without_gradient(self.space)
         self.tasks = Tasks(self.space.mesh, self.space.hardware)
-        gathered = [each.bucket for each in self.order.entries if isinstance(each, Gathered)]
-        late = late_casts(self.space, (*gathered, *self.order.reduced))
+        buckets = (*(each.bucket for each in self.entries if isinstance(each, Gathered)), *self.reduced)
+        late = late_casts(self.space, buckets)
         self.messages = {
-            id(bucket): Messages(self.space, bucket, any(source in late for source in bucket.sources))
-            for bucket in (*gathered, *self.order.reduced)
+            id(bucket): Messages(
+                self.space,
+                bucket,
+                range(len(bucket.ends)) if once else bucket.regathered,
+                any(source in late for source in bucket.sources),
+            )
+            for bucket in buckets
         }
         self.streams = gathering_streams(self._backward_transfers()) if memory.prefetch else {}
 
@@ -63,6 +85,8 @@ class _Step:
         self._forward()
         self.tasks.phase = "backward"
         self._backward()
+        if not self.once:
+            return tuple(self.tasks.found)
         self.tasks.phase = "optimizer"
         for number, decision in enumerate(self.space.decisions):
             seconds = float(decision.menu.seconds[self.choices[number]])
@@ -70,12 +94,23 @@ class _Step:
                 self.tasks.compute("optimizer", seconds, decision.name)
         return tuple(self.tasks.found)
 
+    def _is_each_time(self, entry: Entry) -> bool:
+        """Whether every micro-batch runs it."""
+        more = self.memory.accumulation
+        if isinstance(entry, Call):
+            return not more.once(entry.number)
+        if isinstance(entry, Gathered):
+            return bool(entry.bucket.regathered)
+        wire = entry.wire
+        ends = self.choices[wire.source], self.choices[wire.target]
+        return not more.is_weight(wire) or bool(more.each_time(wire)[ends])
+
     # Forward.
 
     def _forward(self) -> None:
         ahead = self._ahead()
         on_their_way: dict[int, int] = {}
-        for place, entry in enumerate(self.order.entries):
+        for place, entry in enumerate(self.entries):
             for bucket in ahead.get(place, ()):
                 on_their_way[id(bucket)] = self._gather(bucket, self.messages[id(bucket)].gathers()[0])
             if isinstance(entry, Moved):
@@ -91,7 +126,7 @@ class _Step:
 
     def _ahead(self) -> dict[int, list[Bucket]]:
         """Place in the order → the buckets whose gathers are issued there, ahead of their layer."""
-        entries, depth = self.order.entries, self.memory.prefetch
+        entries, depth = self.entries, self.memory.prefetch
         without_weights = {each.layer for each in entries if isinstance(each, Gathered)}
         anchors: dict[int, int] = {}
         for place, entry in enumerate(entries):
@@ -122,14 +157,14 @@ class _Step:
         regathered = dict.fromkeys(bucket for each in kept_by.values() for bucket in each)
         weights = Backward(self.tasks, regathered, self.memory.prefetch, self.streams)
         last_gradient: dict[int, list[Bucket]] = defaultdict(list)
-        for bucket in self.order.reduced:
+        for bucket in self.reduced:
             last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
         again: dict[str, list[int]] = defaultdict(list)
         for number in self.places:
             again[self.memory.lifetimes.segment[number]].append(number)
         left_running: list[int] = []
         scattered: list[int] = []
-        for place, entry in reversed(list(enumerate(self.order.entries))):
+        for place, entry in reversed(list(enumerate(self.entries))):
             if isinstance(entry, Moved):
                 backward = [each for each in entry.path.transfers if each.backward]
                 if entry.wire.target not in self.unused:
@@ -179,7 +214,7 @@ class _Step:
     def _regathered(self) -> dict[int, list[Regathered]]:
         """Call → the weights that are gathered again for its backward."""
         found: dict[int, list[Regathered]] = defaultdict(list)
-        for entry in self.order.entries:
+        for entry in self.entries:
             if not isinstance(entry, Gathered) or not entry.bucket.regathered:
                 continue
             messages = self.messages[id(entry.bucket)]
@@ -197,7 +232,7 @@ class _Step:
 
     def _backward_transfers(self) -> Iterator[Transfer]:
         """All that moves in the backward."""
-        for entry in self.order.entries:
+        for entry in self.entries:
             if isinstance(entry, Moved) and entry.wire.target not in self.unused:
                 yield from (each for each in entry.path.transfers if each.backward)
             elif isinstance(entry, Gathered):

@@ -41,16 +41,16 @@ class Message:
 
 
 class Messages:
-    """What a bucket sends."""
+    """What a bucket sends of its weights at some positions."""
 
-    def __init__(self, space: Space, bucket: Bucket, casts_late: bool) -> None:
-        self.space, self.bucket = space, bucket
+    def __init__(self, space: Space, bucket: Bucket, positions: Sequence[int], casts_late: bool) -> None:
+        self.space, self.bucket, self.positions = space, bucket, positions
         self.wires = [space.inbound[end] for end in bucket.ends]
         self.casts_late = casts_late
 
     def gathers(self, positions: Sequence[int] | None = None) -> list[Transfer]:
-        """What gathers its weights, or those at some positions, one step after the other."""
-        chosen = range(len(self.wires)) if positions is None else positions
+        """What gathers its weights, or those at other positions, one step after the other."""
+        chosen = self.positions if positions is None else positions
         sums = [self._step(number, False, chosen) for number in range(len(self.bucket.steps))]
         return [each for each in sums if each is not None and each.num_bytes]
 
@@ -59,7 +59,7 @@ class Messages:
         """What reduces their gradients, in the order of the backward."""
         found = []
         for number in reversed(range(len(self.bucket.steps))):
-            total = self._step(number, True, range(len(self.wires)))
+            total = self._step(number, True, self.positions)
             if total is not None:
                 found.append(Message(total, not (number == 0 and self._is_left_running(number))))
         return tuple(found)

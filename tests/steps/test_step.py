@@ -14,8 +14,11 @@ from autopar.compiler.arguments import Prefetch
 from autopar.cost import messages
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
+from autopar.steps.step import microbatch_seconds
 from autopar.timeline.values import COMPUTE, Timeline
 from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
 from tests.support.parity import FAMILIES
@@ -117,3 +120,16 @@ def test_a_view_takes_a_moment_where_the_device_is_its_own_host() -> None:
     )
     views = [each for each in plan.timeline().events if each.task.name == "transpose"]
     assert views and all(each.task.seconds == load("cpu").op_latency_s for each in views)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel", "fsdp_megatron"])
+def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_another(
+    strategy: str, recompute: str
+) -> None:
+    plan = _stack(IN_TURNS, {"dp": 2, "tp": 2}, strategy=strategy, recompute=recompute)
+    context = context_of(plan)
+    parts = parts_of(context.memory_model, context.choices, plan.recompute)
+    found = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
+    assert found == pytest.approx((parts.forward, parts.backward), rel=10 * LOCAL_MOVES)
+    assert sum(found) < plan.timeline().seconds
