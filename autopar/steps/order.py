@@ -1,7 +1,7 @@
 """In which order a rank runs its graph: calls, moves of activations, and buckets of weights at their first use.
 
 The order of `runtime.rewrite.rewrite`, which walks the program once, and emits what a call needs right before it. The
-backward goes the other way.
+backward goes the other way. Casts of weights stand before the move of their bucket, those made on its way, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.cost.reshard import ReshardPath
 from autopar.program.calls import is_call, module_of
 from autopar.program.paths import layer_of
 from autopar.program.program import tensor_inputs
-from autopar.space.buckets import Bucket, buckets_of, late_casts
+from autopar.space.buckets import Bucket, buckets_of
 from autopar.space.space import Space, Wire
 
 
@@ -68,7 +68,6 @@ class _Walk:
         self.space, self.choices = space, choices
         self.buckets = buckets_of(space, choices)
         self.bucket_of = {end: bucket for bucket in self.buckets for end in bucket.ends}
-        self.cast_late = late_casts(space, self.buckets)
         self.entries: list[Entry] = []
         self.there: set[int] = set()
         """Calls and hubs that have been emitted."""
@@ -88,7 +87,7 @@ class _Walk:
         return Order(tuple(self.entries), tuple(bucket for bucket in self.buckets if bucket.at_entry))
 
     def _call(self, number: int) -> None:
-        if number in self.there or number in self.cast_late:
+        if number in self.there:
             return
         self.there.add(number)
         node = self.space.decisions[number].node
@@ -123,8 +122,7 @@ class _Walk:
         self.begun.add(id(bucket))
         layer = self.numbers[bucket.layer]
         for source in bucket.sources:
-            if source not in self.cast_late:
-                self._value(source, layer)
+            self._value(source, layer)
         self.entries.append(Gathered(bucket, layer))
 
     def _path(self, wire: Wire) -> ReshardPath:

@@ -44,6 +44,7 @@ def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
         ("llama", {"dp": 2}, {"strategy": "zero3"}),
         ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron", "recompute": "full"}),
         ("llama", {"cp": 2}, {"strategy": "ring"}),
+        ("llama", {"dp": 2}, {"strategy": "zero3", "precision": "bf16-mixed"}),
         ("resnet", {"dp": 2, "tp": 2}, {}),
     ],
     ids=str,
