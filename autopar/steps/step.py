@@ -166,7 +166,7 @@ class _Step:
         scattered: list[int] = []
         for place, entry in reversed(list(enumerate(self.entries))):
             if isinstance(entry, Moved):
-                backward = [each for each in entry.path.transfers if each.backward]
+                backward = [each for each in reversed(entry.path.transfers) if each.backward]
                 if entry.wire.target not in self.unused:
                     row = self.space.decisions[entry.wire.target].name
                     self.tasks.move(backward, row, self._share(entry))
