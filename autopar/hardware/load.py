@@ -90,7 +90,7 @@ def load(name_or_path: str | Path) -> Hardware:
 def links_of(name_or_path: str | Path) -> dict[str, Any]:
     """What a profile, which `load` reads, says of links and of what hides behind computing: its JSON, with sources."""
     profile = _read(_path_of(name_or_path))
-    return {name: profile[name] for name in ("links", "overlap") if name in profile}
+    return {name: profile[name] for name in ("links", "overlap", "communication_share") if name in profile}
 
 
 def _path_of(name_or_path: str | Path) -> Path:
