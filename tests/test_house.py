@@ -21,13 +21,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     ("errors",),
-    ("units", "files"),
+    ("units", "files", "timeline"),
     ("progress",),
     ("program.operators",),
     ("program.operators.attention",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models"),
-    ("capture.experts", "capture.masks", "hardware", "solver", "strategies.rules", "strategies.rules.layers"),
+    (
+        "capture.experts",
+        "capture.masks",
+        "hardware",
+        "solver",
+        "timeline",
+        "strategies.rules",
+        "strategies.rules.layers",
+    ),
     ("capture.rows",),
     ("capture.tiles",),
     ("capture",),
@@ -35,6 +43,7 @@ ORDER = (
     ("strategies.presets", "plans", "cost", "validation"),
     ("space",),
     ("memory", "annotations"),
+    ("steps",),
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
     ("inspection", "pipeline", "runtime.collectives"),
@@ -53,7 +62,7 @@ ORDER = (
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 BELOW_THEIR_TABLES = {"autopar.strategies.notation"}
 """Modules of a package that the packages inside it may import."""
-WITHOUT_TORCH = ("files", "solver", "plans", "hardware")
+WITHOUT_TORCH = ("files", "solver", "plans", "hardware", "timeline")
 MAX_LINES, MAX_FILES = 400, 12
 PACKAGES = ("strategies", "runtime")
 """Folders beside `autopar/` that are installed inside it."""

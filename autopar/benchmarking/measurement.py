@@ -43,7 +43,9 @@ class Measurement:
     measured: Costs | None = None
     """Of the rank that takes or holds most; the median of the steps."""
     predicted: Costs | None = None
-    """By autopar's plan; a peer has none."""
+    """By autopar's plan, seconds being the sum that the solver makes least; a peer has none."""
+    timeline_seconds: float | None = None
+    """The predicted step as the plan's timeline has it."""
     reason: str = ""
     """Why nothing was measured."""
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -130,7 +132,7 @@ _WHICH = ("model", "mesh", "strategy", "same_as", "reason")
 _COLUMNS = (
     *_WHICH,
     *(f"{kind}_{name}" for kind in ("measured", "predicted") for name in _COSTS),
-    *("seconds_low", "seconds_high", "num_steps", "calls", "setup_seconds", "apart", "agrees"),
+    *("timeline_seconds", "seconds_low", "seconds_high", "num_steps", "calls", "setup_seconds", "apart", "agrees"),
 )
 
 
@@ -143,6 +145,7 @@ def _line(measurement: Measurement) -> dict[str, Any]:
             line[f"{kind}_traffic"] = json.dumps(dict(costs.traffic))
     if measurement.measured is not None:
         line |= {
+            "timeline_seconds": measurement.timeline_seconds,
             "seconds_low": measurement.quartiles[0],
             "seconds_high": measurement.quartiles[1],
             "num_steps": measurement.num_steps,

@@ -225,6 +225,7 @@ def _measured(
         entry.name,
         measured=Costs(median, peak, _by_name(entry.traffic.num_bytes)),
         predicted=None if built.plan is None else _prediction(built.plan),
+        timeline_seconds=None if built.plan is None or built.plan.context is None else built.plan.timeline().seconds,
         calls=_by_name(entry.traffic.calls),
         quartiles=(low, high),
         num_steps=len(seconds),

@@ -12,11 +12,11 @@ from autopar.benchmarking.rank_correlation import spearman
 from autopar.units import format_bytes, format_seconds
 
 HEADERS = (
-    *("strategy", "step", "ratio", "predicted", "peak", "predicted"),
+    *("strategy", "step", "ratio", "predicted", "timeline", "peak", "predicted"),
     *("moved", "bytes", "collectives", "setup", "losses"),
 )
 LONGEST_REASON = 200  # characters
-ALIGNED = ("left", *("right",) * 6, "left", "right", "right", "left")
+ALIGNED = ("left", *("right",) * 7, "left", "right", "right", "left")
 
 
 def report(measurements: Sequence[Measurement], about: Mapping[str, str]) -> str:
@@ -54,6 +54,7 @@ def _row(each: Measurement, fastest: float) -> tuple[str, ...]:
         format_seconds(each.measured.seconds),
         f"{each.measured.seconds / fastest:.2f}",
         format_seconds(predicted.seconds) if predicted else "",
+        format_seconds(each.timeline_seconds) if each.timeline_seconds else "",
         format_bytes(each.measured.peak_bytes),
         format_bytes(predicted.peak_bytes) if predicted else "",
         format_bytes(each.measured.total_traffic),
@@ -79,14 +80,17 @@ def _shortened(reason: str) -> str:
 def summary(measurements: Sequence[Measurement]) -> str:
     """How predictions compare with measurements over all cells, and whether autopar's plan is the fastest."""
     pairs = [(each.predicted, each.measured) for each in measurements if each.predicted and each.measured]
+    timelines = [
+        (each.timeline_seconds, each.measured.seconds)
+        for each in measurements
+        if each.timeline_seconds and each.measured
+    ]
     lines = []
     if len(pairs) > 1:
-        correlation = spearman([ours.seconds for ours, _ in pairs], [theirs.seconds for _, theirs in pairs])
-        lines.append(f"step time    rank correlation (Spearman) {correlation:.3f} of {len(pairs)} predictions")
-        lines += _within_cells(measurements)
-        factors = sorted(theirs.seconds / ours.seconds for ours, theirs in pairs)
-        middle = factors[len(factors) // 2]
-        lines.append(f"             measured / predicted {factors[0]:.2f} to {factors[-1]:.2f}, median {middle:.2f}")
+        lines += _beside("step time", [(ours.seconds, theirs.seconds) for ours, theirs in pairs])
+        lines[1:1] = _within_cells(measurements)
+    if len(timelines) > 1:
+        lines += _beside("timeline", timelines)
     if pairs:
         errors = [(theirs.peak_bytes - ours.peak_bytes) / ours.peak_bytes for ours, theirs in pairs]
         lines.append(f"peak memory  {min(errors):+.1%} to {max(errors):+.1%} of the predicted")
@@ -100,6 +104,17 @@ def summary(measurements: Sequence[Measurement]) -> str:
         lines.append(f"losses       agree in all {compared}")
     lines += _auto_beside_the_best(measurements)
     return "\n".join(lines)
+
+
+def _beside(name: str, pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """How predicted seconds order measured ones, and how far they are from these."""
+    predicted, measured = zip(*pairs, strict=True)
+    factors = sorted(theirs / ours for ours, theirs in pairs)
+    middle = factors[len(factors) // 2]
+    return [
+        f"{name:<12} rank correlation (Spearman) {spearman(predicted, measured):.3f} of {len(pairs)} predictions",
+        f"             measured / predicted {factors[0]:.2f} to {factors[-1]:.2f}, median {middle:.2f}",
+    ]
 
 
 def _within_cells(measurements: Sequence[Measurement]) -> list[str]:

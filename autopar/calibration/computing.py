@@ -39,6 +39,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
         best, size = timer.matmul_flops(dtype)
         flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
     rows, size = timer.effort.product
+    latency = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
     return {
         "flops": flops,
@@ -61,7 +62,8 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
             f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
         ),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
-        "op_latency_s": stamp.number(timer.op_latency_s(), "a product of two numbers, forward and backward"),
+        "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
+        **({"launch_s": stamp.number(latency, "the same, which a GPU waits for")} if device == "cuda" else {}),
     }
 
 

@@ -3,7 +3,7 @@
 Weights are gathered in one message per layer, and those that the backward gathers again in one more. What lies outside
 of numbered layers and is small travels with what is used next (`joined_layers`): a final norm with the head.
 Gradients are reduced in few messages of about equal bytes, in the order in which the parameters are used first. So
-`runtime.rewrite.bucketing` makes them of a plan; before there is one, gradients count as whole, and parameters pay
+`space.buckets` makes them of a plan; before there is one, gradients count as whole, and parameters pay
 equal parts:
 
     parameters that share a message = parameters / messages, at least 1

@@ -143,7 +143,7 @@ def is_gather(move: Move, tensor: MovedTensor) -> bool:
 
 
 def in_bucket(move: Move, tensor: MovedTensor) -> int:
-    """How many parameters share the messages of the move (see `runtime.rewrite.bucketing`); 0 where it runs alone."""
+    """How many parameters share the messages of the move (see `space.buckets`); 0 where it runs alone."""
     if not tensor.bucketed:
         return 0
     if is_gather(move, tensor):

@@ -65,6 +65,8 @@ PROFILE = Record(
         "elementwise_bytes_per_s": _NUMBER,
         "product_bytes_per_s": _NUMBER,
         "attention_efficiency": _NUMBER,
+        "launch_s": _NUMBER,
+        "communication_share": _NUMBER,
     },
     others=True,
 )
@@ -88,7 +90,7 @@ def load(name_or_path: str | Path) -> Hardware:
 def links_of(name_or_path: str | Path) -> dict[str, Any]:
     """What a profile, which `load` reads, says of links and of what hides behind computing: its JSON, with sources."""
     profile = _read(_path_of(name_or_path))
-    return {name: profile[name] for name in ("links", "overlap") if name in profile}
+    return {name: profile[name] for name in ("links", "overlap", "communication_share") if name in profile}
 
 
 def _path_of(name_or_path: str | Path) -> Path:
@@ -121,6 +123,8 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         PROFILE.check(profile, "")
     except Malformed as error:
         raise PlanError(f"{error}; compare it with cpu.json.") from None
+    overlap = Overlap(**_numbers(profile.get("overlap", {})))
+    hidden = overlap.gradient_reduction
     return Hardware(
         profile["name"],
         {dtype: _number(profile["flops"], dtype) for dtype in profile["flops"]},
@@ -128,10 +132,12 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
         tuple(map(_link, profile["links"])),
-        Overlap(**_numbers(profile.get("overlap", {}))),
+        overlap,
         _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
         _number(profile, "product_bytes_per_s") if "product_bytes_per_s" in profile else 0.0,
         _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
+        _number(profile, "launch_s") if "launch_s" in profile else 0.0,
+        _number(profile, "communication_share") if "communication_share" in profile else 1 - hidden,
     )
 
 

@@ -156,6 +156,10 @@ class Hardware:
     """Of products of few rows, differentiated, which go through a whole matrix; 0: `memory_bytes_per_s`."""
     attention_efficiency: float = 1.0
     """Share of a dense matmul's FLOP/s that fused attention reaches, differentiated."""
+    launch_s: float = 0.0
+    """Seconds of the host for each call that it launches, ahead of the device; 0: the device is the host."""
+    communication_share: float = 1.0
+    """Share of the device that a running collective takes from what is computed beside it; 1: nothing is gained."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -177,8 +181,14 @@ class Hardware:
                 f"hardware {self.name!r} has attention_efficiency = {self.attention_efficiency}; give a share above 0, "
                 "at most 1."
             )
-        if not 0 <= self.op_latency_s < math.inf:
-            raise PlanError(f"hardware {self.name!r} has op_latency_s = {self.op_latency_s}; give at least 0.")
+        for name in ("op_latency_s", "launch_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
+        if not 0 <= self.communication_share <= 1:
+            raise PlanError(
+                f"hardware {self.name!r} has communication_share = {self.communication_share}; give a share, from 0 to "
+                "1."
+            )
         self._check_links()
 
     def _check_links(self) -> None:

@@ -10,6 +10,7 @@ from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import StepSeconds, parts_of
 from autopar.plans.plan import Plan
+from autopar.steps.step import microbatch_seconds
 
 
 def weight_seconds(memory: MemoryModel, choices: Sequence[int]) -> float:
@@ -38,12 +39,15 @@ def step_parts(plan: Plan) -> StepSeconds:
 def stage_seconds(plan: Plan, send_forward: float = 0.0, send_backward: float = 0.0) -> StageSeconds:
     """What a stage's plan says of its time, with the transfers of what it sends; PlanError for a loaded plan.
 
+    Forward and backward are those of a micro-batch as a timeline; what is done once is a sum.
     The part of the backward that makes gradients of weights is that of the calls that have a weight; all else,
     recomputation and collectives too, counts for the gradients of inputs, which others wait for.
     """
-    context, parts = _context(plan), step_parts(plan)
-    weight = min(weight_seconds(context.memory_model, context.choices), parts.backward)
-    return StageSeconds(parts.forward, parts.backward - weight, weight, send_forward, send_backward, parts.once)
+    context = _context(plan)
+    forward, backward = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
+    weight = min(weight_seconds(context.memory_model, context.choices), backward)
+    once = step_parts(plan).once
+    return StageSeconds(forward, backward - weight, weight, send_forward, send_backward, once)
 
 
 def _context(plan: Plan) -> PlanContext:

@@ -13,10 +13,13 @@ from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit import Answer, best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings
+from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.space.space import Space
+from autopar.steps.step import step_timeline
+
+WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
 
 
 def make_plan(
@@ -36,7 +39,8 @@ def make_plan(
     that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
-    layer where the best plan leaves room for it. No seconds depend on that.
+    layer where the best plan leaves room for it, or two where its timeline is shorter by that. No other seconds depend
+    on it.
 
     Raises InfeasibleError where there is none.
     """
@@ -64,15 +68,27 @@ def formulation_of(memory: MemoryModel, settings: Settings) -> Formulation:
 
 
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """The answer with as many layers fetched ahead as there is room for, and the model of its memory."""
+    """The answer with as many layers fetched ahead as there is room for and use of, and the model of its memory."""
     if not memory.weights.gathers(answer.choices):
         return answer, memory.fetching_ahead(0)
-    if settings.prefetch == "auto" and settings.memory is not None:
-        ahead = memory.fetching_ahead(USUAL_DEPTH)
+    if settings.prefetch != "auto" or settings.memory is None:
+        return answer, memory
+    found, model = answer, memory
+    for depth in DEPTHS[1:]:
+        ahead = memory.fetching_ahead(depth)
         peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
-        if peak <= settings.memory:
-            return replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
-    return answer, memory
+        if peak > settings.memory or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
+            break
+        found, model = replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
+    return found, model
+
+
+def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
+    """Whether a step is faster, as a timeline, that fetches weights further ahead."""
+    if further.space.hardware.communication_share == 1:
+        return False  # nothing passes beside computing
+    one, other = (step_timeline(each, answer.choices, answer.modes).seconds for each in (further, less))
+    return one < (1 - WORTH) * other
 
 
 def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autopar.plans.explanation import Explanation
     from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
+    from autopar.timeline.values import Timeline
 
 
 class Context(Protocol):
@@ -192,6 +193,13 @@ class Plan:
         plans once more for every other role on every axis. Raises InputError for a name that means none or several.
         """
         return view("Plan.explain")(self, name, alternatives)
+
+    def timeline(self) -> Timeline:
+        """The predicted step as a timeline, simulated: what runs beside what, where `seconds` is a sum.
+
+        Of several micro-batches, that of one. Raises PlanError for a plan that was loaded.
+        """
+        return view("Plan.timeline")(self)
 
     def diff(self, other: Plan) -> Difference:
         """What differs from this plan to another one; `print` shows it as tables."""

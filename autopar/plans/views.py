@@ -21,6 +21,7 @@ VIEWS: Mapping[str, str] = {
     "Plan.diff": "autopar.inspection.compare:difference",
     "Plan.explain": "autopar.inspection.explain:explain",
     "Plan.what_if": "autopar.inspection.what_if:what_if",
+    "Plan.timeline": "autopar.inspection.timeline:timeline",
     "Plan.verify": "autopar.inspection.verify:verify",
     "Plan.attach": "autopar.compiler.attach:attach",
     "PipelinePlan.__str__": "autopar.report.pipeline_table:pipeline_table",

@@ -17,6 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow, is_main
+from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
 TEMPLATE = Path(__file__).with_name("plan.html")
@@ -59,6 +60,8 @@ def _header(plan: Plan) -> str:
         facts["recomputed"] = ", ".join(
             f"{mode} in {count} of {modes.total()}" for mode, count in sorted(modes.items())
         )
+    if plan.context is not None:
+        facts["timeline"], _ = timeline_words(plan)
     if plan.prefetch:
         facts["weights"] = f"gathered {plan.prefetch} layer{'s' * (plan.prefetch > 1)} ahead of their use"
     return "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())

@@ -18,6 +18,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow, is_main
 from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
+from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
 MODULE_WIDTH = 42
@@ -62,6 +63,7 @@ def _header(plan: Plan) -> str:
         (
             f"plan for the mesh {plan.mesh} ({plan.mesh.num_devices} devices, hardware {plan.mesh.hardware})",
             f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, {certificate}",
+            *_timeline(plan),
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),
             *_recomputed(plan),
@@ -69,6 +71,14 @@ def _header(plan: Plan) -> str:
             f"  solver   {plan.solver}",
         )
     )
+
+
+def _timeline(plan: Plan) -> list[str]:
+    """The step as a timeline, and its largest differences from the sum that the solver makes least."""
+    if plan.context is None:
+        return []
+    simulated, apart = timeline_words(plan)
+    return [f"  timeline {simulated}", *([f"           beside the sum: {apart}"] if apart else [])]
 
 
 def _parts(plan: Plan) -> list[str]:

@@ -28,13 +28,13 @@ from autopar.program.recompute_segments import MODES, is_kept, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
-from autopar.runtime.rewrite.bucketing import Bucket, buckets_of, late_casts
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name
+from autopar.space.buckets import Bucket, buckets_of, late_casts
 from autopar.space.space import Space
 from autopar.strategies.roles import RoledProgram
 

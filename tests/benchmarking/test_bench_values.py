@@ -89,6 +89,16 @@ def test_the_summary_compares_predictions_with_measurements() -> None:
     assert text.splitlines()[-1].split() == ["llama", "on", "dp=2", "0.67", "zero3", "0.80", "ddp"]
 
 
+def test_the_summary_compares_timelines_too_where_plans_have_them() -> None:
+    assert "timeline" not in summary(ALL)
+    measured = [each for each in ALL if each.measured and each.predicted]
+    seconds = [each.measured.seconds / 2 for each in measured if each.measured]
+    with_timelines = [dataclasses.replace(m, timeline_seconds=s) for m, s in zip(measured, seconds, strict=True)]
+    words = summary(with_timelines).split("timeline")[1]
+    assert words.split()[:6] == ["rank", "correlation", "(Spearman)", "1.000", "of", "3"]
+    assert "measured / predicted 2.00 to 2.00, median 2.00" in words
+
+
 def test_a_ratio_has_twice_the_standard_error_of_its_medians() -> None:
     # 16 steps with a quartile 3% below and one 3% above: 1.253 * 6% / 1.349 / 4 = 1.39% each.
     auto = dataclasses.replace(AUTO, quartiles=(0.97 * 0.020, 1.03 * 0.020), num_steps=16)

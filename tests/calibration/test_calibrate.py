@@ -281,6 +281,7 @@ def test_one_rank_measures_its_device_and_takes_links_from_a_known_profile(
     assert run(_options(str(path), "--ranks", "1", "--quick", "--links", "h100")) == 0
     written, known = json.loads(path.read_text()), load("h100")
     assert load(path).links == known.links and load(path).overlap == known.overlap
+    assert load(path).communication_share == known.communication_share
     assert "1 rank (load" in written["flops"]["float32"]["source"]
     assert all("autopar calibrate" not in source for source in _sources(written["links"]))
     assert "NVLink" in capsys.readouterr().out

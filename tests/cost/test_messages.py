@@ -20,9 +20,9 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Overlap
 from autopar.planning.settings import context_of
 from autopar.program.paths import layer_or_owner
-from autopar.runtime.rewrite import bucketing
 from autopar.sharding.layout import I, Layout, R, S
 from autopar.sharding.mesh import Mesh
+from autopar.space import buckets
 
 
 class _Layers(nn.Module):
@@ -124,7 +124,7 @@ def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective:
         for each, shared in zip(path.transfers, path.bucketed, strict=True)
         if shared and each.collective == collective
     )
-    made = bucketing.buckets_of(space, choices)
+    made = buckets.buckets_of(space, choices)
     twice = collective == "all_gather"
     messages = sum(2 if bucket.regathered and twice else 1 for bucket in made)
     assert shares == pytest.approx(messages, rel=0.25)  # whole parameters to a message
@@ -158,7 +158,7 @@ def test_a_large_gradient_is_a_message_by_itself() -> None:
 
 
 def test_the_messages_are_as_large_as_the_runtime_makes_them() -> None:
-    assert bucketing.messages is messages
+    assert buckets.messages is messages
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ def test_a_dtype_the_profile_does_not_list_computes_as_float32() -> None:
         ({"flops": {"float32": 0.0}}, "flops of float32 = 0.0; give a number above 0"),
         ({"memory_bytes": 0}, "memory_bytes = 0; give a number above 0"),
         ({"op_latency_s": -1.0}, "op_latency_s = -1.0"),
+        ({"launch_s": -1.0}, "launch_s = -1.0; give at least 0"),
+        ({"communication_share": 1.5}, "communication_share = 1.5; give a share, from 0 to 1"),
         ({"links": (INNER,)}, "needs a last link that joins any number"),
         ({"links": (INNER, INNER, OUTER)}, "list them innermost first"),
         ({"links": (INNER, Link("rack", 12, 0.0, 1.0), OUTER)}, "[8, 12] devices; list them innermost first, each a"),
@@ -219,6 +221,9 @@ def test_protocols_and_overlap_are_read(tmp_path: Path) -> None:
     protocol = Protocol("LL", "ring", 1e-6, 2e-6, 0.5)
     assert hardware.links == (Link("wire", None, 0.0, 1e9, (protocol,), Efficiencies(all_to_all=0.5)),)
     assert hardware.overlap == Overlap(0.25, 0.0)
+    assert (hardware.communication_share, hardware.launch_s) == (0.75, 0.0)
+    path.write_text(json.dumps(_profile(link, communication_share=0.5, launch_s={"value": 2e-6, "source": "assumed"})))
+    assert (load(path).communication_share, load(path).launch_s) == (0.5, 2e-6)
 
 
 def test_an_efficiency_is_a_share() -> None:

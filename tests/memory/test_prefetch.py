@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.compiler.arguments import Prefetch
+from autopar.cost import messages
 from autopar.errors import InfeasibleError, PlanError
+from autopar.hardware.profile import Hardware, Link
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import bytes_by_moment, memory_use
@@ -61,6 +64,32 @@ def test_under_a_limit_weights_are_fetched_ahead_where_there_is_room() -> None:
     with pytest.raises(InfeasibleError, match=r"the memory limit is .*, but"):
         _plan(1, memory=one - 1)
     assert _plan(2, memory=two).prefetch == 2
+
+
+class _Uneven(nn.Module):
+    """A layer that computes for long, a small one, and one with many weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1024)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for _ in range(8):
+            x = self.layers[0](torch.tanh(x))
+        return self.layers[2](self.layers[1](x)).square().mean()
+
+
+@pytest.mark.parametrize(("share", "depth"), [(0.0, 2), (1.0, 1)])
+def test_with_room_for_two_layers_both_are_fetched_ahead_where_that_is_faster(
+    share: float, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "SMALLEST_MESSAGE", 0)  # each layer by itself
+    hardware = Hardware(
+        "beside", {"float32": 1e9}, 1e9, 10**9, 0.0, (Link("wire", None, 0.0, 1e8),), communication_share=share
+    )
+    inputs, options = (torch.zeros(64, 8),), {"strategy": "zero3", "hardware": hardware}
+    assert autopar.plan(_Uneven(), Mesh({"dp": 2}), inputs, memory="1GB", **options).prefetch == depth  # type: ignore[arg-type]
 
 
 def test_a_plan_that_is_asked_again_keeps_to_its_limit() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.hardware.load import load
+from autopar.hardware.profile import Overlap
 from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.schedule import Schedule
@@ -163,11 +164,12 @@ def test_a_pipeline_plan_is_no_plan() -> None:
 
 
 def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
-    space = space_of(Attention(False), (IDS_BS,), load("h100"), dp=2, tp=2)
+    in_turns = replace(load("h100"), launch_s=0.0, op_latency_s=0.0, communication_share=1.0, overlap=Overlap())
+    space = space_of(Attention(False), (IDS_BS,), in_turns, dp=2, tp=2)
     plan, _ = make_plan(space, {}, microbatches=Microbatches(4, 2))
     found, parts = stage_seconds(plan, 0.1, 0.2), step_parts(plan)
-    assert found.forward == parts.forward and found.once == parts.once
-    assert found.backward_input + found.backward_weight == pytest.approx(parts.backward)
+    assert found.forward == pytest.approx(parts.forward, rel=1e-3) and found.once == parts.once
+    assert found.backward_input + found.backward_weight == pytest.approx(parts.backward, rel=1e-3)
     assert (found.send_forward, found.send_backward) == (0.1, 0.2)
     linear = next(row for row in plan.rows if row.operation == "linear" and row.module == "out")
     assert found.backward_weight >= linear.forward_seconds  # half of what its backward takes

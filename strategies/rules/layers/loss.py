@@ -112,14 +112,14 @@ def _loss_text(call: Call, dims: list[str], kept: list[str], classes: str = "v",
 
 
 def cross_entropy_traffic(call: Call, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Over rows, a mean's sum and divisor; over classes, the maximum of every row, then sums, in fp32 or wider."""
+    """Over classes, the maximum of every row, then sums, in fp32 or wider; over rows, a mean's sum and divisor."""
     rows = [name for name in sizes if name != "v"]
     row_bytes = math.prod(sizes[name] for name in rows) * max(FLOAT32_BYTES, call["self"].dtype.itemsize)
     weighted, smoothed = call["weight"] is not None, call["label_smoothing"] > 0
     # Sum of exponentials and target logit; weight of the target, sum of the logits, sum of the weights.
     num_sums = 2 + weighted + smoothed + (weighted and smoothed)
     means = [Collective("all_reduce", name, MEAN_BYTES) for name in rows if call["reduction"] == MEAN]
-    return (*means, Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes))
+    return (Collective("all_reduce", "v", row_bytes), Collective("all_reduce", "v", num_sums * row_bytes), *means)
 
 
 def nll(call: Call) -> str:

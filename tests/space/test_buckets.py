@@ -10,8 +10,8 @@ import autopar
 from autopar.cost import messages as shared_messages
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
-from autopar.runtime.rewrite import bucketing
 from autopar.sharding.mesh import Mesh
+from autopar.space.buckets import Bucket, buckets_of
 from autopar.space.space import Space
 
 
@@ -29,12 +29,12 @@ class _Model(nn.Module):
         return self.twice(self.twice((self.linear(x) + self.places) @ self.factor)).square().mean()
 
 
-def _buckets() -> tuple[Space, tuple[bucketing.Bucket, ...]]:
+def _buckets() -> tuple[Space, tuple[Bucket, ...]]:
     context = context_of(autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="data_parallel"))
-    return context.space, bucketing.buckets_of(context.space, context.choices)
+    return context.space, buckets_of(context.space, context.choices)
 
 
-def _parameters(space: Space, bucket: bucketing.Bucket) -> list[str]:
+def _parameters(space: Space, bucket: Bucket) -> list[str]:
     names = {placeholder: name for name, placeholder in space.program.parameters.items()}
     return [names[space.decisions[source].name] for source in bucket.sources]
 
@@ -49,7 +49,7 @@ def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.Monke
 def test_a_layer_is_gathered_at_once_though_not_all_of_it_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_messages, "SMALLEST_MESSAGE", 0)  # every layer by itself
     context = context_of(autopar.plan(_Model(), Mesh({"dp": 2}), (torch.zeros(8, 4, 8),), strategy="zero3"))
-    buckets = bucketing.buckets_of(context.space, context.choices)
+    buckets = buckets_of(context.space, context.choices)
     (linear,) = (b for b in buckets if "linear.weight" in _parameters(context.space, b))
     names = _parameters(context.space, linear)
     assert set(names) == {"linear.weight", "linear.bias"}
@@ -76,7 +76,7 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
     inputs = (torch.zeros(8, 4, dtype=torch.int64),)
     context = context_of(autopar.plan(_Decoder(), Mesh({"dp": 2}), inputs, strategy="zero3"))
     space = context.space
-    messages = [set(_parameters(space, bucket)) for bucket in bucketing.buckets_of(space, context.choices)]
+    messages = [set(_parameters(space, bucket)) for bucket in buckets_of(space, context.choices)]
     assert messages == [
         {"table.weight"},
         {"layers.0.weight", "layers.0.bias"},
@@ -105,7 +105,7 @@ def test_a_bucket_moves_over_the_axes_that_its_parameters_have_in_common(
     strategy: str, axes: dict[str, int], moved: set[tuple[str, bool]]
 ) -> None:
     context = context_of(autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy))
-    buckets = bucketing.buckets_of(context.space, context.choices)
+    buckets = buckets_of(context.space, context.choices)
     assert {(step.axis, step.gathers) for bucket in buckets for step in bucket.steps} == moved
     assert sum(len(bucket.sources) for bucket in buckets) == 5
 

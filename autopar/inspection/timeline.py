@@ -1,0 +1,42 @@
+"""The step of a plan as a timeline, and where that and the solver's sum differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from autopar.inspection.breakdown import COMPUTE, LOCAL, OPTIMIZER, RECOMPUTATION, breakdown
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.steps.step import step_timeline
+from autopar.timeline import values
+from autopar.timeline.values import Timeline
+
+LAUNCHES = "launches"
+_PARTS = {"recomputation": RECOMPUTATION, "optimizer": OPTIMIZER}
+
+
+def timeline(plan: Plan) -> Timeline:
+    """The simulated step of a plan; PlanError where it was loaded."""
+    context = context_of(plan, "timeline")
+    return step_timeline(context.memory_model, context.choices, plan.recompute)
+
+
+def parts(found: Timeline) -> dict[str, float]:
+    """What its seconds are made of, by the names of `breakdown`: of collectives, what computing waits for."""
+    seconds: dict[str, float] = defaultdict(float)
+    for each in found.events:
+        if each.task.stream == values.COMPUTE:
+            seconds[_PARTS.get(each.task.phase, COMPUTE)] += each.task.seconds
+        else:
+            seconds[f"{each.task.name} {each.task.axis}"] += each.waited
+    seconds[LAUNCHES] = found.launching
+    return dict(seconds)
+
+
+def beside_the_sum(plan: Plan, found: Timeline) -> Mapping[str, float]:
+    """What a timeline takes more (or, below zero, less) of each part than the plan's sum, the largest first."""
+    ours = parts(found)
+    theirs = {name: share.seconds for name, share in breakdown(plan).items() if name != LOCAL}
+    deltas = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys((*ours, *theirs))}
+    return dict(sorted(deltas.items(), key=lambda each: -abs(each[1])))

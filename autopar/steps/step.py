@@ -1,0 +1,276 @@
+"""The tasks of a step of a plan, as the runtime issues them.
+
+forward     calls in their order; what moves activations is waited for, as are gathers of weights, unless they are
+            issued ahead of their layer (`prefetch`)
+backward    the same the other way: a segment is computed again ahead of its first backward, weights are gathered again
+            where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
+optimizer   behind all of these
+
+What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
+collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
+takes at least where the device launches its calls itself. It is the step of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.cost.operations import backward_share
+from autopar.hardware.collectives import Transfer
+from autopar.memory.model import MemoryModel
+from autopar.program.recompute_segments import MODES
+from autopar.sharding.operation import is_view
+from autopar.space.buckets import Bucket, late_casts
+from autopar.space.space import without_gradient
+from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
+from autopar.steps.tasks import Tasks
+from autopar.steps.uses import Uses
+from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered, gathering_streams
+from autopar.timeline.simulation import simulate
+from autopar.timeline.values import Task, Timeline
+
+
+def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
+    """The simulated step under a choice per decision; `modes` says how segments are computed again."""
+    return simulate(step_tasks(memory, choices, modes), memory.space.hardware.communication_share)
+
+
+def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of one of several micro-batches, without what a step does once.
+
+    Once are casts and moves of weights that are held, the reduction of their gradients, and the optimizer.
+    """
+    tasks = _Step(memory, choices, modes, once=False).run()
+    found = simulate(tasks, memory.space.hardware.communication_share)
+    forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
+    return forward, found.seconds - forward
+
+
+def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
+    """The tasks of a step in the order in which they are issued; weights are fetched ahead as the model says."""
+    return _Step(memory, choices, modes).run()
+
+
+class _Step:
+    """One walk through the order, forward and back; without what is done `once`, where that is left out."""
+
+    def __init__(
+        self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], once: bool = True
+    ) -> None:
+        self.memory, self.space, self.choices, self.once = memory, memory.space, choices, once
+        self.modes = {segment: MODES.index(mode) for segment, mode in modes.items()}
+        order = order_of(self.space, choices)
+        self.entries = [each for each in order.entries if once or self._is_each_time(each)]
+        self.reduced = order.reduced if once else ()
+        self.places = {each.number: n for n, each in enumerate(self.entries) if isinstance(each, Call)}
+        self.uses = Uses(memory, self.places)
+        self.unused = without_gradient(self.space)
+        self.tasks = Tasks(self.space.mesh, self.space.hardware)
+        buckets = (*(each.bucket for each in self.entries if isinstance(each, Gathered)), *self.reduced)
+        late = late_casts(self.space, buckets)
+        self.messages = {
+            id(bucket): Messages(
+                self.space,
+                bucket,
+                range(len(bucket.ends)) if once else bucket.regathered,
+                any(source in late for source in bucket.sources),
+            )
+            for bucket in buckets
+        }
+        self.streams = gathering_streams(self._backward_transfers()) if memory.prefetch else {}
+
+    def run(self) -> tuple[Task, ...]:
+        self._forward()
+        self.tasks.phase = "backward"
+        self._backward()
+        if not self.once:
+            return tuple(self.tasks.found)
+        self.tasks.phase = "optimizer"
+        for number, decision in enumerate(self.space.decisions):
+            seconds = float(decision.menu.seconds[self.choices[number]])
+            if decision.kind == "parameter" and seconds:
+                self.tasks.compute("optimizer", seconds, decision.name)
+        return tuple(self.tasks.found)
+
+    def _is_each_time(self, entry: Entry) -> bool:
+        """Whether every micro-batch runs it."""
+        more = self.memory.accumulation
+        if isinstance(entry, Call):
+            return not more.once(entry.number)
+        if isinstance(entry, Gathered):
+            return bool(entry.bucket.regathered)
+        wire = entry.wire
+        ends = self.choices[wire.source], self.choices[wire.target]
+        return not more.is_weight(wire) or bool(more.each_time(wire)[ends])
+
+    # Forward.
+
+    def _forward(self) -> None:
+        ahead = self._ahead()
+        on_their_way: dict[int, int] = {}
+        for place, entry in enumerate(self.entries):
+            for bucket in ahead.get(place, ()):
+                on_their_way[id(bucket)] = self._gather(bucket, self.messages[id(bucket)].gathers()[0])
+            if isinstance(entry, Moved):
+                row = self.space.decisions[entry.wire.target].name
+                forward = [each for each in entry.path.transfers if not each.backward]
+                self.tasks.move(forward, row, self._share(entry))
+            elif isinstance(entry, Gathered):
+                for step, transfer in enumerate(self.messages[id(entry.bucket)].gathers()):
+                    issued = on_their_way.get(id(entry.bucket)) if step == 0 else None
+                    self.tasks.wait([self._gather(entry.bucket, transfer) if issued is None else issued])
+            else:
+                self._call(entry.number, backward=False)
+
+    def _ahead(self) -> dict[int, list[Bucket]]:
+        """Place in the order → the buckets whose gathers are issued there, ahead of their layer."""
+        entries, depth = self.entries, self.memory.prefetch
+        without_weights = {each.layer for each in entries if isinstance(each, Gathered)}
+        anchors: dict[int, int] = {}
+        for place, entry in enumerate(entries):
+            if isinstance(entry, Gathered):
+                without_weights.discard(entry.layer)
+            elif entry.layer is not None and entry.layer not in without_weights and not self._casts_weight(entry):
+                anchors.setdefault(entry.layer, place)
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for place, entry in enumerate(entries):
+            if not depth or not isinstance(entry, Gathered):
+                continue
+            before = (anchors[n] for n in range(max(0, entry.layer - depth), entry.layer) if n in anchors)
+            anchor = next((each for each in before if each < place), None)
+            if anchor is not None:
+                found[anchor].append(entry.bucket)
+        return found
+
+    def _casts_weight(self, entry: Call | Moved) -> bool:
+        return isinstance(entry, Call) and self.space.decisions[entry.number].name in self.space.weight_casts
+
+    def _gather(self, bucket: Bucket, transfer: Transfer) -> int:
+        return self.tasks.issue(transfer, bucket.layer, self.streams.get(transfer.axis, ""))
+
+    # Backward.
+
+    def _backward(self) -> None:
+        kept_by = self._regathered()
+        regathered = dict.fromkeys(bucket for each in kept_by.values() for bucket in each)
+        weights = Backward(self.tasks, regathered, self.memory.prefetch, self.streams)
+        last_gradient: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.reduced:
+            last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
+        again: dict[str, list[int]] = defaultdict(list)
+        for number in self.places:
+            again[self.memory.lifetimes.segment[number]].append(number)
+        left_running: list[int] = []
+        scattered: list[int] = []
+        for place, entry in reversed(list(enumerate(self.entries))):
+            if isinstance(entry, Moved):
+                backward = [each for each in reversed(entry.path.transfers) if each.backward]
+                if entry.wire.target not in self.unused:
+                    row = self.space.decisions[entry.wire.target].name
+                    self.tasks.move(backward, row, self._share(entry))
+            elif isinstance(entry, Gathered):
+                self._reduce(entry.bucket, left_running, scattered)
+            else:
+                for number in again.pop(self.memory.lifetimes.segment[entry.number], ()):
+                    self._compute_again(number, weights, kept_by)
+                for bucket in kept_by.get(entry.number, ()):
+                    weights.use(bucket)
+                self._call(entry.number, backward=True)
+            for bucket in last_gradient.get(place, ()):
+                self._reduce(bucket, left_running, scattered)
+        self.tasks.wait(left_running)
+
+    def _compute_again(self, number: int, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
+        again = self.memory.recompute_seconds(number)
+        mode = self.modes.get(self.memory.lifetimes.segment[number], 0)
+        seconds = float(again[mode][self.choices[number]]) if again else 0.0
+        if not seconds:
+            return
+        for bucket in kept_by.get(number, ()):
+            weights.use(bucket)
+        self.tasks.phase = "recomputation"
+        decision = self.space.decisions[number]
+        share = self.space.share(self.space.rows.get(number), self.choices)
+        self.tasks.compute(_name(decision.menu.call), seconds * share, decision.name)
+        self.tasks.phase = "backward"
+
+    def _reduce(self, bucket: Bucket, left_running: list[int], scattered: list[int]) -> None:
+        """Reduce the gradients of a bucket."""
+        if all(end in self.unused for end, _ in bucket.ends):
+            return
+        for message in self.messages[id(bucket)].reductions:
+            issued = self.tasks.issue(message.transfer, bucket.layer or "gradients")
+            if message.waited_for:
+                self.tasks.wait([issued])
+                continue
+            left_running.append(issued)
+            if message.transfer.collective == "reduce_scatter":
+                scattered.append(issued)
+                self.tasks.wait(scattered[:-MOST_SCATTERED])
+                del scattered[:-MOST_SCATTERED]
+
+    def _regathered(self) -> dict[int, list[Regathered]]:
+        """Call → the weights that are gathered again for its backward."""
+        found: dict[int, list[Regathered]] = defaultdict(list)
+        for entry in self.entries:
+            if not isinstance(entry, Gathered) or not entry.bucket.regathered:
+                continue
+            messages = self.messages[id(entry.bucket)]
+            kept = {
+                call for position in entry.bucket.regathered for call in self.uses.keepers(messages.wires[position])
+            }
+            if not kept:
+                continue
+            gathers = messages.gathers(entry.bucket.regathered)
+            last = max(self.places[number] for number in kept)
+            bucket = Regathered(gathers, entry.layer, entry.bucket.layer, last)
+            for number in kept:
+                found[number].append(bucket)
+        return found
+
+    def _backward_transfers(self) -> Iterator[Transfer]:
+        """All that moves in the backward."""
+        for entry in self.entries:
+            if isinstance(entry, Moved) and entry.wire.target not in self.unused:
+                yield from (each for each in entry.path.transfers if each.backward)
+            elif isinstance(entry, Gathered):
+                if entry.bucket.regathered:
+                    yield from self.messages[id(entry.bucket)].gathers(entry.bucket.regathered)
+            elif isinstance(entry, Call) and entry.number not in self.unused:
+                own = self.space.decisions[entry.number].menu.strategies[self.choices[entry.number]]
+                yield from (each for each in own.transfers if each.backward)
+        for messages in self.messages.values():
+            yield from (each.transfer for each in messages.reductions)
+
+    # Calls.
+
+    def _call(self, number: int, backward: bool) -> None:
+        """What a call computes in a pass, beside or before what it moves itself."""
+        decision, choice = self.space.decisions[number], self.choices[number]
+        strategy, call, op = decision.menu.strategies[choice], decision.menu.call, decision.menu.op
+        share = self.space.share(self.space.rows.get(number), self.choices)
+        seconds = forward = float(decision.menu.forward_seconds[choice])
+        launches = 1
+        if backward:
+            seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(strategy.waits))
+            launches = math.ceil(backward_share(call, op)) if call is not None and op is not None else 0
+        if not launches:
+            return
+        if call is not None and is_view(call) and not self.space.hardware.launch_s:
+            seconds += self.space.hardware.op_latency_s
+        own = [each for each in strategy.transfers if each.backward == backward]
+        beside = strategy.implementation.hidden_share if own and strategy.implementation else 0.0
+        running = [self.tasks.issue(each, decision.name, times=share * beside) for each in own if beside]
+        self.tasks.compute(_name(call), seconds * share, decision.name, launches)
+        self.tasks.wait(running)
+        if beside < 1 and not (backward and number in self.unused):
+            self.tasks.move(own, decision.name, share * (1 - beside))
+
+    def _share(self, entry: Moved) -> float:
+        return self.space.share(self.space.rows_on(entry.wire), self.choices)
+
+
+def _name(call: object) -> str:
+    return getattr(call, "name", "")

@@ -1,0 +1,81 @@
+"""A step as a timeline: one stream that computes, one for each communicator, and a host that launches all of it.
+
+Streams run their tasks in order. A task starts as soon as
+
+    its stream is free,
+    the tasks that it waits for (`after`) have ended, and
+    the host has launched it, which launches tasks one after another, in the order they are given, and waits for none,
+
+and runs at a rate, 1 where it is alone. Collectives over a common mesh axis divide its links, and all of them take
+their share of the device from what computes there:
+
+    rate of a collective    1 / max(collectives on its busiest axis, share · running collectives)
+    rate of computing       1 - share · rates of all running collectives
+
+With a share of 0 collectives pass beside computing, and with 1, as where a host's own cores move the bytes, nothing is
+gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from autopar.timeline.values import COMPUTE, Event, Task, Timeline
+
+
+def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
+    """The timeline of tasks whose collectives take a `share` of the device, from 0 to 1."""
+    assert 0 <= share <= 1, f"a share of {share}"
+    assert all(before < number for number, task in enumerate(tasks) for before in task.after), "a task waits for itself"
+    launched = list(accumulate(task.launch for task in tasks))
+    queues: dict[str, deque[int]] = {}
+    for number, task in enumerate(tasks):
+        queues.setdefault(task.stream, deque()).append(number)
+    starts, ends, waited = [0.0] * len(tasks), [-1.0] * len(tasks), [0.0] * len(tasks)
+    left: dict[int, float] = {}
+    """Running task → its seconds that are left."""
+    busy: set[str] = set()
+    now = launching = 0.0
+    while queues or left:
+        upcoming = []
+        for stream, queue in queues.items():
+            head = queue[0]
+            if stream in busy or any(ends[each] < 0 for each in tasks[head].after):
+                continue
+            if launched[head] > now:
+                upcoming.append(launched[head] - now)
+                continue
+            queue.popleft()
+            busy.add(stream)
+            left[head], starts[head] = tasks[head].seconds, now
+        queues = {stream: queue for stream, queue in queues.items() if queue}
+        rates = _rates([tasks[number] for number in left], share)
+        times = {number: seconds / rate for (number, seconds), rate in zip(left.items(), rates, strict=True) if rate}
+        passing = min((*times.values(), *upcoming))
+        computed = sum(rate for number, rate in zip(left, rates, strict=True) if tasks[number].stream == COMPUTE)
+        collectives = [number for number in left if tasks[number].stream != COMPUTE]
+        for number in collectives:
+            waited[number] += passing * (1 - computed) / len(collectives)
+        launching += 0.0 if left else passing
+        now += passing
+        for (number, seconds), rate in zip(list(left.items()), rates, strict=True):
+            if times.get(number) == passing:
+                ends[number] = now
+                busy.discard(tasks[number].stream)
+                del left[number]
+            else:
+                left[number] = max(0.0, seconds - passing * rate)
+    return Timeline(tuple(map(Event, tasks, starts, ends, waited)), now, launching)
+
+
+def _rates(running: Sequence[Task], share: float) -> list[float]:
+    """How fast each of the running tasks goes."""
+    collectives = [task for task in running if task.stream != COMPUTE]
+    on_axis = Counter(axis for task in collectives for axis in task.axes)
+    found = {
+        id(task): 1 / max(1.0, share * len(collectives), *(on_axis[axis] for axis in task.axes)) for task in collectives
+    }
+    computing = max(0.0, 1 - share * sum(found.values()))
+    return [found.get(id(task), computing) for task in running]

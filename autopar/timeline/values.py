@@ -1,0 +1,83 @@
+"""What runs in a step, on which stream, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+"""The stream that computes; all other streams are communicators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something that a stream runs, for so many seconds where it runs alone."""
+
+    name: str
+    stream: str
+    seconds: float
+    phase: str = "forward"
+    """"forward", "backward", "recomputation" or "optimizer"."""
+    launch: float = 0.0
+    """Seconds of the host, which launches it."""
+    after: tuple[int, ...] = ()
+    """Tasks that it waits for, by their place; all of them are before it."""
+    axis: str = ""
+    """The mesh axis, or joined ones, of a collective."""
+    axes: frozenset[str] = frozenset()
+    """The mesh axes that these are."""
+    num_bytes: int = 0
+    """Of a collective, in NCCL's convention."""
+    row: str = ""
+    """The decision that it belongs to."""
+
+    def __post_init__(self) -> None:
+        assert self.seconds >= 0 and self.launch >= 0, f"{self.name}: {self.seconds} s, launched in {self.launch} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A task with the seconds from the step's begin at which it starts and ends."""
+
+    task: Task
+    start: float
+    end: float
+    waited: float = 0.0
+    """Of a collective, the seconds that computing has lost to it; to several at once, in equal parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step: the events of its tasks in their order, and where its seconds go.
+
+    `seconds` = `computing` + `waiting` + `launching`.
+    """
+
+    events: tuple[Event, ...]
+    seconds: float
+    launching: float
+    """Seconds in which nothing runs, as nothing has been launched."""
+
+    @property
+    def computing(self) -> float:
+        """What the computing stream takes where it runs alone."""
+        return sum(each.task.seconds for each in self.events if each.task.stream == COMPUTE)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds that computing has lost to collectives: nothing is computed while some run, or more slowly."""
+        return sum(each.waited for each in self.events)
+
+    @property
+    def communicating(self) -> float:
+        """What all collectives take where each runs alone."""
+        return sum(each.task.seconds for each in self.events if each.task.stream != COMPUTE)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of collectives that pass beside computing, or beside each other."""
+        return self.communicating - self.waiting
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of all streams, the computing one first."""
+        return tuple(dict.fromkeys((COMPUTE, *(each.task.stream for each in self.events))))

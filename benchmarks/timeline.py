@@ -1,0 +1,64 @@
+"""Measured steps beside the planner's sum and the simulated timeline, on gloo ranks of this machine.
+
+Strategies of small models train in turns on a machine that is calibrated first, as `autopar bench --suite small` does;
+here without peers, and with the two predictions side by side.
+
+    python -m benchmarks.timeline                                      two models on dp=2
+    python -m benchmarks.timeline --models tiny-gpt2 tiny-llama tiny-vit tiny-cnn tiny-mlp --meshes 2 4 2x2
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+import autopar
+from autopar.benchmarking.measurement import Measurement
+from autopar.benchmarking.rank_correlation import spearman
+from autopar.sharding.mesh import Mesh
+
+AXES = ("dp", "tp")
+STRATEGIES = ("auto", "fully_replicated", "data_parallel", "zero3", "hsdp", "megatron", "megatron_sequence", "ulysses")
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """A line per plan, and how each prediction orders and meets what was measured."""
+    rows: list[list[str]] = []
+    sums: list[float] = []
+    timelines: list[float] = []
+    steps: list[float] = []
+    for each in measurements:
+        if each.predicted and each.measured and each.timeline_seconds and not each.same_as:
+            sums.append(each.predicted.seconds)
+            timelines.append(each.timeline_seconds)
+            steps.append(each.measured.seconds)
+            predicted = [f"{1e3 * seconds[-1]:.2f} ms ({steps[-1] / seconds[-1]:.2f})" for seconds in (sums, timelines)]
+            rows.append([each.model, each.mesh, each.strategy, f"{1e3 * steps[-1]:.2f} ms", *predicted])
+    lines = [tabulate(rows, ["model", "mesh", "strategy", "measured", "sum", "timeline"], disable_numparse=True)]
+    for name, found in (("sum", sums), ("timeline", timelines)):
+        ratio = statistics.median(theirs / ours for ours, theirs in zip(found, steps, strict=True))
+        lines.append(
+            f"{name:<9} Spearman {spearman(found, steps):.3f} of {len(found)} plans, "
+            f"measured / predicted {ratio:.2f} in the median"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["tiny-llama", "tiny-vit"])
+    parser.add_argument("--meshes", nargs="+", default=["2"], help="sizes of axes, as 4 or 2x2")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--steps", type=int, default=8)
+    given = parser.parse_args(arguments)
+    meshes = [Mesh(dict(zip(AXES, map(int, mesh.split("x")), strict=False))) for mesh in given.meshes]
+    found = autopar.bench(given.models, meshes, given.strategies, steps=given.steps)
+    print("\n".join(f"{name}: {value}" for name, value in found.about.items()))
+    print(table(found.measurements))
+
+
+if __name__ == "__main__":
+    main()

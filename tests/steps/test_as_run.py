@@ -1,0 +1,155 @@
+"""The tasks of a step are those that a rank issues: its collectives in their order, and what runs beside each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.benchmarking.meters import INPUT_IS_A_PART, OPERATIONS
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.runtime.collectives.axes import gathering_groups
+from autopar.steps.step import step_tasks
+from autopar.timeline.values import COMPUTE
+from tests.runtime.rewrite.test_prefetch import HALF, WIDTH, Stack
+from tests.support.parity import FAMILIES, SLOW_DEVICES
+
+
+class Issued(NamedTuple):
+    """A collective of a step."""
+
+    name: str
+    stream: str
+    num_bytes: int
+    beside: int
+    """How many others are issued before it is waited for."""
+
+
+@dataclass(slots=True)
+class _Running:
+    name: str
+    stream: str
+    num_bytes: int
+    result: Tensor
+    number: int
+    waited_at: int | None = None
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):
+    """Every collective that is dispatched, and when it is waited for."""
+
+    streams: dict[str, str]
+    """Name of a group → the stream that it is."""
+    sizes: dict[str, int]
+    found: list[_Running] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = f"{func.namespace}.{func._opname}"
+        if name in OPERATIONS:
+            num_bytes = args[0].nbytes * (self.sizes[args[-1]] if name.startswith(INPUT_IS_A_PART) else 1)
+            collective, _ = OPERATIONS[name]
+            self.found.append(_Running(collective, self.streams[args[-1]], num_bytes, result, len(self.found)))
+        elif func._opname == "wait_tensor":
+            storage = args[0].untyped_storage()._cdata
+            for each in self.found:
+                if each.waited_at is None and each.result.untyped_storage()._cdata == storage:
+                    each.waited_at = len(self.found)
+        return result
+
+    def issued(self) -> list[Issued]:
+        return [
+            Issued(each.name, each.stream, each.num_bytes, (each.waited_at or len(self.found)) - each.number - 1)
+            for each in self.found
+        ]
+
+
+@contextmanager
+def _fake_mesh(sizes: Sequence[int], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
+    """A mesh whose collectives move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=torch.Size(sizes).numel(), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+def _run(model: str, axes: dict[str, int], options: dict[str, Any]) -> tuple[Plan, list[Issued]]:
+    """The plan of a model, and what the second step of its rank issues."""
+    torch.manual_seed(0)
+    with _fake_mesh(tuple(axes.values()), tuple(axes)) as mesh:
+        if model == "stack":
+            module, args, kwargs = Stack(), (torch.ones(8, WIDTH),), {}
+        else:
+            family = FAMILIES[model]
+            module, (args, kwargs) = family.build(), family.inputs(0)
+        compiled = autopar.compile(module, mesh, args or kwargs, hardware=SLOW_DEVICES, **options)
+        groups: dict[str, str] = {mesh.get_group(name).group_name: name for name in axes}
+        groups[dist.group.WORLD.group_name] = "_".join(axes)  # type: ignore[union-attr]
+        sizes: dict[str, int] = {mesh.get_group(name).group_name: size for name, size in axes.items()}
+        sizes[dist.group.WORLD.group_name] = mesh.size()  # type: ignore[union-attr]
+        for name, group in gathering_groups(mesh, dict.fromkeys((*axes, "_".join(axes)))).items():
+            groups[group], sizes[group] = f"{name}, weights", axes.get(name, mesh.size())
+        for _ in range(2):
+            recorder = _Recorder(groups, sizes)
+            with recorder:
+                output = compiled(*args, **kwargs)
+                (output if isinstance(output, Tensor) else output.loss).backward()
+        return compiled.plan, recorder.issued()  # type: ignore[return-value]
+
+
+def _planned(plan: Plan) -> list[Issued]:
+    """What the tasks of a plan's step issue."""
+    context = context_of(plan)
+    tasks = step_tasks(context.memory_model, context.choices, plan.recompute)
+    collectives = [number for number, task in enumerate(tasks) if task.stream != COMPUTE]
+    found = []
+    for place, number in enumerate(collectives):
+        users = (n for n, task in enumerate(tasks) if number in task.after)
+        before = next(users, len(tasks))
+        later = sum(number < each < before for each in collectives[place + 1 :])
+        task = tasks[number]
+        found.append(Issued(task.name, task.stream, task.num_bytes, later))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "options"),
+    [
+        ("stack", {"dp": 4}, {"strategy": "data_parallel"}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 0}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 2}),
+        ("stack", {"dp": 2, "tp": 2}, {"strategy": "zero3", "prefetch": 1}),
+        ("stack", {"dp": 2, "tp": 2}, {"strategy": "hsdp", "prefetch": 2}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1, "precision": "bf16-mixed"}),
+        ("stack", {"dp": 4}, {"strategy": "zero3", "prefetch": 1, "precision": HALF}),
+        ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron", "prefetch": 1, "recompute": "full"}),
+        ("gpt2", {"dp": 2, "tp": 2}, {"strategy": "megatron_sequence"}),
+        ("gpt2", {"dp": 2}, {"strategy": "zero3", "prefetch": 2, "recompute": "selective"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_collectives_are_issued_and_waited_for_as_a_rank_does(
+    model: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    plan, issued = _run(model, axes, options)
+    assert issued
+    assert _planned(plan) == issued

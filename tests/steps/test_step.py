@@ -1,0 +1,136 @@
+"""The tasks of a step: they take what the planner says, and what they gain is what runs beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.compiler.arguments import Prefetch
+from autopar.cost import messages
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware, Link
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import parts_of
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.steps.step import microbatch_seconds
+from autopar.timeline.values import COMPUTE, Timeline
+from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
+from tests.support.parity import FAMILIES
+
+IN_TURNS = Hardware("all in turns", {"float32": 1e9}, 1e9, 10**12, 0.0, (Link("wire", None, 0.0, 1e9),))
+"""No message has a latency, which many share or not, and nothing passes beside computing."""
+BESIDE = replace(IN_TURNS, name="collectives beside computing", communication_share=0.0)
+LOCAL_MOVES = 1e-4  # of a step: the planner gives each move a nanosecond
+
+
+def _stack(hardware: Hardware, axes: dict[str, int] | None = None, **options: Any) -> Plan:
+    return autopar.plan(Stack(), Mesh(axes or {"dp": 2}), (torch.zeros(64, WIDTH),), hardware=hardware, **options)
+
+
+def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
+    args, kwargs = FAMILIES[name].inputs(0)
+    return autopar.plan(FAMILIES[name].build(), Mesh(axes), args or kwargs, hardware=IN_TURNS, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "options"),
+    [
+        ("llama", {"dp": 2}, {"strategy": "zero3"}),
+        ("llama", {"dp": 2, "tp": 2}, {"strategy": "fsdp_megatron", "recompute": "full"}),
+        ("llama", {"cp": 2}, {"strategy": "ring"}),
+        ("llama", {"dp": 2}, {"strategy": "zero3", "precision": "bf16-mixed"}),
+        ("resnet", {"dp": 2, "tp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
+    family: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    plan = _family(family, axes, **options)
+    assert plan.timeline().hidden == pytest.approx(0.0, abs=1e-9)
+    assert plan.timeline().seconds == pytest.approx(plan.seconds, rel=LOCAL_MOVES)
+
+
+def _moved(timeline: Timeline) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for each in timeline.events:
+        if each.task.stream != COMPUTE:
+            found[each.task.name, each.task.axis] += each.task.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel", "hsdp", "fsdp_megatron", None])
+def test_its_collectives_move_the_bytes_of_the_plan(strategy: str | None) -> None:
+    options = {} if strategy is None else {"strategy": strategy}
+    plan = _stack(IN_TURNS, {"dp": 2, "tp": 2}, **options)
+    assert plan.traffic
+    assert _moved(plan.timeline()) == {key: count for key, count in plan.traffic.items() if count}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_weights_that_are_fetched_further_ahead_are_waited_for_less(recompute: str) -> None:
+    def seconds(depth: Prefetch) -> float:
+        return _stack(BESIDE, strategy="zero3", prefetch=depth, recompute=recompute).timeline().seconds
+
+    none, one, two = map(seconds, (0, 1, 2))
+    assert two <= one * (1 + 1e-9) and one < none
+    computing = _stack(BESIDE, strategy="zero3", recompute=recompute).timeline().computing
+    assert computing < two
+
+
+def test_only_the_first_gather_and_the_last_message_of_gradients_are_waited_for_where_links_are_fast() -> None:
+    fast = replace(BESIDE, links=(Link("wire", None, 0.0, 1e10),))
+    timeline = _stack(fast, strategy="zero3", prefetch=1).timeline()
+    waited = [(n, each.task.name) for n, each in enumerate(timeline.events) if each.waited > 1e-12]
+    gathers = [n for n, each in enumerate(timeline.events) if each.task.name == "all_gather"]
+    assert {n for n, name in waited if name == "all_gather"} <= {gathers[0], gathers[LAYERS + 1]}
+    assert [name for _, name in waited if name == "reduce_scatter"] == ["reduce_scatter"]
+
+
+def test_gradients_of_data_parallelism_are_reduced_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SMALLEST_MESSAGE", 1)  # two messages, the first of the layers that come last
+    plan = _stack(BESIDE, strategy="data_parallel")
+    assert plan.seconds == pytest.approx(_stack(IN_TURNS, strategy="data_parallel").seconds)
+    first, last = (each for each in plan.timeline().events if each.task.num_bytes > 64)
+    assert (first.waited, last.waited) == (0.0, pytest.approx(last.task.seconds))
+    assert plan.timeline().seconds == pytest.approx(plan.seconds - first.task.seconds, rel=LOCAL_MOVES)
+
+
+def test_a_host_that_launches_slowly_is_waited_for_and_views_take_a_launch_too() -> None:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    slow = replace(IN_TURNS, launch_s=1.0)
+    timeline = autopar.plan(
+        FAMILIES["llama"].build(), Mesh({"dp": 1}), args or kwargs, hardware=slow, strategy="fully_replicated"
+    ).timeline()
+    launches = sum(each.task.launch for each in timeline.events)
+    assert launches == pytest.approx(timeline.seconds, rel=1e-2) and timeline.launching > 0.99 * launches
+    names = Counter(each.task.name for each in timeline.events)
+    assert names["transpose"] and names["linear"]
+
+
+def test_a_view_takes_a_moment_where_the_device_is_its_own_host() -> None:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    plan = autopar.plan(
+        FAMILIES["llama"].build(), Mesh({"dp": 1}), args or kwargs, hardware=load("cpu"), strategy="fully_replicated"
+    )
+    views = [each for each in plan.timeline().events if each.task.name == "transpose"]
+    assert views and all(each.task.seconds == load("cpu").op_latency_s for each in views)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel", "fsdp_megatron"])
+def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_another(
+    strategy: str, recompute: str
+) -> None:
+    plan = _stack(IN_TURNS, {"dp": 2, "tp": 2}, strategy=strategy, recompute=recompute)
+    context = context_of(plan)
+    parts = parts_of(context.memory_model, context.choices, plan.recompute)
+    found = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
+    assert found == pytest.approx((parts.forward, parts.backward), rel=10 * LOCAL_MOVES)
+    assert sum(found) < plan.timeline().seconds
