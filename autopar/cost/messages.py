@@ -12,6 +12,8 @@ which adds up to the latency of the step, and is equal for layers that are equal
 parameters than a reduction: where messages of gradients are small, a weight that is gathered instead of reduced leaves
 a message that goes all the same, for one of its layer that would not go without it, and must gain nothing by that.
 What travels with another layer's weights adds no message and pays least, so that this layer stays equal to others.
+A weight that is gathered in a message of its own (`gathered_alone`) pays no more: that latency is less than the time of
+the copy that it saves, and that copy is not priced either.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.hardware.collectives import pieces
+from autopar.hardware.profile import Hardware
 from autopar.program.paths import layer_of, layer_or_owner
 from autopar.program.program import Program, info_of
+from autopar.sharding.layout import I, Layout, R
+from autopar.sharding.mesh import Mesh, joined_name
 
 LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
 SMALLEST_MESSAGE = 2**20
-LARGE_GRADIENT = 2 * 2**20  # to copy so much into a message with others takes longer than to send one more
+LARGE = 2 * 2**20  # to copy so much into a message with others takes longer than to send one more
 MESSAGES_PER_STEP = 2  # each costs a rank a millisecond with gloo, while few still overlap the backward
 
 
@@ -52,6 +58,20 @@ def sharing(program: Program) -> dict[str, Sharing]:
         weight: Sharing(min(in_layer[layer], each) if joined[layer] == layer else each, each)
         for weight, layer in layers.items()
     }
+
+
+def gathered_alone(before: Layout, after: Layout, num_bytes: int, mesh: Mesh, hardware: Hardware) -> bool:
+    """Whether a weight, of so many bytes once it is whole, is gathered in a message of its own.
+
+    It is where it is large, where its parts then lie as calls read them, one behind the other in its first dim, and
+    where to copy them out of a message that it shares (once read, once written) would take longer than the latency of
+    one more.
+    """
+    axes = [axis for axis, placement in enumerate(before) if placement.is_split and after[axis] in (R, I)]
+    if num_bytes < LARGE or not axes or any(before[axis].dim for axis in axes):
+        return False
+    latency, _ = pieces("all_gather", mesh, joined_name(mesh.names, axes), hardware)[-1]
+    return 2 * num_bytes / hardware.memory_bytes_per_s > latency
 
 
 def joined_layers(program: Program) -> dict[str, str]:
@@ -83,7 +103,7 @@ def layers_in_order(joined: Mapping[str, str]) -> tuple[str, ...]:
 
 def messages(sizes: Sequence[int]) -> list[list[int]]:
     """Which gradients of so many bytes each, given in their order, travel in one message."""
-    together = [number for number, size in enumerate(sizes) if size < LARGE_GRADIENT]
+    together = [number for number, size in enumerate(sizes) if size < LARGE]
     total = sum(sizes[number] for number in together)
     most = min(LARGEST_MESSAGE, max(SMALLEST_MESSAGE, -(-total // MESSAGES_PER_STEP)))
     count = max(1, -(-total // most))
@@ -94,4 +114,4 @@ def messages(sizes: Sequence[int]) -> list[list[int]]:
         middle = filled + sizes[number] / 2
         shared.setdefault(int(middle * count // max(1, total)), []).append(number)
         filled += sizes[number]
-    return sorted([*shared.values(), *([number] for number, size in enumerate(sizes) if size >= LARGE_GRADIENT)])
+    return sorted([*shared.values(), *([number] for number, size in enumerate(sizes) if size >= LARGE)])

@@ -265,7 +265,9 @@ class _Moment:
         if memory.lifetimes.layer[wire.target] != memory.lifetimes.layer[memory.lifetimes.calls[self.at.place]]:
             return
         if gathered is not None and gathered[ends]:
-            for _ in range({GATHERING: 2, REDUCING: 0}.get(self.at.kind, 1)):
+            copied = memory.weights.copied_out(wire) if self.at.kind == GATHERING else None
+            twice = copied is not None and bool(copied[ends])
+            for _ in range(0 if self.at.kind == REDUCING else 2 if twice else 1):
                 self._add("gathered weights", whole, count)
         if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
             self._add("gradients", whole, count)

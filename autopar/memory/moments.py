@@ -58,7 +58,7 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
     reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
-    gathered, layer = weights.gathered(wire), memory.lifetimes.layer[wire.target]
+    gathered, copied, layer = weights.gathered(wire), weights.copied_out(wire), memory.lifetimes.layer[wire.target]
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
@@ -82,7 +82,9 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
             if gathered is not None and at.kind == FORWARD:
                 parts.append((gathered,))
             if again is not None and at.kind in (COMPUTING, GATHERING):
-                parts += [(again,)] * (2 if at.kind == GATHERING else 1)
+                parts.append((again,))
+            if copied is not None and at.kind == GATHERING:
+                parts.append((copied,))
             if unreduced is not None and place > at.place and at.kind != FORWARD:
                 parts.append((unreduced,))
             if sent_off is not None and at.kind == REDUCING and place >= at.place:

@@ -108,7 +108,9 @@ class _Moments:
         self.segments = [memory.lifetimes.segment[number] for number in memory.lifetimes.calls]
         self.of_layer: dict[str, int] = defaultdict(int)
         self.again: dict[str, int] = defaultdict(int)
-        """Bytes of gathered weights by layer: of all, and of those that are gathered again for the backward."""
+        self.copied: dict[str, int] = defaultdict(int)
+        """Bytes of gathered weights by layer: of all, of those that are gathered again for the backward, and of these
+        such as are copied out of a message."""
         self.on_way: tuple[dict[str, int], dict[str, int]] = (defaultdict(int), defaultdict(int))
         """Bytes by layer of weights that may be fetched ahead, backward and forward."""
         self.memory = memory
@@ -174,13 +176,17 @@ class _Moments:
 
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
-        found = weights.gathered(wire), weights.gathered_again(wire), weights.unreduced(wire), weights.sent_off(wire)
-        gathered, again, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
+        found = (
+            *(weights.gathered(wire), weights.gathered_again(wire), weights.copied_out(wire)),
+            *(weights.unreduced(wire), weights.sent_off(wire)),
+        )
+        gathered, again, copied, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
         for forward, by_layer in enumerate(self.on_way):
             on_way = weights.on_way(wire, bool(forward))
             by_layer[layer] += 0 if on_way is None else int(on_way[ends])
         self.of_layer[layer] += gathered
         self.again[layer] += again
+        self.copied[layer] += copied
         self.unreduced[place] += unreduced
         self.sent_off[place] += sent_off
 
@@ -216,7 +222,7 @@ class _Moments:
             **self._always(phase),
             "gradients": self._reduced(phase)[1:] + self._unreduced(),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
-            "gathered weights": 2 * self._gathered(self.again) + self._ahead(GATHERING),
+            "gathered weights": self._gathered(self.again) + self._gathered(self.copied) + self._ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 

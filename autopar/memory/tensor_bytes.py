@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.cost.messages import gathered_alone
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, Placement, R
 from autopar.space.space import Decision, Space, Wire
@@ -85,6 +86,18 @@ class TensorBytes:
         # A weight whose gradient is equal everywhere is gathered in a way that is not done again.
         invariant = (before > _PARTIAL) & (after == _INVARIANT) & wire.tensor.requires_grad
         return ~(exchanged | invariant | (before == _PARTIAL) | (after == _PARTIAL)).any(axis=2)
+
+    def gathered_alone(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a weight is gathered in a message of its own."""
+        return self.cached(("gathered alone", self.space.kind(wire)), lambda: self._gathered_alone(wire))
+
+    def _gathered_alone(self, wire: Wire) -> np.ndarray:
+        sources, rows = _distinct(self.space.source_layouts(wire))
+        targets, columns = _distinct(self.space.target_layouts(wire))
+        sizes = map(int, self.local(wire.tensor.shape, targets, wire.tensor.dtype.itemsize))
+        ends, where = list(zip(targets, sizes, strict=True)), (self.space.mesh, self.space.hardware)
+        found = [[gathered_alone(source, target, size, *where) for target, size in ends] for source in sources]
+        return np.array(found)[np.ix_(rows, columns)]
 
     # Bytes.
 
@@ -157,6 +170,12 @@ class TensorBytes:
     def modes(arrays: Sequence[Bytes]) -> Modes:
         """An array per mode; one where all modes agree."""
         return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    """The different ones, and where among them each is."""
+    places = {layout: place for place, layout in enumerate(dict.fromkeys(layouts))}
+    return list(places), [places[layout] for layout in layouts]
 
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:

@@ -1,12 +1,15 @@
 """What weights and their gradients take on the way between how they are stored and how calls use them.
 
 gathered          a weight while its layer runs forward, unless it is kept
-gathered again    while its layer runs backward; twice while it is gathered, as parts arrive apart from each other
+gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
+                  copied then
 unreduced         a gradient after its call's backward, until the first call of its layer has run backward
 sent off          then, a copy of it in the message that is sent
 on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
                   it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
                   only the first is issued ahead
+
+Weights that are gathered alone are let go one by one, and counted all the same while their layer runs.
 
 Layers that have weights are numbered in the order in which they run first.
 """
@@ -97,6 +100,10 @@ class MovedWeights:
         """Bytes of a parameter's wire as it is gathered again for the backward; None where it never is."""
         return self._of_weight("gathered again", wire, self._gathered_again) if wire.tensor.regather else None
 
+    def copied_out(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire in the message from which it is copied, as it is gathered again."""
+        return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
+
     def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
         """Bytes of a parameter's wire on their way, ahead of its layer: the whole weight, and the part that is sent."""
         if forward:
@@ -141,6 +148,10 @@ class MovedWeights:
     def _gathered_again(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)
         return np.where(self.accumulation.each_time(wire), after[None, :], 0)
+
+    def _copied_out(self, wire: Wire) -> Bytes:
+        again = self._gathered_again(wire)
+        return np.where(self.tensors.gathered_alone(wire), 0, again) if again.any() else again
 
     def _unreduced(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)

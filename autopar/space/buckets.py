@@ -2,7 +2,8 @@
 
 Gradient reductions (I → R) are gathered into few buckets at the graph's entry, so that the backward reduces a bucket
 as soon as its last gradient is there. Gathers (S → R) form one bucket per layer, right before use; a small layer
-shares that of the next one (`cost.messages.joined_layers`).
+shares that of the next one (`cost.messages.joined_layers`), and a large weight that need not be copied out of a message
+is a bucket by itself (`cost.messages.gathered_alone`).
 
 The gradients of a bucket are copied into one message, apart from that of a large parameter, which is a bucket by
 itself: where its gradient is nobody else's, as that of a matrix product is, it is reduced where it lies.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost.messages import joined_layers, messages
+from autopar.cost.messages import gathered_alone, joined_layers, messages
 from autopar.cost.moves import is_gather
 from autopar.cost.reshard import ReshardPath
 from autopar.program.paths import layer_or_owner
@@ -106,16 +107,23 @@ def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...
 
 
 def _closed(space: Space, members: Sequence[_Member]) -> list[Bucket]:
-    """Cut a group into buckets; gathers stay one bucket per layer."""
+    """Cut a group into buckets; gathers stay one bucket per layer, but for weights that are gathered alone."""
 
     def num_bytes(member: _Member) -> int:
         return member.wire.tensor.local_bytes(member.path.moves[-1].after, space.mesh.sizes)
 
     gathers = any(step.gathers for step in members[0].steps)
     if gathers:
-        return [_bucket(space, members)]
+        alone = [m for m in members if _is_alone(space, m, num_bytes(m))]
+        shared = [m for m in members if m not in alone]
+        return [_bucket(space, each) for each in ([shared] if shared else []) + [[m] for m in alone]]
     together = messages([num_bytes(member) for member in members])
     return [_bucket(space, [members[number] for number in numbers]) for numbers in together]
+
+
+def _is_alone(space: Space, member: _Member, num_bytes: int) -> bool:
+    moves = member.path.moves
+    return gathered_alone(moves[0].before, moves[-1].after, num_bytes, space.mesh, space.hardware)
 
 
 def _bucket(space: Space, members: Sequence[_Member]) -> Bucket:

@@ -6,6 +6,7 @@ What is issued ahead, and what is left running, is as `runtime.rewrite.prefetch`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,12 +120,19 @@ class Backward:
         self._fetch(bucket)
         if not self.depth:
             return
-        for each in self.order[self.order.index(bucket) + 1 :]:
-            if not 0 <= bucket.layer - each.layer <= self.depth:
-                return
-            if each.layer == bucket.layer and not each.there:
+        next_ones = self.order[self.order.index(bucket) + 1 :]
+        ahead = list(itertools.takewhile(lambda each: 0 <= bucket.layer - each.layer <= self.depth, next_ones))
+        own, later = ([each for each in ahead if (each.layer == bucket.layer) == now] for now in (True, False))
+        self._begin(own)
+        for each in own:
+            if not each.there:
                 self._fetch(each)
-            elif each.issued is None and not each.there:
+        self._begin(later)
+
+    def _begin(self, buckets: Iterable[Regathered]) -> None:
+        """Let weights be on their way."""
+        for each in buckets:
+            if each.issued is None and not each.there:
                 each.issued = self._issue(each, 0)
 
     def _issue(self, bucket: Regathered, step: int) -> int:

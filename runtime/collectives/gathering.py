@@ -48,7 +48,8 @@ class InFlight:
             parts = rows.split([shape.numel() for shape in shapes], 1)
             for i, shape, part in zip(numbers, shapes, parts, strict=True):
                 joined = part.view(axis.size, *shape).movedim(0, dims[i]).flatten(dims[i], dims[i] + 1)
-                # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
+                # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that:
+                # a copy, where it shares the buffer with others or is not split in its first dim.
                 whole[i] = joined.narrow(dims[i], 0, sizes[i]).contiguous()
         return tuple(whole)  # type: ignore[arg-type]
 
@@ -77,7 +78,7 @@ def issued(recipe: Recipe, shards: Iterable[Tensor]) -> InFlight:
     found = InFlight(recipe)
     for numbers, group in [(tuple(group), list(group.values())) for group in by_dtype(parts).values()]:
         shapes = [shard.shape for shard in group]
-        flat = torch.cat([shard.reshape(-1) for shard in group])
+        flat = torch.cat([shard.reshape(-1) for shard in group]) if len(group) > 1 else group[0].reshape(-1)
         group.clear()
         for i in numbers:
             parts[i] = None  # parts that were gathered for this make room for the wholes

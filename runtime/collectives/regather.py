@@ -77,13 +77,16 @@ class _Bucket:
         ahead = [each for each in self._next() if each.again is None and each.done != _backward()]
         for each in ahead:
             torch.autograd.Variable._execution_engine.queue_callback(each.drop)  # type: ignore[attr-defined]
+        # What is gathered of gathered parts would wait for these.
+        ready = [each for each in ahead if all(isinstance(part, Tensor) for part in each.parts)]
+        own, later = ([each for each in ready if (each.layer == self.layer) == now] for now in (True, False))
+        for each in own:
+            each.issue()
         for each in ahead:
             if each.layer == self.layer:
                 each.fetch()
-        for each in ahead:
-            # What is gathered of gathered parts would wait for these.
-            if each.layer != self.layer and all(isinstance(part, Tensor) for part in each.parts):
-                each.issue()
+        for each in later:
+            each.issue()
 
     def _next(self) -> Iterator[_Bucket]:
         """The buckets that a backward asks for after this one, as far as they are fetched ahead."""

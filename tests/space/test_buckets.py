@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
 from autopar.cost import messages as shared_messages
+from autopar.hardware.profile import Link
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
 from autopar.sharding.mesh import Mesh
 from autopar.space.buckets import Bucket, buckets_of
 from autopar.space.space import Space
+from tests.support.parity import SLOW_DEVICES
 
 
 class _Model(nn.Module):
@@ -40,7 +44,7 @@ def _parameters(space: Space, bucket: Bucket) -> list[str]:
 
 
 def test_only_the_gradient_of_a_product_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_messages, "LARGE_GRADIENT", 1)  # every parameter by itself
+    monkeypatch.setattr(shared_messages, "LARGE", 1)  # every parameter by itself
     space, buckets = _buckets()
     assert all(len(bucket.sources) == 1 for bucket in buckets)
     assert {name for b in buckets if b.in_place for name in _parameters(space, b)} == {"linear.weight", "factor"}
@@ -114,3 +118,29 @@ def test_gradients_that_share_a_bucket_are_copied() -> None:
     space, (bucket,) = _buckets()
     assert len(_parameters(space, bucket)) == 5
     assert not bucket.in_place
+
+
+class _Transposed(nn.Module):
+    """Products with a weight as it is, which is stored by its first dim, and with one whose first dim is too short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(64, 64, bias=False)
+        self.short = nn.Parameter(torch.zeros(1, 64))
+        self.small = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.plain(x) * self.short * self.small).square().mean()
+
+
+@pytest.mark.parametrize("latency", [0.0, 1.0])
+def test_what_takes_longer_to_copy_than_a_message_to_start_is_gathered_alone(
+    monkeypatch: pytest.MonkeyPatch, latency: float
+) -> None:
+    monkeypatch.setattr(shared_messages, "LARGE", 64 * 64 * 4)
+    hardware = replace(SLOW_DEVICES, links=(Link("wire", None, latency, 1e12),))
+    given = Mesh({"dp": 2}), (torch.zeros(8, 64),)
+    context = context_of(autopar.plan(_Transposed(), *given, strategy="zero3", hardware=hardware))
+    found = [_parameters(context.space, bucket) for bucket in buckets_of(context.space, context.choices)]
+    alone, together = [["plain.weight"], ["short", "small"]], [["plain.weight", "short", "small"]]
+    assert sorted(map(sorted, found)) == (alone if latency == 0 else together)
