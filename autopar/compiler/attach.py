@@ -65,4 +65,4 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
     context = PlanContext(space, memory, pins, choices, problem, request.settings, said, request.mode)
-    return replace(plan, context=context)
+    return replace(plan, mesh=space.mesh, context=context)

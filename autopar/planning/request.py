@@ -95,7 +95,7 @@ class PlanRequest:
     def named(self, mesh: Mesh) -> Mesh:
         """The mesh with the name of the profile that is planned with, which is what its plan says."""
         asked = mesh.hardware if self.hardware is None else self.hardware
-        return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else asked)
+        return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else str(asked))
 
     def on(self, mesh: Mesh) -> PlanRequest:
         """The request with the profile itself, read once, in place of its name."""

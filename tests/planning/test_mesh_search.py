@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
-from autopar.capture.export import capture
+from autopar.capture.export import capture, trace
 from autopar.errors import InfeasibleError, MeshError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
@@ -128,9 +128,9 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
 
     def counting(*arguments: Any, **options: Any) -> Any:
         captured.append(arguments)
-        return capture(*arguments, **options)
+        return trace(*arguments, **options)
 
-    monkeypatch.setattr("autopar.compiler.offline.capture", counting)
+    monkeypatch.setattr("autopar.compiler.offline.trace", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
     assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[0]
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]
