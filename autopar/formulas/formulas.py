@@ -39,7 +39,7 @@ from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
-from autopar.space.menu import Strategy, own_transfers
+from autopar.space.menu import Strategy, num_launches, own_transfers
 from autopar.space.space import Decision, Space, Wire, without_gradient
 from autopar.strategies import rule_of
 
@@ -96,6 +96,7 @@ class _Work:
     flops: Polynomial
     roofline: str
     transfers: tuple[Transfer, ...]
+    launches: int = 1
 
 
 class _Sum:
@@ -225,7 +226,7 @@ class _Ledger:
         if work.roofline:
             computed = count * (passes + (number in self.rerun))
             self.seconds.add(computed, _times(share, work.roofline))
-            self.seconds.add(computed * self.space.hardware.op_latency_s, share)
+            self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
         self._own_waits(work, menu.strategies[self.choices[number]], passes, count, share)
         for transfer in work.transfers:
@@ -240,7 +241,7 @@ class _Ledger:
                 self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed=0)))
         elif work.transfers:
             total = " + ".join(self._seconds_of(transfer, bucketed=0) for transfer in work.transfers)
-            computing = f"{passes}*({work.roofline} + {self.space.hardware.op_latency_s!r})"
+            computing = f"{passes}*({work.roofline} + {work.launches * self.space.hardware.op_latency_s!r})"
             self.seconds.add(count, _times(share, f"Max({1 - hidden!r}*({total}), {total} - {computing})"))
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
@@ -269,7 +270,8 @@ class _Ledger:
         if op.elementwise_bytes is not None:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
             roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
-        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes))
+        launches = num_launches(strategy, call, bound.sizes, axes)
+        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes), launches)
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Equal for wires whose terms are equal."""

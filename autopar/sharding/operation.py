@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.program.program import TensorInfo, tensor_inputs
-from autopar.sharding.rule import BoundRule, Choice
+from autopar.sharding.rule import BoundRule, Choice, factors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,14 @@ class Implementation:
     """Of which a device hides as much as this field of its profile's `overlap` says; all of it where there is none."""
     keywords: tuple[tuple[str, int], ...] = ()
     """What else it is called with, which tells apart implementations by one function."""
+    choices: tuple[Choice, ...] = ()
+    """What a mesh axis may do by it alone, as a factor that is gathered while another one is split in its place.
+
+    One axis of a call does; it is the innermost of those that split the choice's first factor, of whose parts alone
+    the function is told that they are dealt by zigzag. No dim is padded then.
+    """
+    launches: Callable[[Call, LocalSizes], int] | None = None
+    """How many operations it starts on one device in place of the ATen call's one; None: as many."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"
@@ -157,13 +165,18 @@ class OpRule:
         ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
         return self if ways == self.implementations else replace(self, implementations=ways)
 
-    def ways(self, split: Collection[str]) -> tuple[Implementation | None, ...]:
-        """How a call may run whose factors `split` are split: by these implementations, or (None) as the ATen call.
+    def ways(self, choices: Collection[str]) -> tuple[Implementation | None, ...]:
+        """How a call may run whose axes do what these names say: by implementations, or (None) as the ATen call.
 
         A factor that some implementation serves needs one that serves it; where several such are split, one for all.
+        A choice that only some implementation offers needs that one.
         """
-        needed = self.served.intersection(split)
-        found = tuple(e for e in self.implementations if e.factors is None or (needed and needed <= e.factors))
+        offering = [each for each in self.implementations if any(own.name in choices for own in each.choices)]
+        needed = self.served.intersection(factor for name in choices for factor in factors_of(name))
+        if offering:
+            return tuple(each for each in offering if needed <= (each.factors or frozenset()))
+        shared = (each for each in self.implementations if not each.choices)
+        found = tuple(e for e in shared if e.factors is None or (needed and needed <= e.factors))
         return found or (() if needed else (None,))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -168,14 +168,17 @@ def menu_of(
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     """
     call, op, bound = found.call, found.op.offering(asked), found.bound
+    stated = (*op.choices, *_stated_by_implementations(op, bound, dealt))
     offered = {
         each: _Offer(
             tuple(
                 choice if dealt is None else _dealt(choice, dealt)
-                for choice in bound.choices(each.joined if each else frozenset(), weight_only, op.choices)
+                for choice in bound.choices(each.joined if each else frozenset(), weight_only, stated)
                 if choice.name not in op.only_together and not _multiplies_zeros(choice, infinite)
             ),
-            padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
+            frozenset()
+            if each and each.choices
+            else padded_factors(call, op, bound, padded, each.padded if each else frozenset()),
         )
         for each in (None, *op.implementations)
     }
@@ -186,8 +189,10 @@ def menu_of(
     whole = next(number for number, choice in enumerate(offered[None].choices) if choice.name == NONE)
     offers = [range(num_choices) if size > 1 else (whole,) for size in mesh.sizes]
     for numbers in itertools.product(*offers):
-        split = {factor for choice in map(offered[None].choices.__getitem__, numbers) for factor in choice.factors}
-        for implementation in op.ways(split):
+        names = [offered[None].choices[number].name for number in numbers]
+        for implementation in op.ways(names):
+            if implementation is not None and implementation.choices and not _inside(names, implementation):
+                continue
             offer = offered[implementation]
             choices = [offer.choices[number] for number in numbers]
             if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
@@ -200,6 +205,7 @@ def menu_of(
             forward = forward_seconds(
                 call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch, beside
             )
+            forward += (num_launches(strategy, call, bound.sizes, mesh) - 1) * hardware.op_latency_s
             if strategy.transfers:
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, mesh, hardware))
             same = (strategy.inputs, strategy.outputs, implementation)
@@ -215,6 +221,30 @@ class _Offer:
 
     choices: tuple[Choice, ...]
     paddable: frozenset[str]
+
+
+def _stated_by_implementations(op: OpRule, bound: BoundRule, dealt: DealtDims | None) -> Iterator[Choice]:
+    """The choices of implementations alone: where dims are dealt, those of which that is only the first factor."""
+    terms = bound.rule.inputs, bound.rule.outputs
+    for choice in (choice for each in op.implementations for choice in each.choices):
+        made = choice if dealt is None else _dealt(choice, dealt)
+        placed = (*zip(terms[0], made.inputs, strict=True), *zip(terms[1], made.outputs, strict=True))
+        if all(each.dim == term.dim_of(choice.factors[0]) for term, each in placed if each.zigzag):
+            yield choice
+
+
+def _inside(names: Sequence[str], implementation: Implementation) -> bool:
+    """Whether one axis alone takes a choice of the implementation's own, and none within it splits its first factor."""
+    own = {choice.name for choice in implementation.choices}
+    at = [axis for axis, name in enumerate(names) if name in own]
+    first = factors_of(names[at[0]])[0]
+    return len(at) == 1 and not any(first in factors_of(name) for name in names[at[0] + 1 :])
+
+
+def num_launches(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> int:
+    """How many operations one device starts in a forward; `sizes` are those of the call's factors."""
+    launches = strategy.implementation.launches if strategy.implementation is not None else None
+    return 1 if launches is None else launches(call, strategy.local_sizes(sizes, mesh))
 
 
 def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:

@@ -19,18 +19,20 @@ from autopar.strategies.notation import (
     tensor_arguments,
     term,
 )
+from autopar.strategies.rules.chunked_products import in_chunks
 
 aten = torch.ops.aten
 
 
-def linear(call: Call) -> str:
+def linear(call: Call) -> OpRule | str:
     """`input @ weight.T + bias`; a weight of one dim gives a number per row."""
     if len(call["weight"].shape) == 1:
         return "~... k, ~k -> ..." if call["bias"] is None else "~... k, ~k, +() -> ..."
-    return "~... k, ~o k -> ... o" if call["bias"] is None else "~... k, ~o k, +o -> ... o"
+    text = "~... k, ~o k -> ... o" if call["bias"] is None else "~... k, ~o k, +o -> ... o"
+    return OpRule(text, in_chunks(call))
 
 
-def matmul(call: Call) -> str:
+def matmul(call: Call) -> OpRule | str:
     """A product of any ranks; a second operand of two dims is taken for a weight."""
     left, right = (info.shape for info in call.inputs)
     output = call.outputs[0].shape
@@ -42,7 +44,13 @@ def matmul(call: Call) -> str:
     first = broadcast(left[: -len(row) - 1], output[:num_batch], batch)
     second = broadcast(right[: -len(columns) - 1], output[:num_batch], batch)
     terms = [term([*first, *row, "k"], "~"), term([*second, "k", *columns], "~")]
-    return rule(terms, [term([*batch, *row, *columns])])
+    text = rule(terms, [term([*batch, *row, *columns])])
+    return OpRule(text, in_chunks(call)) if row and column == "o" else text
+
+
+def mm(call: Call) -> OpRule:
+    """A product of two matrices, of which the second is taken for a weight."""
+    return OpRule("~m k, ~k o -> m o", in_chunks(call))
 
 
 def with_sum(dims: str, product: str) -> Entry:
@@ -146,7 +154,7 @@ def inner(call: Call) -> str:
 
 RULES: dict[torch._ops.OpOverload, Entry] = {
     aten.linear.default: linear,
-    aten.mm.default: "~m k, ~k o -> m o",
+    aten.mm.default: mm,
     aten.bmm.default: "~b m k, ~b k n -> b m n",
     aten.mv.default: "~m k, ~k -> m",
     aten.dot.default: "~k, ~k -> ()",
