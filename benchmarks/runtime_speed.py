@@ -11,7 +11,7 @@ what compiled code holds is not seen, so it is measured without torch.compile.
     python -m benchmarks.runtime_speed --only zero3 --steps 50
 
 target: data_parallel ≤ 1.0 × DDP, zero3 ≤ 1.0 × FSDP2 in time and memory, megatron ≤ 0.75 and megatron_sequence ≤ 0.8 ×
-DTensor.
+DTensor, async_tensor_parallel ≤ 1.0 × megatron_sequence.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str) -> Bas
 
 
 def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
-    """The preset of that name; so are the next three."""
+    """The preset of that name; so are the next four."""
     return _planned(size, mesh, compiled, "data_parallel")
 
 
@@ -196,6 +196,11 @@ def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
 def megatron_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """The same with norms on parts of the sequence."""
     return _planned(size, mesh, compiled, "megatron_sequence")
+
+
+def async_tensor_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
+    """`megatron_sequence` in chunks, beside whose collectives ranks compute."""
+    return _planned(size, mesh, compiled, "async_tensor_parallel")
 
 
 Build = Callable[[Size, DeviceMesh, bool], Baseline]
@@ -216,4 +221,5 @@ PAIRS = (
     Pair(zero3, fsdp2, 1.0, 1.0),
     Pair(megatron, dtensor, 0.75),
     Pair(megatron_sequence, dtensor_sequence, 0.8),
+    Pair(async_tensor_parallel, megatron_sequence, 1.0),
 )

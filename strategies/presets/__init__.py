@@ -52,6 +52,7 @@ PRESETS: Mapping[str, Preset] = {
         data.hsdp,
         tensor.megatron,
         tensor.megatron_sequence,
+        tensor.async_tensor_parallel,
         sequence.ulysses,
         sequence.gather_kv,
         sequence.ring,

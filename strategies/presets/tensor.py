@@ -9,6 +9,7 @@ from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
+from autopar.strategies.presets.in_chunks import in_chunks
 from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, regions_of
 from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
@@ -66,16 +67,40 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     return _tensor_split("megatron_sequence", program, mesh, between="sequence").annotations()
 
 
-def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "") -> Split:
-    """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between."""
+def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """As `megatron_sequence`, with products in chunks: one is multiplied while the next is gathered, or the last one
+    reduced (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023).
+
+    Over an axis t and an axis d of the batch:
+
+        all_gather/t = (4·L + 2)·A/d
+        reduce_scatter/t = (4·L + 2)·A/d
+        all_reduce/d_t = N
+        all_reduce/t = 3·R/d
+        all_reduce/d = (P - N)/t + 16
+    """
+    tensor = axes.axis_of(mesh, axes.TENSOR)
+    graph = RoledProgram.of(program)
+    axes.need_positions("async_tensor_parallel", graph, mesh, (tensor,))
+    return _tensor_split("async_tensor_parallel", program, mesh, between="sequence", chunked=True).annotations()
+
+
+def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "", chunked: bool = False) -> Split:
+    """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between.
+
+    Products between split positions run in chunks where they are to be `chunked`.
+    """
     graph = RoledProgram.of(program)
     tensor = axes.axis_of(mesh, axes.TENSOR)
     batch = axes.others(mesh, tensor)
     axes.need_batch(strategy, graph.samples, mesh, batch)
     regions = found_regions(strategy, graph, mesh, tensor)
     split = Split(graph, mesh, strategy)
+    wish = in_blocks(graph, regions, between)
+    if chunked:
+        wish = in_chunks(graph, regions.factors, wish, mesh.size(tensor))
     for axis in mesh.names:
-        split.along(axis, data if axis in batch else in_blocks(graph, regions, between))
+        split.along(axis, data if axis in batch else wish)
     return split
 
 

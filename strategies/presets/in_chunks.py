@@ -1,0 +1,37 @@
+"""Where the products of a preset run in chunks beside their collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.sharding.rule import VIA
+from autopar.strategies.presets.split import Wish
+from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.strategies.rules.chunked_products import COLUMN, NAME, ROW, leading_factors, together
+
+
+def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, parts: int) -> Wish:
+    """The same wish, but for products between split positions, where columns and rows divide into so many parts.
+
+    `products` are those of which an axis splits columns or rows, with the factor. What goes into columns is gathered
+    in chunks where nothing else takes it whole: a plain gather serves all that do.
+    """
+
+    def can(call: RoledCall, factor: str | None) -> bool:
+        offered = any(each.name == NAME for each in call.op.implementations)
+        if factor not in (COLUMN, ROW) or call.name not in products or not offered:
+            return False
+        rows = leading_factors(call.call)[-1]
+        return call.factor_of("sequence") == rows and not any(call.bound.sizes[f] % parts for f in (rows, factor))
+
+    def alone(call: RoledCall) -> bool:
+        others = (other for other, _ in graph.users[call.inputs[0]] if other is not call)
+        return all(wish(other) == other.factor_of("sequence") for other in others)
+
+    def found(call: RoledCall) -> str | None:
+        factor = wish(call)
+        if factor is None or not can(call, factor) or (factor == COLUMN and not alone(call)):
+            return factor
+        return f"{together(call.call, factor)}{VIA}{NAME}"
+
+    return found
