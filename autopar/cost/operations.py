@@ -21,7 +21,7 @@ from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
-from autopar.sharding.operation import Call, Implementation, OpRule, is_product, is_view
+from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule, is_product, is_view
 from autopar.sharding.rule import BoundRule
 
 
@@ -99,12 +99,13 @@ def backward_share(call: Call, op: OpRule) -> float:
     return op.backward if needed and op.backward is not None else needed
 
 
-def hidden_share(implementation: Implementation | None, hardware: Hardware) -> float:
+def hidden_share(implementation: Implementation | None, hardware: Hardware, call: Call, local: LocalSizes) -> float:
     """The share of an implementation's own collectives that pass while it computes, as far as it computes as long."""
     if implementation is None:
         return 0.0
     overlapped = getattr(hardware.overlap, implementation.hidden_as) if implementation.hidden_as else 1.0
-    return implementation.hidden_share * overlapped
+    share = implementation.hidden_share
+    return (share(call, local) if callable(share) else share) * overlapped
 
 
 def optimizer_seconds(

@@ -97,6 +97,8 @@ class _Work:
     roofline: str
     transfers: tuple[Transfer, ...]
     launches: int = 1
+    hidden: float = 0.0
+    """Of its collectives' seconds, as far as it computes as long."""
 
 
 class _Sum:
@@ -228,21 +230,20 @@ class _Ledger:
             self.seconds.add(computed, _times(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
-        self._own_waits(work, menu.strategies[self.choices[number]], passes, count, share)
+        self._own_waits(work, passes, count, share)
         for transfer in work.transfers:
             if not (unused and transfer.backward):
                 self._count(transfer, count)
 
-    def _own_waits(self, work: _Work, strategy: Strategy, passes: Fraction, count: Polynomial, share: str) -> None:
+    def _own_waits(self, work: _Work, passes: Fraction, count: Polynomial, share: str) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
-        hidden = operations.hidden_share(strategy.implementation, self.space.hardware)
-        if not hidden:
+        if not work.hidden:
             for transfer in work.transfers:
                 self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed=0)))
         elif work.transfers:
             total = " + ".join(self._seconds_of(transfer, bucketed=0) for transfer in work.transfers)
             computing = f"{passes}*({work.roofline} + {work.launches * self.space.hardware.op_latency_s!r})"
-            self.seconds.add(count, _times(share, f"Max({1 - hidden!r}*({total}), {total} - {computing})"))
+            self.seconds.add(count, _times(share, f"Max({1 - work.hidden!r}*({total}), {total} - {computing})"))
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
@@ -271,7 +272,8 @@ class _Ledger:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
             roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
         launches = num_launches(strategy, call, bound.sizes, axes)
-        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes), launches)
+        hidden = operations.hidden_share(chosen, hardware, call, local)
+        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes), launches, hidden)
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Equal for wires whose terms are equal."""

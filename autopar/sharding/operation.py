@@ -98,7 +98,7 @@ class Implementation:
     """Bytes on one device that its forward works on beside what it keeps, where it makes the gradients already."""
     backward_bytes: Callable[[Call, LocalSizes], int] | None = None
     """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
-    hidden_share: float = 0.0
+    hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
     hidden_as: Literal["", "ring"] = ""
     """Of which a device hides as much as this field of its profile's `overlap` says; all of it where there is none."""
@@ -114,7 +114,8 @@ class Implementation:
     """How many operations it starts on one device in place of the ATen call's one; None: as many."""
 
     def __post_init__(self) -> None:
-        assert 0 <= self.hidden_share <= 1, f"{self.function} hides {self.hidden_share} of its collectives"
+        share = self.hidden_share
+        assert callable(share) or 0 <= share <= 1, f"{self.function} hides {share} of its collectives"
         assert self.name or not self.on_demand, f"{self.function} has no name to ask for it by"
 
     @property

@@ -207,7 +207,8 @@ def menu_of(
             )
             forward += (num_launches(strategy, call, bound.sizes, mesh) - 1) * hardware.op_latency_s
             if strategy.transfers:
-                strategy = replace(strategy, waits=_waits(strategy, forward * passes, mesh, hardware))
+                share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+                strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
             same = (strategy.inputs, strategy.outputs, implementation)
             if same not in seen:
                 seen[same] = (strategy, forward * passes + sum(strategy.waits), forward)
@@ -270,11 +271,14 @@ def _scratch_bytes(strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh)
     return implementation.scratch_bytes(call, strategy.local_sizes(bound.sizes, mesh))
 
 
-def _waits(strategy: Strategy, computing: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
-    """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide."""
+def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
+    """Seconds of a strategy's own collectives that its computing, which takes so long, does not hide.
+
+    It hides a share of them at most.
+    """
     seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
     total = sum(seconds)
-    hidden = min(hidden_share(strategy.implementation, hardware) * total, computing)
+    hidden = min(share * total, computing)
     return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
 
 

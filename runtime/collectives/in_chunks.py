@@ -38,53 +38,80 @@ def arrived(buffer: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the rows of all ranks, along `dim` of a whole, are taken in chunks of so many rows of each rank."""
+    """How a whole, whose rows along `dim` are those of all ranks, is taken in chunks of a rank's part along a dim.
+
+    A chunk of samples (`along` is another dim than `dim`) has all rows of these, in the order of the whole. A chunk of
+    rows has those of one rank after the other, [n, …, C, …].
+    """
 
     dim: int
-    rows: tuple[int, ...]
+    along: int
+    sizes: tuple[int, ...]
+    """Of the chunks, along the dim that is cut."""
+    num_rows: int
+    """Of one rank."""
     num_ranks: int
     zigzag: bool
 
+    @property
+    def of_samples(self) -> bool:
+        """Whether all rows are in every chunk, as they are where there is one."""
+        return self.along != self.dim or len(self.sizes) == 1
+
     def of_part(self, part: Tensor) -> Iterator[Tensor]:
-        """The chunks of one rank's rows."""
-        yield from part.split(self.rows, self.dim)
+        """The chunks of one rank's part."""
+        yield from part.split(self.sizes, self.along)
 
     def of_whole(self, whole: Tensor) -> Iterator[Tensor]:
-        """The chunks of all ranks, each [n, …, C, …] and contiguous."""
-        if self.zigzag:
-            by_rank = torch.stack(list(parts_of(whole, self.dim, self.num_ranks, True)))
-        else:
-            by_rank = whole.unflatten(self.dim, (self.num_ranks, sum(self.rows))).movedim(self.dim, 0)
-        for chunk in by_rank.split(self.rows, self.dim + 1):
+        """The chunks of a whole."""
+        if self.of_samples:
+            yield from whole.split(self.sizes, self.along) if len(self.sizes) > 1 else (whole,)
+            return
+        for chunk in self._apart(whole).split(self.sizes, self.dim + 1):
             yield chunk.contiguous()
 
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """One rank's rows of their chunks."""
-        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+    def of_ranks(self, parts: Tensor) -> Tensor:
+        """A chunk from what all ranks have of it, [n, *part]."""
+        return whole_of(parts.unbind(), self.dim, self.zigzag) if self.of_samples else parts
 
-    def whole(self, like: Tensor) -> Whole:
-        """Room for a whole of such chunks."""
-        shape = list(like.shape[1:])
-        shape[self.dim : self.dim + 1] = [self.num_ranks, sum(self.rows)]
-        return Whole(self, like.new_empty(shape))
+    def by_rank(self, chunk: Tensor) -> Tensor:
+        """What each rank is to have of a chunk, [n, *part]."""
+        return self._apart(chunk) if self.of_samples else chunk
+
+    def _apart(self, whole: Tensor) -> Tensor:
+        """The rows of each rank, [n, …, M, …]."""
+        if self.zigzag:
+            return torch.stack(list(parts_of(whole, self.dim, self.num_ranks, True)))
+        return whole.unflatten(self.dim, (self.num_ranks, self.num_rows)).movedim(self.dim, 0)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """One rank's part of its chunks."""
+        return torch.cat(parts, self.along) if len(parts) > 1 else parts[0]
+
+    def whole(self) -> Whole:
+        """A whole without chunks yet."""
+        return Whole(self)
 
 
 class Whole:
-    """A whole that is filled chunk by chunk."""
+    """A whole that is put together chunk by chunk."""
 
-    def __init__(self, chunks: Chunks, room: Tensor) -> None:
-        self._chunks, self._room, self._start = chunks, room, 0
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._found: list[Tensor] = []
 
     def add(self, chunk: Tensor) -> None:
-        """The next chunk, [n, …, C, …]."""
-        dim = self._chunks.dim
-        end = self._start + chunk.shape[dim + 1]
-        self._room.narrow(dim + 1, self._start, end - self._start).copy_(chunk.movedim(0, dim))
-        self._start = end
+        """The next one."""
+        self._found.append(chunk)
 
     def made(self) -> Tensor:
-        """The rows in the order of the whole."""
-        dim = self._chunks.dim
-        if self._chunks.zigzag:
-            return whole_of(self._room.unbind(dim), dim, True)
-        return self._room.flatten(dim, dim + 1)
+        """All of them, in the order of the whole."""
+        chunks, found = self._chunks, self._found
+        if len(found) == 1:
+            return found[0]
+        if chunks.of_samples:
+            return torch.cat(found, chunks.along)
+        by_rank = torch.cat(found, chunks.dim + 1)
+        if chunks.zigzag:
+            return whole_of(by_rank.unbind(), chunks.dim, True)
+        return by_rank.movedim(0, chunks.dim).flatten(chunks.dim, chunks.dim + 1)

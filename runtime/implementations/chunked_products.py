@@ -12,18 +12,18 @@ Legend: M rows of one rank, n·M of all, K features, O columns; dims before the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, autograd
 from torch.nn import functional as F
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
-from autopar.strategies.rules.chunked_products import COLUMN, ROW, rows_of_chunks
+from autopar.strategies.rules.chunked_products import COLUMN, ROW, chunks_of
 
 
 def linear(
@@ -61,35 +61,22 @@ def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
     gathers = bool(shared[COLUMN])
     (axis,) = axes_of(shared[COLUMN if gathers else ROW])
-    num_rows = x.shape[-2] if gathers else x.shape[-2] // axis.size
-    way = _Way(axis, Chunks(x.ndim - 2, tuple(rows_of_chunks(num_rows)), axis.size, rows in zigzag))
+    dim = x.ndim - 2
+    leading = [*x.shape[:dim], x.shape[dim] if gathers else x.shape[dim] // axis.size]
+    features = w_OK.shape[1 if gathers else 0]
+    along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
+    way = _Way(axis, Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag))
     if gathers:
         return _OfGathered.apply(x, w_OK, bias, way)
     out = _ThenReduced.apply(x, w_OK, way)
     return out if bias is None else out + bias
 
 
-class _WeightGradient:
-    """The sum over chunks, in float32 at least."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._sum: Tensor | None = None
-
-    def add(self, grad: Tensor, x: Tensor) -> None:
-        """The part of a chunk of rows: [n, …, C, O] and [n, …, C, K]."""
-        grad_RO, x_RK = grad.flatten(0, -2), x.flatten(0, -2)
-        wide = torch.promote_types(self._dtype, torch.float32)
-        if self._sum is None:
-            self._sum = (grad_RO.mT @ x_RK).to(wide)
-        elif wide == self._dtype:
-            self._sum.addmm_(grad_RO.mT, x_RK)
-        else:
-            self._sum += grad_RO.mT @ x_RK
-
-    def total(self) -> Tensor | None:
-        """[O, K]; None where nothing was added."""
-        return None if self._sum is None else self._sum.to(self._dtype)
+def _gathered(part: Tensor, way: _Way) -> Iterator[Tensor]:
+    """The chunks of all ranks, as `Chunks.of_whole` has them, while those behind them are on their way."""
+    travelling = [start_gather(chunk, way.axis) for chunk in way.chunks.of_part(part)]
+    while travelling:
+        yield way.chunks.of_ranks(arrived(travelling.pop(0)))
 
 
 class _Reduced:
@@ -101,8 +88,8 @@ class _Reduced:
         self._parts: list[Tensor] = []
 
     def add(self, product: Tensor) -> None:
-        """The next chunk, [n, …, C, …]."""
-        self._travelling.append(start_reduce_scatter(product, self._way.axis))
+        """The next chunk, as `Chunks.of_whole` has it."""
+        self._travelling.append(start_reduce_scatter(self._way.chunks.by_rank(product), self._way.axis))
         if len(self._travelling) > 1:
             self._parts.append(arrived(self._travelling.pop(0)).squeeze(0))
 
@@ -112,39 +99,37 @@ class _Reduced:
         return self._way.chunks.joined(self._parts)
 
 
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """[O, K] of rows [..., O] and [..., K]."""
+    return grad.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
 class _OfGathered(autograd.Function):
     """x [M, K] of this rank, weight [O, K] and bias [O] of its columns → [n·M, O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_OK: Tensor, bias: Tensor | None, way: _Way) -> Tensor:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        travelling = [start_gather(part, way.axis) for part in way.chunks.of_part(x)]
-        out, gathered = None, []
-        while travelling:
-            x_nCK = arrived(travelling.pop(0))
-            product = F.linear(x_nCK, w_OK, bias)
-            out = out or way.chunks.whole(product)
-            out.add(product)
+        out, whole = way.chunks.whole(), way.chunks.whole()
+        for chunk in _gathered(x, way):
+            out.add(F.linear(chunk, w_OK, bias))
             if of_weight:
-                gathered.append(x_nCK)
-        assert out is not None, "a rank without rows"
-        ctx.save_for_backward(w_OK if of_x else None, *gathered)
-        ctx.way, ctx.dtype = way, w_OK.dtype
+                whole.add(chunk)
+        ctx.save_for_backward(whole.made() if of_weight else None, w_OK if of_x else None)
+        ctx.way = way
         return out.made()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        w_OK, *gathered = ctx.saved_tensors
+        whole, w_OK = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        summed, reduced = _WeightGradient(ctx.dtype), _Reduced(ctx.way)
-        for number, grad_nCO in enumerate(ctx.way.chunks.of_whole(grad)):
-            if of_x:
-                reduced.add(grad_nCO @ w_OK)
-            if of_weight:
-                summed.add(grad_nCO, gathered[number])
-        of_rows = reduced.arrived() if of_x else None
-        return of_rows, summed.total(), grad.flatten(0, -2).sum(0) if of_bias else None, None
+        reduced = _Reduced(ctx.way)
+        for chunk in ctx.way.chunks.of_whole(grad) if of_x else ():
+            reduced.add(chunk @ w_OK)
+        of_weights = _weight_gradient(grad, whole) if of_weight else None
+        of_biases = grad.flatten(0, -2).sum(0) if of_bias else None
+        return reduced.arrived() if of_x else None, of_weights, of_biases, None
 
 
 class _ThenReduced(autograd.Function):
@@ -154,10 +139,10 @@ class _ThenReduced(autograd.Function):
     def forward(ctx: Any, x: Tensor, w_OK: Tensor, way: _Way) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         reduced = _Reduced(way)
-        for x_nCK in way.chunks.of_whole(x):
-            reduced.add(F.linear(x_nCK, w_OK))
+        for chunk in way.chunks.of_whole(x):
+            reduced.add(F.linear(chunk, w_OK))
         ctx.save_for_backward(x if of_weight else None, w_OK if of_x else None)
-        ctx.way, ctx.dtype = way, w_OK.dtype
+        ctx.way = way
         return reduced.arrived()
 
     @staticmethod
@@ -165,15 +150,11 @@ class _ThenReduced(autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w_OK = ctx.saved_tensors
         of_x, of_weight, _ = ctx.needs_input_grad
-        chunks, summed, of_rows = ctx.way.chunks, _WeightGradient(ctx.dtype), None
-        travelling = [start_gather(part, ctx.way.axis) for part in chunks.of_part(grad)]
-        rows = chunks.of_whole(x) if of_weight else iter(())
-        while travelling:
-            grad_nCO = arrived(travelling.pop(0))
+        of_rows, whole = ctx.way.chunks.whole(), ctx.way.chunks.whole()
+        for chunk in _gathered(grad, ctx.way):
             if of_x:
-                product = grad_nCO @ w_OK
-                of_rows = of_rows or chunks.whole(product)
-                of_rows.add(product)
+                of_rows.add(chunk @ w_OK)
             if of_weight:
-                summed.add(grad_nCO, next(rows))
-        return of_rows.made() if of_rows is not None else None, summed.total(), None
+                whole.add(chunk)
+        of_weights = _weight_gradient(whole.made(), x) if of_weight else None
+        return of_rows.made() if of_x else None, of_weights, None

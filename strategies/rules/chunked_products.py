@@ -1,6 +1,6 @@
 """Products beside whose collectives a rank computes: async tensor parallelism, offered where it is asked for.
 
-    rows + o    rows of the input are gathered in chunks, each multiplied by columns of the weight while the next arrives
+    rows + o    the input is gathered in chunks, each multiplied by columns of the weight while the next arrives
     rows + k    of what rows of the weight give, each chunk is reduced in parts while the next is multiplied
 
 as between blocks of which positions are split (Korthikanti et al., "Reducing Activation Recomputation", 2022; Wang et
@@ -12,7 +12,9 @@ itself, where plain products gather once.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -24,8 +26,9 @@ from autopar.strategies.notation import batch_names
 aten = torch.ops.aten
 
 NAME = "async_tensor_parallel"
-NUM_CHUNKS = 4
-"""Into how many chunks a rank's rows are taken: of what travels, one part in so many has nothing to hide behind."""
+MOST_CHUNKS = 4
+"""Of what travels, one part in so many has nothing to hide behind."""
+LEAST_BYTES = 2**20  # assumed: of a smaller chunk the latency counts for more than the bytes
 COLUMN, ROW = "o", "k"
 
 
@@ -37,16 +40,17 @@ def leading_factors(call: Call) -> list[str]:
     return [*batch_names(num_leading - 1), "m"]
 
 
-def rows_of_chunks(num_rows: int) -> list[int]:
-    """How many rows each chunk has, of those of one rank: as equal as they can be, and none without any."""
-    count = num_chunks(num_rows)
-    ends = [num_rows * number // count for number in range(count + 1)]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+def chunks_of(leading: Sequence[int], num_bytes: int) -> tuple[int, tuple[int, ...]]:
+    """The dim along which a rank's samples and rows are taken in chunks, and how many each has, as equal as they can be.
 
-
-def num_chunks(num_rows: int) -> int:
-    """Into how many chunks so many rows of a rank are taken."""
-    return min(NUM_CHUNKS, int(num_rows))
+    `leading` are the sizes of its dims before the features, `num_bytes` what travels of all ranks. Chunks of samples lie
+    in memory as their products do; there are chunks of rows where samples are too few.
+    """
+    wanted = max(1, min(MOST_CHUNKS, int(num_bytes) // LEAST_BYTES))
+    along = 0 if leading[0] >= wanted else len(leading) - 1
+    size, count = leading[along], min(wanted, int(leading[along]))
+    ends = [size * number // count for number in range(count + 1)]
+    return along, tuple(end - start for start, end in itertools.pairwise(ends))
 
 
 def together(call: Call, factor: str) -> str:
@@ -78,7 +82,7 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
             scratch_bytes=_scratch_bytes,
             saved_bytes=_saved_bytes,
             unkept=_unkept,
-            hidden_share=1 - 1 / NUM_CHUNKS,
+            hidden_share=_hidden_share,
             hidden_as="ring",
             choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
             launches=_launches,
@@ -93,34 +97,46 @@ def _gathers(sizes: LocalSizes) -> bool:
 
 def _moved(call: Call, sizes: LocalSizes) -> list[int]:
     """Bytes of each chunk of all ranks that split rows: of the input, or of the output."""
-    *leading, rows = (sizes[name] for name in leading_factors(call))
+    leading = [sizes[name] for name in leading_factors(call)]
     factor, info = (ROW, call.inputs[0]) if _gathers(sizes) else (COLUMN, call.outputs[0])
-    parts = sizes[TOGETHER + COLUMN] if _gathers(sizes) else sizes[TOGETHER + ROW]
-    each = math.prod(leading) * sizes[factor] * info.dtype.itemsize * parts
-    return [each * count for count in rows_of_chunks(rows)]
+    each = sizes[factor] * info.dtype.itemsize * sizes[TOGETHER + (COLUMN if _gathers(sizes) else ROW)]
+    along, counts = chunks_of(leading, math.prod(leading) * each)
+    others = math.prod(size for dim, size in enumerate(leading) if dim != along)
+    return [count * others * each for count in counts]
+
+
+def _learns(call: Call, sizes: LocalSizes) -> bool:
+    """Whether there is a collective backward, too."""
+    return (call.inputs[0] if _gathers(sizes) else call.outputs[0]).requires_grad
 
 
 def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
     """Rows gathered and their gradients reduced, or results reduced and their gradients gathered, chunk by chunk."""
     if not _splits(sizes):
         return ()
-    gathers, chunks = _gathers(sizes), _moved(call, sizes)
-    over = TOGETHER + (COLUMN if gathers else ROW)
-    ways = ("all_gather", "reduce_scatter") if gathers else ("reduce_scatter", "all_gather")
-    learns = call.inputs[0].requires_grad if gathers else call.outputs[0].requires_grad
-    passes = (False, True) if learns else (False,)
+    chunks, over = _moved(call, sizes), TOGETHER + (COLUMN if _gathers(sizes) else ROW)
+    ways = ("all_gather", "reduce_scatter") if _gathers(sizes) else ("reduce_scatter", "all_gather")
+    passes = (False, True) if _learns(call, sizes) else (False,)
     return tuple(Collective(ways[backward], over, each, backward) for backward in passes for each in chunks)
 
 
 def _splits(sizes: LocalSizes) -> bool:
+    """Whether an axis of several ranks does."""
     return TOGETHER + COLUMN in sizes or TOGETHER + ROW in sizes
+
+
+def _hidden_share(call: Call, sizes: LocalSizes) -> float:
+    """All but one chunk; gradients of rows are reduced beside the product for the weight's, too."""
+    beside = 1 - 1 / len(_moved(call, sizes))
+    if not (_gathers(sizes) and _learns(call, sizes) and call.inputs[1].requires_grad):
+        return beside
+    return (beside + 1) / 2
 
 
 def _scratch_bytes(call: Call, sizes: LocalSizes) -> int:
     """Rows of other ranks, or results for them; and the weight, which every chunk is multiplied by."""
-    *_, rows = leading_factors(call)
-    weight = sizes[COLUMN] * sizes[ROW] * call.inputs[1].dtype.itemsize
-    return sum(_moved(call, sizes)) + weight * (num_chunks(sizes[rows]) - 1)
+    moved = _moved(call, sizes)
+    return sum(moved) + sizes[COLUMN] * sizes[ROW] * call.inputs[1].dtype.itemsize * (len(moved) - 1)
 
 
 def _saved_bytes(call: Call, sizes: LocalSizes) -> int:
@@ -135,4 +151,4 @@ def _unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
 
 def _launches(call: Call, sizes: LocalSizes) -> int:
     """A product for each chunk."""
-    return num_chunks(sizes[leading_factors(call)[-1]])
+    return len(_moved(call, sizes))
