@@ -1,0 +1,131 @@
+"""Products in chunks train as one process does, whatever the chunks, and move the bytes that are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.strategies.rules import chunked_products
+from autopar.strategies.rules.chunked_products import NAME
+from tests.support import parity
+from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
+from tests.support.ranks import Ranks
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+
+
+class Block(nn.Module):
+    """A feed-forward block between norms, as `Linear` or (GPT-2) as a product and a sum."""
+
+    def __init__(self, bias: bool = True, as_matmul: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16, bias=bias), nn.Linear(16, 8, bias=bias)
+        self.as_matmul = as_matmul
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[…, positions, 8] twice → the loss."""
+        h = self.norm(x)
+        if self.as_matmul:
+            h = F.gelu(h @ self.up.weight.mT.contiguous()) @ self.down.weight.mT.contiguous()
+        else:
+            h = self.down(F.gelu(self.up(h)))
+        return F.mse_loss(self.last(x + h), y)
+
+
+def annotated(model: nn.Module, ndim: int = 3) -> nn.Module:
+    """Both products in chunks over tp, what lies around them split by rows."""
+    if isinstance(model, Block) and model.as_matmul:
+        rows, up, down = ("m", "%matmul_default", "%matmul_default_1") if ndim > 2 else ("m", "%mm_default", "%mm_default_1")
+    else:
+        rows, up, down = f"...{ndim - 2}", "up.linear", "down.linear"
+    autopar.annotate(model, up, tp=f"factor:{rows}+o via {NAME}")
+    autopar.annotate(model, down, tp=f"factor:{rows}+k via {NAME}")
+    for norm in ("norm", "last"):
+        autopar.annotate(model, norm, tp=-2)
+    return model
+
+
+def batch(*shape: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(shape))
+    return {name: torch.randn(*shape, 8, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+
+
+@pytest.mark.parametrize("least_bytes", [1, 2**20], ids=["in chunks", "in one"])
+@pytest.mark.parametrize(
+    ("mesh", "shape", "options"),
+    [
+        ({"tp": 2}, (6, 8), {}),
+        ({"tp": 4}, (2, 24), {"bias": False}),
+        ({"tp": 2}, (2, 12), {"as_matmul": True}),
+        ({"tp": 2}, (12,), {}),
+        ({"dp": 2, "tp": 2}, (12, 8), {}),
+        ({"tp": 2, "dp": 2}, (2, 20), {}),
+    ],
+    ids=["samples", "rows", "matmul", "matrices", "dp x tp", "tp x dp"],
+)
+def test_they_train_as_one_process_does(
+    mesh: Mapping[str, int],
+    shape: tuple[int, ...],
+    options: dict[str, bool],
+    least_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunked_products, "LEAST_BYTES", least_bytes)
+    steps = Steps([batch(*shape), batch(*shape)])
+    expected = train_alone(Block(**options).double(), steps)
+    found = train_on_ranks(annotated(Block(**options).double(), len(shape) + 1), steps, mesh, {})
+    assert fault_of(found, expected) == ""
+    assert found.plan is not None
+    chosen = [name for name in found.plan.choices.values() if name.endswith(NAME)]
+    assert ["+o" in chosen[0], "+k" in chosen[1], len(chosen)] == [True, True, 2]
+
+
+def _in_small_chunks(case: Case) -> parity.Training:
+    with mock.patch.object(chunked_products, "LEAST_BYTES", 1):
+        return _parallel(case)
+
+
+_parallel = parity.parallel
+
+
+def case(family: str, world: tuple[int, ...], **options: Any) -> Case:
+    asked = {"hardware": SLOW_DEVICES, "strategy": NAME, **options.pop("options", {})}
+    return Case(family, world, options=asked, steps=2, **options)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "parallel", _in_small_chunks)
+
+
+ZERO3 = (("*", {"storage": "dp", "regather": True}),)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        case("gpt2", (2,)),
+        case("llama", (4,)),
+        case("llama", (2,), options={"recompute": "full"}),
+        case("gpt2", (2,), options={"recompute": "selective"}),
+        case("gpt2", (2, 2), annotations=ZERO3),
+        case("llama", (2, 2), micro_steps=2),
+    ],
+    ids=["packed projections", "llama", "recompute", "selective", "zero3", "micro-steps"],
+)
+def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None:
+    check(ranks, asked)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_in_low_precision_they_round_no_more_than_one_process_does(ranks: Ranks) -> None:
+    check_rounding(ranks, case("llama", (2,), dtype=torch.bfloat16))
