@@ -122,7 +122,7 @@ class MemoryModel(TensorBytes):
         strategies = decision.menu.strategies
         return self.cached(
             ("talking", id(decision.menu)),
-            lambda: np.array([any(not t.backward for t in s.transfers) for s in strategies]),
+            lambda: np.array([s.communicates for s in strategies]),
         )
 
     def _own(self, decision: Decision, saved: Saved, outputs: frozenset[int], hidden: bool) -> Bytes:
@@ -193,6 +193,9 @@ class MemoryModel(TensorBytes):
         """Bytes of a tensor that is kept as it arrives, by those strategies of its target that keep it."""
         kept, menu = self.kept(wire, there), self.space.decisions[wire.target].menu
         bound, call, mesh = menu.bound, menu.call, self.space.mesh
+        if any(s.shared for s in menu.strategies) and self.space.decisions[wire.target].kind == "hub":
+            shared = self.cached(("shared", id(menu)), lambda: np.array([s.shared for s in menu.strategies]))
+            return self.cached(("moved together", id(kept), id(menu)), lambda: np.where(shared[None, :], 0, kept))
         said = [s.implementation.unkept if s.implementation else None for s in menu.strategies]
         if bound is None or call is None or not any(said):
             return kept

@@ -110,6 +110,10 @@ class Implementation:
     One axis of a call does; it is the innermost of those that split the choice's first factor, of whose parts alone
     the function is told that they are dealt by zigzag. No dim is padded then.
     """
+    shared: frozenset[str] = frozenset()
+    """Those of its choices that move the first input once for all calls that take it, where all of these do so."""
+    follower: Implementation | None = None
+    """What runs those behind the first of such calls: it has what is theirs alone of traffic and of what is kept."""
     launches: Callable[[Call, LocalSizes], int] | None = None
     """How many operations it starts on one device in place of the ATen call's one; None: as many."""
 
@@ -165,6 +169,10 @@ class OpRule:
         """The rule without implementations on demand, but for those of these names."""
         ways = tuple(each for each in self.implementations if not each.on_demand or each.name in asked)
         return self if ways == self.implementations else replace(self, implementations=ways)
+
+    def following(self) -> OpRule:
+        """The rule of a call before which another one moves the input that both take."""
+        return replace(self, implementations=tuple(each.follower or each for each in self.implementations))
 
     def ways(self, choices: Collection[str]) -> tuple[Implementation | None, ...]:
         """How a call may run whose axes do what these names say: by implementations, or (None) as the ATen call.

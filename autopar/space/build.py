@@ -30,10 +30,10 @@ from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import Layout, P, S, Z, dealt_in, replicated
 from autopar.sharding.mesh import Mesh
 from autopar.space.expert_rows import rows_of_experts
-from autopar.space.menu import Menu, gathered_or_kept, menu_of, split_layouts, whole_menu
+from autopar.space.menu import Menu, Turn, gathered_or_kept, hub_menu, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
-from autopar.strategies.roles import RoledProgram, Value
+from autopar.strategies.roles import RoledCall, RoledProgram, Value
 from autopar.strategies.zigzag import dealt, dealt_in_stage
 
 AUXILIARY_ELEMENTS = 2**24  # masks, positions and labels up to this size are computed whole on every device
@@ -144,6 +144,7 @@ class _Builder:
             infinite,
             dims if any(map(any, dims)) else None,
             self.asked,
+            self._turn(found),
         )
         if not found.learned and not is_constraint(node.target):
             menu = _auxiliary(menu)
@@ -158,6 +159,21 @@ class _Builder:
         decision = self.space.add(Decision(node.name, "call", menu, node, found.roles))
         for position, key in enumerate(found.inputs):
             self.uses[key].append(_Use(decision, position, (node.target, position)))
+
+    def _turn(self, call: RoledCall) -> Turn:
+        """Whether other calls of its kind may move the first input together with a call, and if it is their first.
+
+        The others of it are weights alone, so that all may be computed where the first one is.
+        """
+        value = call.inputs[0] if call.inputs else ("", 0)
+        if not self.asked or value not in self.roled.users or not self.roled.infos[value].requires_grad:
+            return "alone"
+        alike = [each for each, at in self.roled.users[value] if at == 0 and each.node.target is call.node.target]
+        for each in alike:
+            shares = any(way.shared for way in each.op.offering(self.asked).implementations)
+            if not shares or not all(map(self.roled.is_weight, each.inputs[1:])):
+                return "alone"
+        return "alone" if len(alike) < 2 else "first" if alike[0] is call else "later"
 
     def _outputs(self) -> None:
         """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere.
@@ -251,7 +267,7 @@ class _Builder:
         origin = decisions[source[0]]
         consumers = tuple(dict.fromkeys((decisions[use.decision].menu, use.position) for use in uses))
         layouts = _hub_layouts(tensor, (origin.menu, source[1]), consumers, self.space.mesh)
-        hub = self.space.add(Decision(name, "hub", whole_menu(layouts), origin.node, {}))
+        hub = self.space.add(Decision(name, "hub", hub_menu(layouts, _moved_together(consumers)), origin.node, {}))
         self.space.connect(Wire(source[0], source[1], hub, 0, tensor))
         return hub
 
@@ -293,6 +309,16 @@ def _hub_layouts(
     else:
         wanted = [*(s.outputs[source[1]] for s in source[0].strategies), *wanted]
     return tuple(layout for layout in dict.fromkeys(wanted) if tensor.allows(layout, mesh.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ...]:
+    """The layouts from which all consumers may move a tensor together."""
+    each = [
+        dict.fromkeys(s.inputs[position] for s in menu.strategies if s.shared and position == 0)
+        for menu, position in consumers
+    ]
+    return tuple(layout for layout in each[0] if all(layout in other for other in each))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,13 +12,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds, hidden_share
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
-from autopar.plans.strategy_names import strategy_name
+from autopar.plans.strategy_names import MOVED_TOGETHER, strategy_name
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
 from autopar.sharding.mesh import Mesh, joined_name
@@ -27,6 +28,8 @@ from autopar.sharding.padding import padded_factors
 from autopar.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
 from autopar.strategies.ruled import RuledCall
 
+Turn = Literal["alone", "first", "later"]
+"""Of calls that may move an input together."""
 DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
 """Of each input, and of each output, the dims that are dealt by zigzag."""
 
@@ -46,6 +49,8 @@ class Strategy:
     """The factors that are dealt by zigzag, of those that are split."""
     waits: tuple[float, ...] = ()
     """Seconds of each of them, as far as computing does not hide them."""
+    shared: bool = False
+    """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
     kept: bool = False
     """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
 
@@ -55,6 +60,11 @@ class Strategy:
     @property
     def implemented(self) -> bool:
         return self.implementation is not None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
+        return self.shared or any(not transfer.backward for transfer in self.transfers)
 
     def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
         """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
@@ -119,6 +129,17 @@ def whole_menu(layouts: tuple[Layout, ...]) -> Menu:
 
 
 @functools.lru_cache(maxsize=4096)
+def hub_menu(layouts: tuple[Layout, ...], shared: tuple[Layout, ...]) -> Menu:
+    """The menu of a hub; from `shared` layouts all consumers move the tensor together."""
+    plain = whole_menu(layouts)
+    if not shared:
+        return plain
+    moved = tuple(Strategy((f"{layout}{MOVED_TOGETHER}",), (layout,), (layout,), shared=True) for layout in shared)
+    seconds = np.zeros(len(layouts) + len(shared))
+    return Menu((*plain.strategies, *moved), seconds, seconds)
+
+
+@functools.lru_cache(maxsize=4096)
 def gathered_or_kept(menu: Menu) -> Menu:
     """The menu of a weight with every strategy that splits it twice: gathered again in the backward, or kept for it."""
     split = [i for i, strategy in enumerate(menu.strategies) if strategy.outputs[0].is_split]
@@ -160,14 +181,17 @@ def menu_of(
     infinite: frozenset[int] = frozenset(),
     dealt: DealtDims | None = None,
     asked: frozenset[str] = frozenset(),
+    turn: Turn = "alone",
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
     Of implementations on demand those whose names are `asked` for.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
+    `turn` says whether other calls move the first input together with this one, and which of them is the first.
     """
     call, op, bound = found.call, found.op.offering(asked), found.bound
+    op = op.following() if turn == "later" else op
     stated = (*op.choices, *_stated_by_implementations(op, bound, dealt))
     offered = {
         each: _Offer(
@@ -209,6 +233,8 @@ def menu_of(
             if strategy.transfers:
                 share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
+            if implementation is not None and turn != "alone":
+                strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
             same = (strategy.inputs, strategy.outputs, implementation)
             if same not in seen:
                 seen[same] = (strategy, forward * passes + sum(strategy.waits), forward)

@@ -159,7 +159,19 @@ class Space:
         if kept:
             other = self.table(wire, kept=True)
             seconds[kept] = other.seconds[np.ix_([rows[i] for i in kept], columns)]
+        if wire.target_input == 0 and self.decisions[wire.source].kind == "hub":
+            seconds = self._moved_together(wire, seconds)
         return seconds
+
+    def _moved_together(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
+        """Seconds between a hub and a consumer, where either all of its consumers move a tensor together, or none."""
+        source, target = (self.decisions[end].menu.strategies for end in (wire.source, wire.target))
+        if not any(each.shared for each in (*source, *target)):
+            return seconds
+        fits = [
+            [a.shared == b.shared and (not a.shared or a.outputs[0] == b.inputs[0]) for b in target] for a in source
+        ]
+        return np.where(fits, seconds, np.inf)
 
     def source_layouts(self, wire: Wire) -> list[Layout]:
         return [s.outputs[wire.source_output] for s in self.decisions[wire.source].menu.strategies]

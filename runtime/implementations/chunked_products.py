@@ -39,6 +39,18 @@ def linear(
     return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag)
 
 
+def linears(
+    x: Tensor,
+    *operands: Tensor | None,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
+) -> tuple[Tensor, ...]:
+    """`linear` of one input with several weights, each followed by its bias or None, gathered once for all."""
+    way = _way(x, operands[0], f"...{x.ndim - 2}", axes, zigzag)
+    return _OfGathered.apply(x, way, *operands)
+
+
 def matmul(
     x: Tensor, other: Tensor, *, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
 ) -> Tensor:
@@ -49,15 +61,29 @@ def matmul(
 mm = matmul
 
 
+def matmuls(
+    x: Tensor, *others: Tensor, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
+) -> tuple[Tensor, ...]:
+    """`matmul` of one input with several matrices, gathered once for all."""
+    operands = [each for other in others for each in (other.mT, None)]
+    return _OfGathered.apply(x, _way(x, operands[0], "m", axes, zigzag), *operands)
+
+
+SHARED = {linear: linears, matmul: matmuls}
+"""Product of one weight → of several, which gathers their input once."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The axis over which rows travel, and in which chunks."""
+    """The axis over which rows travel, to be gathered or reduced, and in which chunks."""
 
     axis: Axis
     chunks: Chunks
+    gathers: bool
 
 
-def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> Tensor:
+def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> _Way:
+    assert w_OK is not None, "a product without a weight"
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
     gathers = bool(shared[COLUMN])
     (axis,) = axes_of(shared[COLUMN if gathers else ROW])
@@ -65,9 +91,14 @@ def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes
     leading = [*x.shape[:dim], x.shape[dim] if gathers else x.shape[dim] // axis.size]
     features = w_OK.shape[1 if gathers else 0]
     along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
-    way = _Way(axis, Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag))
-    if gathers:
-        return _OfGathered.apply(x, w_OK, bias, way)
+    return _Way(axis, Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag), gathers)
+
+
+def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> Tensor:
+    way = _way(x, w_OK, rows, axes, zigzag)
+    if way.gathers:
+        (out,) = _OfGathered.apply(x, way, w_OK, bias)
+        return out
     out = _ThenReduced.apply(x, w_OK, way)
     return out if bias is None else out + bias
 
@@ -105,31 +136,41 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _OfGathered(autograd.Function):
-    """x [M, K] of this rank, weight [O, K] and bias [O] of its columns → [n·M, O]."""
+    """x [M, K] of this rank; weights [O, K], each with a bias [O] or None, of its columns → [n·M, O] of each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_OK: Tensor, bias: Tensor | None, way: _Way) -> Tensor:
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        out, whole = way.chunks.whole(), way.chunks.whole()
+    def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        of_x, _, *of_operands = ctx.needs_input_grad
+        weights, biases = operands[::2], operands[1::2]
+        whole, products = way.chunks.whole(), [way.chunks.whole() for _ in weights]
+        learns = any(of_operands[::2])
         for chunk in _gathered(x, way):
-            out.add(F.linear(chunk, w_OK, bias))
-            if of_weight:
+            for product, w_OK, bias in zip(products, weights, biases, strict=True):
+                product.add(F.linear(chunk, w_OK, bias))  # type: ignore[arg-type]
+            if learns:
                 whole.add(chunk)
-        ctx.save_for_backward(whole.made() if of_weight else None, w_OK if of_x else None)
+        ctx.save_for_backward(whole.made() if learns else None, *(weights if of_x else ()))
         ctx.way = way
-        return out.made()
+        return tuple(product.made() for product in products)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        whole, w_OK = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        whole, *weights = ctx.saved_tensors
+        of_x, _, *of_operands = ctx.needs_input_grad
         reduced = _Reduced(ctx.way)
-        for chunk in ctx.way.chunks.of_whole(grad) if of_x else ():
-            reduced.add(chunk @ w_OK)
-        of_weights = _weight_gradient(grad, whole) if of_weight else None
-        of_biases = grad.flatten(0, -2).sum(0) if of_bias else None
-        return reduced.arrived() if of_x else None, of_weights, of_biases, None
+        if of_x:
+            for chunks in zip(*map(ctx.way.chunks.of_whole, grads), strict=True):
+                first, *others = zip(chunks, weights, strict=True)
+                product = first[0] @ first[1]
+                for grad, w_OK in others:
+                    product = product + grad @ w_OK
+                reduced.add(product)
+        found: list[Tensor | None] = []
+        for grad, of_weight, of_bias in zip(grads, of_operands[::2], of_operands[1::2], strict=True):
+            found.append(_weight_gradient(grad, whole) if of_weight else None)
+            found.append(grad.flatten(0, -2).sum(0) if of_bias else None)
+        return reduced.arrived() if of_x else None, None, *found
 
 
 class _ThenReduced(autograd.Function):

@@ -30,6 +30,7 @@ from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
+from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
 from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R
@@ -132,6 +133,7 @@ class _Rewriter:
         outputs = [self._output(number, value) for number, value in enumerate(self.space.program.output)]
         self.graph.output(tuple(value for value, _ in outputs))
         pack_products(self.graph, self._slice_widths())
+        share_gathers(self.graph)
         self.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.graph, "LocalProgram")
         names = tuple(node.name for node in placeholders)
@@ -199,13 +201,13 @@ class _Rewriter:
         layout = strategy.outputs[0] if strategy.outputs else None
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new
+        new.meta[IS_SHARED] = strategy.shared
         if node.name in self.space.weight_casts:
             self.weights.add(new)
             if node in self.modes:
                 new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
-            communicates = any(not transfer.backward for transfer in strategy.transfers)
-            self._mark(new, communicates or is_kept(node, self.segment[1], self.matmuls))
+            self._mark(new, strategy.communicates or is_kept(node, self.segment[1], self.matmuls))
 
     def _getitem(self, node: fx.Node) -> None:
         parent, output = source_of(node)

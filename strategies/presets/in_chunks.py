@@ -24,13 +24,20 @@ def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, part
         rows = leading_factors(call.call)[-1]
         return call.factor_of("sequence") == rows and not any(call.bound.sizes[f] % parts for f in (rows, factor))
 
-    def alone(call: RoledCall) -> bool:
-        others = (other for other, _ in graph.users[call.inputs[0]] if other is not call)
-        return all(wish(other) == other.factor_of("sequence") for other in others)
+    def gathers(call: RoledCall) -> bool:
+        """Whether all products of the input gather it in chunks, and all else takes it in parts."""
+
+        def fits(other: RoledCall, position: int) -> bool:
+            factor = wish(other)
+            if position == 0 and other.node.target is call.node.target:
+                return factor == COLUMN and can(other, factor)
+            return factor == other.factor_of("sequence")
+
+        return all(fits(*use) for use in graph.users[call.inputs[0]])
 
     def found(call: RoledCall) -> str | None:
         factor = wish(call)
-        if factor is None or not can(call, factor) or (factor == COLUMN and not alone(call)):
+        if factor is None or not can(call, factor) or (factor == COLUMN and not gathers(call)):
             return factor
         return f"{together(call.call, factor)}{VIA}{NAME}"
 

@@ -6,8 +6,8 @@
 as between blocks of which positions are split (Korthikanti et al., "Reducing Activation Recomputation", 2022; Wang et
 al., "Overlap Communication with Dependent Computation via Decomposition", 2023; PyTorch's async tensor parallelism).
 Rows are those of the last dim before the features: positions. Collectives and bytes are those of the plain gather, or
-reduction, and of its backward: gathered rows are kept for that, as there. Calls that share an input gather each for
-itself, where plain products gather once.
+reduction, and of its backward: gathered rows are kept for that, as there. Calls that share an input, as queries,
+keys and values do, gather it once, all of them or none: its traffic and what is kept of it are the first one's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -71,23 +72,33 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
     def choice(factor: str, inputs: tuple[Placement, Placement], output: Placement, bias: Placement) -> Choice:
         return Choice(together(call, factor), (*inputs, *((bias,) if with_bias else ())), (output,))
 
-    return (
-        Implementation(
-            f"chunked_products:{call.name}",
-            frozenset(),
-            traffic=_traffic,
-            zigzag=True,
-            name=NAME,
-            on_demand=True,
-            scratch_bytes=_scratch_bytes,
-            saved_bytes=_saved_bytes,
-            unkept=_unkept,
-            hidden_share=_hidden_share,
-            hidden_as="ring",
-            choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
-            launches=_launches,
-        ),
+    first = Implementation(
+        f"chunked_products:{call.name}",
+        frozenset(),
+        traffic=_traffic,
+        zigzag=True,
+        name=NAME,
+        on_demand=True,
+        scratch_bytes=_scratch_bytes,
+        saved_bytes=_saved_bytes,
+        unkept=_unkept,
+        hidden_share=_hidden_share,
+        hidden_as="ring",
+        choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
+        launches=_launches,
+        shared=frozenset({together(call, COLUMN)}),
     )
+    return (replace(first, follower=replace(first, traffic=_of_scattered, saved_bytes=_kept_by_another)),)
+
+
+def _of_scattered(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """The traffic of a call whose input comes with that of another."""
+    return () if _gathers(sizes) else _traffic(call, sizes)
+
+
+def _kept_by_another(call: Call, sizes: LocalSizes) -> int:
+    """Nothing, as the other call keeps it."""
+    return 0
 
 
 def _gathers(sizes: LocalSizes) -> bool:
