@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.runtime.collectives.axes import use_mesh
+from autopar.runtime.implementations.chunked_products import linear, linears
 from autopar.strategies.rules import chunked_products
 from autopar.strategies.rules.chunked_products import NAME
 from tests.support import parity
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
 
@@ -129,3 +131,30 @@ def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None
 @pytest.mark.usefixtures("small_chunks")
 def test_in_low_precision_they_round_no_more_than_one_process_does(ranks: Ranks) -> None:
     check_rounding(ranks, case("llama", (2,), dtype=torch.bfloat16))
+
+
+def _eager_and_compiled() -> list[Tensor]:
+    """Three products of rows that are gathered once, and one that is reduced, with the gradients of all operands."""
+    ranks_mesh, found = mesh((2,), ("tp",)), []
+    torch.manual_seed(0)
+    x, weights, bias = torch.randn(4, 3, 8), [torch.randn(6, 8) for _ in range(3)], torch.randn(6)
+    given = [each.requires_grad_() for each in (x, *weights, bias)]
+    sizes = {"...0": 4, "...1": 6, "k": 8, "o": 12}
+
+    def step(x: Tensor, first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> Tensor:
+        operands = (first, bias, second, None, third, None)
+        q, k, v = linears(x, *operands, axes={"...1": ("tp",), "o": ("tp",)}, sizes=sizes)
+        rows = {"...1": ("tp",), "k": ("tp",)}
+        return linear((q * k).tanh() * v, first.mT, axes=rows, sizes={**sizes, "k": 12, "o": 8}).square().sum()
+
+    with mock.patch.object(chunked_products, "LEAST_BYTES", 1), use_mesh(ranks_mesh):
+        for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+            loss = function(*given)
+            found += [loss, *torch.autograd.grad(loss, given)]
+    return found
+
+
+def test_they_compile(ranks: Ranks) -> None:
+    for found in ranks.run(_eager_and_compiled, timeout=300):
+        torch.testing.assert_close(found[:6], found[6:])
+        assert all(x.abs().sum() > 0 for x in found)

@@ -75,6 +75,7 @@ PRESETS: tuple[tuple[str, str, str], ...] = (
     ("zero3", "pp2xdp2", "zbv"),
     ("megatron", "pp2xtp2", "interleaved_1f1b"),
     ("megatron_sequence", "pp2xtp2", "1f1b"),
+    ("async_tensor_parallel", "pp2xtp2", "1f1b"),
     ("fsdp_megatron", EIGHT, "1f1b"),
 )
 

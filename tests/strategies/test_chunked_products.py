@@ -1,0 +1,207 @@
+"""Products in chunks are offered where they are asked for, priced by what they hide, and gather an input once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.capture.export import capture
+from autopar.errors import InfeasibleError
+from autopar.hardware.collectives import transfer_seconds
+from autopar.hardware.profile import Hardware, Link, Overlap
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.space.menu import Menu
+from autopar.space.space import Space
+from autopar.strategies.rules.chunked_products import MOST_CHUNKS, NAME, chunks_of
+from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
+
+COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"
+OVERLAPPING = Hardware(
+    "overlapping", {"float32": 1e12}, 1e12, 10**12, 1e-6, (Link("wire", None, 1e-6, 1e10),), Overlap(ring=1.0)
+)
+
+
+class Layer(nn.Module):
+    """Causal attention between tokens and the loss of their successors, with a norm before, as Llama has it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(16, width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.last, self.head = nn.RMSNorm(width), nn.Linear(width, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Tokens and labels [batch, positions] → the loss."""
+        x = self.table(x)
+        h = self.norm(x)
+        q, k, v = (each(h).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(self.last(x)).flatten(0, 1), y.flatten())
+
+
+def batch(positions: int = 16, samples: int = 4) -> dict[str, Tensor]:
+    ids = torch.arange(samples * positions).view(samples, -1) * 7 % 16
+    return {"x": ids, "y": ids.roll(-1, 1)}
+
+
+def planned(model: nn.Module, positions: int = 16, strategy: str | None = NAME, **options: object) -> Plan:
+    asked = {"hardware": SLOW_DEVICES, **options}
+    return autopar.plan(model, Mesh({"tp": 2}), batch(positions), strategy=strategy, **asked)
+
+
+def space_of(request: PlanRequest, mesh: dict[str, int], model: nn.Module | None = None) -> Space:
+    program = capture(model or Layer(), (), batch(), training=True)
+    return request.space(program, Mesh(mesh))
+
+
+def menu_of(space: Space, number: int = 0) -> Menu:
+    return space.decisions[space.index["linear_default" + (f"_{number}" if number else "")]].menu
+
+
+def names(menu: Menu) -> list[str]:
+    return [str(each) for each in menu.strategies]
+
+
+def test_they_stand_in_the_menu_only_where_they_are_asked_for() -> None:
+    request = PlanRequest(hardware=SLOW_DEVICES)
+    before = names(menu_of(space_of(request, {"tp": 2})))
+    assert not any(NAME in each for each in before)
+    after = names(menu_of(space_of(request.running(frozenset({NAME})), {"tp": 2})))
+    assert [each for each in after if NAME not in each] == before and {COLUMN, ROW} <= set(after)
+
+
+def test_the_preset_has_them_move_what_plain_products_move() -> None:
+    plain, chunked = (planned(Layer(), strategy=each) for each in ("megatron_sequence", NAME))
+    products = ["linear_default", *(f"linear_default_{number}" for number in range(1, 5))]
+    assert [chunked.choices[each] for each in products] == [COLUMN, COLUMN, COLUMN, ROW, COLUMN]
+    assert chunked.traffic == plain.traffic
+    assert plain.peak_bytes == pytest.approx(chunked.peak_bytes, rel=0.1)
+
+
+def test_an_axis_within_that_splits_rows_leaves_nothing_to_gather_alone() -> None:
+    request = PlanRequest(hardware=SLOW_DEVICES).running(frozenset({NAME}))
+    found = names(menu_of(space_of(request, {"tp": 2, "cp": 2})))
+    both = f"...1+o via {NAME}".replace("...1+o", "...1 ...1+o"), f"...1+o ...1 via {NAME}"
+    assert both[0] in found and both[1] not in found
+    assert not any(each.startswith("...1+o ...1+") for each in found)  # one axis gathers
+
+
+def test_calls_that_share_an_input_gather_it_together_or_not_at_all() -> None:
+    def asked(**said: str) -> nn.Module:
+        model = Layer()
+        for name, way in said.items():
+            autopar.annotate(model, f"{name}.linear", tp=f"factor:{way}")
+        return model
+
+    with pytest.raises(InfeasibleError, match=r"linear_default of q' and 'linear_default_1 of k' exclude each other"):
+        planned(asked(q=COLUMN, k="o"), strategy=None)
+    plan = planned(asked(q=COLUMN), strategy=None)
+    assert [plan.choices[f"linear_default{end}"] for end in ("", "_1", "_2")] == [COLUMN] * 3
+    assert plan.choices["rms_norm_default/hub"] == "Z(1) together"
+
+
+def test_a_preset_trains_as_one_process_does() -> None:
+    steps = Steps([batch(), batch()])
+    found = train_on_ranks(Layer().double(), steps, {"dp": 2, "tp": 2}, {"strategy": NAME})
+    assert fault_of(found, train_alone(Layer().double(), steps)) == ""
+    assert found.plan is not None and f"...0 {COLUMN}" in found.plan.choices.values()
+
+
+def test_a_plan_that_has_them_is_loaded_attached_and_run(tmp_path: Path) -> None:
+    planned(Layer().double()).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    attached = plan.attach(Layer().double(), batch(), hardware=SLOW_DEVICES)
+    assert COLUMN in names(menu_of(context_of(attached).space))
+    steps = Steps([batch()])
+    found = train_on_ranks(Layer().double(), steps, {"tp": 2}, {"plan": plan})
+    assert fault_of(found, train_alone(Layer().double(), steps)) == ""
+
+
+def test_formulas_say_what_they_cost() -> None:
+    plan = planned(Layer())
+    again = plan.reprice()
+    assert again.seconds == pytest.approx(plan.seconds, rel=1e-9) and again.memory["memory"] == plan.peak_bytes
+    assert plan.reprice(sequence=32).seconds == pytest.approx(planned(Layer(), 32).seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("leading", "num_bytes", "expected"),
+    [
+        ((8, 64), 2**20, (0, (8,))),
+        ((8, 64), 3 * 2**20, (0, (2, 3, 3))),
+        ((8, 64), 2**30, (0, (2, 2, 2, 2))),
+        ((2, 64), 2**30, (1, (16, 16, 16, 16))),
+        ((2,), 2**30, (0, (1, 1))),
+    ],
+)
+def test_chunks_are_of_samples_where_there_are_enough(
+    leading: tuple[int, ...], num_bytes: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    assert chunks_of(leading, num_bytes) == expected
+
+
+class Products(nn.Module):
+    """Up and down, between norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.norm, self.last = nn.LayerNorm(1024), nn.LayerNorm(1024)
+            self.up, self.down = nn.Linear(1024, 4096, bias=False), nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, positions, 1024] → a number."""
+        return self.last(self.down(self.up(self.norm(x)))).square().mean()
+
+
+def of_products(hardware: Hardware, asked: frozenset[str] = frozenset({NAME})) -> tuple[PlanRequest, Space]:
+    program = capture(Products(), (torch.empty(8, 1024, 1024, device="meta"),), {}, training=True)
+    request = PlanRequest(hardware=hardware).running(asked)
+    return request, request.space(program, Mesh({"tp": 4}))
+
+
+def test_a_chunk_travels_while_another_is_multiplied() -> None:
+    request, space = of_products(OVERLAPPING)
+    menu = menu_of(space)
+    number = names(menu).index(COLUMN)
+    strategy, forward = menu.strategies[number], menu.forward_seconds[number]
+    flops = 2 * 8 * 1024 * 1024 * 4096 / 4
+    assert forward == pytest.approx(flops / 1e12 + MOST_CHUNKS * OVERLAPPING.op_latency_s)
+    chunk = 8 * 1024 * 1024 * 4 // MOST_CHUNKS
+    assert [(each.collective, each.num_bytes, each.backward) for each in strategy.transfers] == [
+        *[("all_gather", chunk, False)] * MOST_CHUNKS,
+        *[("reduce_scatter", chunk, True)] * MOST_CHUNKS,
+    ]
+    moving = sum(transfer_seconds(each, space.mesh, OVERLAPPING) for each in strategy.transfers)
+    # Three chunks of four beside products of the next, and backward all beside that for the weight's gradient.
+    assert sum(strategy.waits) == pytest.approx(moving * (1 - (3 / 4 + 1) / 2))
+    slow = replace(OVERLAPPING, name="slow links", links=(Link("wire", None, 1e-6, 1e8),))
+    _, space = of_products(slow)
+    waits = sum(menu_of(space).strategies[number].waits)
+    moving = sum(transfer_seconds(each, space.mesh, slow) for each in strategy.transfers)
+    assert waits == pytest.approx(moving - 3 * forward)  # no more than what is computed
+
+
+def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
+    def chosen(hardware: Hardware) -> list[str]:
+        request, space = of_products(hardware)
+        plan = request.plan(space)
+        plan.verify()
+        return [name for name in plan.choices.values() if name in (COLUMN, ROW)]
+
+    sharing = replace(OVERLAPPING, name="nothing hidden", overlap=Overlap())
+    assert chosen(OVERLAPPING) == [COLUMN, ROW] and chosen(sharing) == []
+    with_them, without = (
+        request.plan(space).seconds for request, space in map(of_products, [OVERLAPPING] * 2, [frozenset({NAME}), frozenset()])
+    )
+    assert with_them < without
