@@ -128,7 +128,8 @@ class Overlap:
     """Share of a message's latency that is not hidden; the parameters of the message share it."""
 
     ring: float = 0.0
-    """Share of the seconds in which keys and values travel around a ring that attending to others hides."""
+    """Share of the seconds in which keys and values travel around a ring that attending to others hides; the same of
+    chunks that travel while others are multiplied."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

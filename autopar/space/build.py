@@ -166,7 +166,7 @@ class _Builder:
         The others of it are weights alone, so that all may be computed where the first one is.
         """
         value = call.inputs[0] if call.inputs else ("", 0)
-        if not self.asked or value not in self.roled.users or not self.roled.infos[value].requires_grad:
+        if not self.asked or not self.roled.is_activation(value) or not self.roled.infos[value].requires_grad:
             return "alone"
         alike = [each for each, at in self.roled.users[value] if at == 0 and each.node.target is call.node.target]
         for each in alike:

@@ -185,12 +185,12 @@ def menu_of(
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
-    Of implementations on demand those whose names are `asked` for.
+    Of implementations on demand those whose names are `asked` for; of calls on weights alone, which move in buckets, none.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.
     """
-    call, op, bound = found.call, found.op.offering(asked), found.bound
+    call, op, bound = found.call, found.op.offering(() if weight_only else asked), found.bound
     op = op.following() if turn == "later" else op
     stated = (*op.choices, *_stated_by_implementations(op, bound, dealt))
     offered = {

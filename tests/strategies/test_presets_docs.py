@@ -20,6 +20,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "hsdp": (2, 2),
     "megatron": (2,),
     "megatron_sequence": (2,),
+    "async_tensor_parallel": (2,),
     "ulysses": (2,),
     "gather_kv": (2,),
     "ring": (2,),

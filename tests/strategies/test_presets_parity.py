@@ -20,7 +20,9 @@ WORLDS: tuple[World, ...] = ((2,), (4,), (2, 2))
 CUBE: World = (2, 2, 2)
 
 ANYWHERE = ("fully_replicated", "data_parallel", "zero1", "zero2", "zero3", "megatron")
-OF_POSITIONS = ("megatron_sequence", "gather_kv", "ring", "ring_self_attention", "context_parallel")
+OF_POSITIONS = (
+    *("megatron_sequence", "async_tensor_parallel", "gather_kv", "ring", "ring_self_attention", "context_parallel"),
+)
 ON_TWO_AXES = ("hsdp", "fsdp_megatron", "tensor_2d")
 ON_THREE_AXES = ("tensor_2_5d", "tensor_3d")
 
