@@ -185,7 +185,7 @@ def menu_of(
 ) -> Menu:
     """The menu of a call: the union of what the ATen call and the implementations of its rule offer.
 
-    Of implementations on demand those whose names are `asked` for; of calls on weights alone, which move in buckets, none.
+    Of implementations on demand those whose names are `asked` for, but none of a call on weights alone.
     `infinite` are the positions of inputs whose values may be infinite: partial values, which may be zeros, are not
     multiplied with them. `dealt` are the dims of inputs, and of outputs, that are dealt by zigzag where they are split.
     `turn` says whether other calls move the first input together with this one, and which of them is the first.

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, autograd
 from torch.nn import functional as F
 
-from autopar.program.operators.derivatives import once_differentiable
+from autopar.program.operators.derivatives import is_asked_for, once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
 from autopar.strategies.rules.chunked_products import COLUMN, ROW, chunks_of
@@ -51,9 +51,7 @@ def linears(
     return _OfGathered.apply(x, way, *operands)
 
 
-def matmul(
-    x: Tensor, other: Tensor, *, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
-) -> Tensor:
+def matmul(x: Tensor, other: Tensor, *, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()) -> Tensor:
     """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
     return _product(x, other.mT, None, "m", axes, zigzag)
 
@@ -130,6 +128,11 @@ class _Reduced:
         return self._way.chunks.joined(self._parts)
 
 
+def _asked_for(ctx: Any) -> list[bool]:
+    """Of each argument of a Function, whether the backward that runs is to give its gradient."""
+    return [needed and is_asked_for(ctx, sum(ctx.are_tensors[:at])) for at, needed in enumerate(ctx.needs_input_grad)]
+
+
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """[O, K] of rows [..., O] and [..., K]."""
     return grad.flatten(0, -2).mT @ x.flatten(0, -2)
@@ -150,14 +153,14 @@ class _OfGathered(autograd.Function):
             if learns:
                 whole.add(chunk)
         ctx.save_for_backward(whole.made() if learns else None, *(weights if of_x else ()))
-        ctx.way = way
+        ctx.way, ctx.are_tensors = way, [True, False, *(each is not None for each in operands)]
         return tuple(product.made() for product in products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         whole, *weights = ctx.saved_tensors
-        of_x, _, *of_operands = ctx.needs_input_grad
+        of_x, _, *of_operands = _asked_for(ctx)
         reduced = _Reduced(ctx.way)
         if of_x:
             for chunks in zip(*map(ctx.way.chunks.of_whole, grads), strict=True):
@@ -183,14 +186,14 @@ class _ThenReduced(autograd.Function):
         for chunk in way.chunks.of_whole(x):
             reduced.add(F.linear(chunk, w_OK))
         ctx.save_for_backward(x if of_weight else None, w_OK if of_x else None)
-        ctx.way = way
+        ctx.way, ctx.are_tensors = way, [True, True, False]
         return reduced.arrived()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w_OK = ctx.saved_tensors
-        of_x, of_weight, _ = ctx.needs_input_grad
+        of_x, of_weight, _ = _asked_for(ctx)
         of_rows, whole = ctx.way.chunks.whole(), ctx.way.chunks.whole()
         for chunk in _gathered(grad, ctx.way):
             if of_x:

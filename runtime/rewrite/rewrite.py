@@ -30,8 +30,8 @@ from autopar.runtime.collectives.functions import COMMUNICATING
 from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
-from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
 from autopar.runtime.rewrite.prefetch import LAYER
+from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R
 from autopar.sharding.mesh import Mesh, joined_name

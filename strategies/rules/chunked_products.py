@@ -29,7 +29,7 @@ aten = torch.ops.aten
 NAME = "async_tensor_parallel"
 MOST_CHUNKS = 4
 """Of what travels, one part in so many has nothing to hide behind."""
-LEAST_BYTES = 2**20  # assumed: of a smaller chunk the latency counts for more than the bytes
+LEAST_BYTES = 2**22  # assumed: NVLink moves as much in about the latency of a collective
 COLUMN, ROW = "o", "k"
 
 
@@ -42,10 +42,10 @@ def leading_factors(call: Call) -> list[str]:
 
 
 def chunks_of(leading: Sequence[int], num_bytes: int) -> tuple[int, tuple[int, ...]]:
-    """The dim along which a rank's samples and rows are taken in chunks, and how many each has, as equal as they can be.
+    """The dim along which a rank's samples and rows are taken in chunks, and the size of each, as equal as they can be.
 
-    `leading` are the sizes of its dims before the features, `num_bytes` what travels of all ranks. Chunks of samples lie
-    in memory as their products do; there are chunks of rows where samples are too few.
+    `leading` are the sizes of its dims before the features, `num_bytes` what travels of all ranks. Chunks of samples
+    lie in memory as their products do; there are chunks of rows where samples are too few.
     """
     wanted = max(1, min(MOST_CHUNKS, int(num_bytes) // LEAST_BYTES))
     along = 0 if leading[0] >= wanted else len(leading) - 1

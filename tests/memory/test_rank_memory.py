@@ -55,7 +55,7 @@ def _measured(
         ("tiny-llama", (2,), "megatron", 32, 128),  # mostly logits and what the loss makes of them
         ("tiny-llama", (2,), "ring", 32, 128),  # the same, by positions dealt by zigzag
         ("tiny-llama", (2,), "ring_self_attention", 2, 512),  # mostly scores
-        ("tiny-llama", (2,), "async_tensor_parallel", 8, 512),  # rows that several products gather once, in chunks
+        ("tiny-llama", (2,), "async_tensor_parallel", 8, 512),  # rows that several products gather once
     ],
 )
 def test_ranks_hold_what_the_plan_predicts(

@@ -137,8 +137,8 @@ def test_formulas_say_what_they_cost() -> None:
 @pytest.mark.parametrize(
     ("leading", "num_bytes", "expected"),
     [
-        ((8, 64), 2**20, (0, (8,))),
-        ((8, 64), 3 * 2**20, (0, (2, 3, 3))),
+        ((8, 64), 2**22, (0, (8,))),
+        ((8, 64), 3 * 2**22, (0, (2, 3, 3))),
         ((8, 64), 2**30, (0, (2, 2, 2, 2))),
         ((2, 64), 2**30, (1, (16, 16, 16, 16))),
         ((2,), 2**30, (0, (1, 1))),
@@ -171,7 +171,7 @@ def of_products(hardware: Hardware, asked: frozenset[str] = frozenset({NAME})) -
 
 
 def test_a_chunk_travels_while_another_is_multiplied() -> None:
-    request, space = of_products(OVERLAPPING)
+    _, space = of_products(OVERLAPPING)
     menu = menu_of(space)
     number = names(menu).index(COLUMN)
     strategy, forward = menu.strategies[number], menu.forward_seconds[number]
@@ -202,6 +202,7 @@ def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
     sharing = replace(OVERLAPPING, name="nothing hidden", overlap=Overlap())
     assert chosen(OVERLAPPING) == [COLUMN, ROW] and chosen(sharing) == []
     with_them, without = (
-        request.plan(space).seconds for request, space in map(of_products, [OVERLAPPING] * 2, [frozenset({NAME}), frozenset()])
+        request.plan(space).seconds
+        for request, space in map(of_products, [OVERLAPPING] * 2, [frozenset({NAME}), frozenset()])
     )
     assert with_them < without

@@ -38,3 +38,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if x is None else next(each) for x in outputs)
 
     return run
+
+
+def is_asked_for(ctx: Any, position: int) -> bool:
+    """Whether a backward that runs is to give the gradient of the tensor that its Function took at this place of many.
+
+    A stage of a pipeline asks for gradients of its inputs, and later for those of its weights, which a Function that
+    takes both would make twice. Compiled code makes all that any call needs.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    node, _ = ctx.next_functions[position]
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad was asked for
+        return True

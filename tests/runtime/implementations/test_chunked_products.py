@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.collectives.axes import use_mesh
+from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.implementations.chunked_products import linear, linears
 from autopar.strategies.rules import chunked_products
 from autopar.strategies.rules.chunked_products import NAME
@@ -45,7 +45,9 @@ class Block(nn.Module):
 def annotated(model: nn.Module, ndim: int = 3) -> nn.Module:
     """Both products in chunks over tp, what lies around them split by rows."""
     if isinstance(model, Block) and model.as_matmul:
-        rows, up, down = ("m", "%matmul_default", "%matmul_default_1") if ndim > 2 else ("m", "%mm_default", "%mm_default_1")
+        rows, up, down = (
+            ("m", "%matmul_default", "%matmul_default_1") if ndim > 2 else ("m", "%mm_default", "%mm_default_1")
+        )
     else:
         rows, up, down = f"...{ndim - 2}", "up.linear", "down.linear"
     autopar.annotate(model, up, tp=f"factor:{rows}+o via {NAME}")
@@ -60,7 +62,7 @@ def batch(*shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(*shape, 8, generator=generator, dtype=torch.float64) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("least_bytes", [1, 2**20], ids=["in chunks", "in one"])
+@pytest.mark.parametrize("least_bytes", [1, chunked_products.LEAST_BYTES], ids=["in chunks", "in one"])
 @pytest.mark.parametrize(
     ("mesh", "shape", "options"),
     [
@@ -158,3 +160,25 @@ def test_they_compile(ranks: Ranks) -> None:
     for found in ranks.run(_eager_and_compiled, timeout=300):
         torch.testing.assert_close(found[:6], found[6:])
         assert all(x.abs().sum() > 0 for x in found)
+
+
+def _in_two_halves() -> list[tuple[int, int]]:
+    """How many collectives run for the gradient of the rows, and then for that of the weight, of both products."""
+    ranks_mesh, found = mesh((2,), ("tp",)), []
+    x, weight = torch.randn(4, 3, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    with use_mesh(ranks_mesh):
+        for rows, sizes in (("o", {"k": 8, "o": 12}), ("k", {"k": 16, "o": 6})):
+            input_ = x.repeat(1, 1 if rows == "o" else 2, 1)
+            loss = linear(input_, weight, axes={"...1": ("tp",), rows: ("tp",)}, sizes=sizes).square().sum()
+            halves = []
+            for each in (input_, weight):
+                with record_traffic() as traffic:
+                    torch.autograd.grad(loss, each, retain_graph=True)
+                halves.append(sum(traffic.calls.values()))
+            found.append(tuple(halves))
+    return found
+
+
+def test_a_backward_in_two_halves_reduces_the_gradient_of_rows_once(ranks: Ranks) -> None:
+    # The gradients of results are gathered for either half, where products are reduced.
+    assert ranks.run(_in_two_halves) == [[(1, 0), (1, 1)]] * 2
