@@ -62,7 +62,13 @@ def batch(*shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(*shape, 8, generator=generator, dtype=torch.float64) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("least_bytes", [1, chunked_products.LEAST_BYTES], ids=["in chunks", "in one"])
+@pytest.mark.parametrize(
+    "least_bytes",
+    [
+        pytest.param(1, id="in chunks"),
+        pytest.param(chunked_products.LEAST_BYTES, id="in one", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("mesh", "shape", "options"),
     [
@@ -117,19 +123,18 @@ ZERO3 = (("*", {"storage": "dp", "regather": True}),)
 @pytest.mark.parametrize(
     "asked",
     [
-        case("gpt2", (2,)),
-        case("llama", (4,)),
-        case("llama", (2,), options={"recompute": "full"}),
-        case("gpt2", (2,), options={"recompute": "selective"}),
-        case("gpt2", (2, 2), annotations=ZERO3),
-        case("llama", (2, 2), micro_steps=2),
+        pytest.param(case("gpt2", (2, 2), annotations=ZERO3), id="packed projections, zero3"),
+        pytest.param(case("llama", (2,), options={"recompute": "full"}), id="recompute"),
+        pytest.param(case("llama", (4,)), id="plain keys", marks=pytest.mark.slow),
+        pytest.param(case("gpt2", (2,), options={"recompute": "selective"}), id="selective", marks=pytest.mark.slow),
+        pytest.param(case("llama", (2, 2), micro_steps=2), id="micro-steps", marks=pytest.mark.slow),
     ],
-    ids=["packed projections", "llama", "recompute", "selective", "zero3", "micro-steps"],
 )
 def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None:
     check(ranks, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_in_low_precision_they_round_no_more_than_one_process_does(ranks: Ranks) -> None:
     check_rounding(ranks, case("llama", (2,), dtype=torch.bfloat16))
@@ -156,6 +161,7 @@ def _eager_and_compiled() -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_they_compile(ranks: Ranks) -> None:
     for found in ranks.run(_eager_and_compiled, timeout=300):
         torch.testing.assert_close(found[:6], found[6:])
