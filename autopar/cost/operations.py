@@ -104,8 +104,13 @@ def hidden_share(implementation: Implementation | None, hardware: Hardware, call
     if implementation is None:
         return 0.0
     overlapped = getattr(hardware.overlap, implementation.hidden_as) if implementation.hidden_as else 1.0
+    return share_beside(implementation, call, local) * overlapped
+
+
+def share_beside(implementation: Implementation, call: Call, local: LocalSizes) -> float:
+    """The share of an implementation's own collectives that it issues before it computes, whatever a device hides."""
     share = implementation.hidden_share
-    return (share(call, local) if callable(share) else share) * overlapped
+    return share(call, local) if callable(share) else share
 
 
 def optimizer_seconds(

@@ -17,12 +17,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.cost.operations import backward_share
+from autopar.cost.operations import backward_share, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import Bucket, late_casts
+from autopar.space.menu import num_launches
 from autopar.space.space import without_gradient
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
@@ -250,6 +251,7 @@ class _Step:
         """What a call computes in a pass, beside or before what it moves itself."""
         decision, choice = self.space.decisions[number], self.choices[number]
         strategy, call, op = decision.menu.strategies[choice], decision.menu.call, decision.menu.op
+        bound = decision.menu.bound
         share = self.space.share(self.space.rows.get(number), self.choices)
         seconds = forward = float(decision.menu.forward_seconds[choice])
         launches = 1
@@ -261,7 +263,11 @@ class _Step:
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
             seconds += self.space.hardware.op_latency_s
         own = [each for each in strategy.transfers if each.backward == backward]
-        beside = strategy.implementation.hidden_share if own and strategy.implementation else 0.0
+        beside = 0.0
+        if strategy.implementation is not None and call is not None and bound is not None:
+            launches *= num_launches(strategy, call, bound.sizes, self.space.mesh)
+            local = strategy.local_sizes(bound.sizes, self.space.mesh)
+            beside = share_beside(strategy.implementation, call, local) if own else 0.0
         running = [self.tasks.issue(each, decision.name, times=share * beside) for each in own if beside]
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
