@@ -77,6 +77,11 @@ class Answer:
     row: MemoryRow | None = None
     """The moments that it was limited at."""
 
+    @property
+    def price(self) -> float:
+        """Of a byte at one moment, in seconds, at which the bound is proven."""
+        return 0.0 if self.row is None else self.multiplier * self.row.total
+
 
 def best_within(
     formulation: Formulation,
@@ -157,11 +162,19 @@ class _Search:
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
-    def solve(self, row: MemoryRow | None, limit: int | None, modes: Modes | None, gap: float = 0.0) -> Answer:
-        """The best under one row and a limit per moment."""
+    def solve(
+        self,
+        row: MemoryRow | None,
+        limit: int | None,
+        modes: Modes | None,
+        gap: float = 0.0,
+        near: Answer | None = None,
+    ) -> Answer:
+        """The best under one row and a limit per moment; `near` is an answer whose price of memory may be like its."""
         problem, gap = self._problem(row, limit, modes), max(gap, self.gap)
         left = self._seconds_left * (HALF if row else 1)
-        solution = solve(problem, solver=self.solver, time_limit=left, gap=gap)  # type: ignore[arg-type]
+        price = 0.0 if row is None or near is None else near.price / row.total
+        solution = solve(problem, solver=self.solver, time_limit=left, gap=gap, price=price)  # type: ignore[arg-type]
         return self._answer(problem, solution, modes, row)
 
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
@@ -318,7 +331,7 @@ class _Search:
                 break
             known.add(row)
             try:
-                answer = self.solve(row, limit, modes)
+                answer = self.solve(row, limit, modes, near=found.proof)
             except TimeLimitError:
                 break
             if found.is_proven(ROUGHLY) and answer.bound <= found.proof.bound:
@@ -348,7 +361,7 @@ class _Search:
                 break
             tighter = tighter if low < tighter < high else (low + high) // 2
             try:
-                answer = self.solve(loose.row, tighter, modes, ROUGHLY)
+                answer = self.solve(loose.row, tighter, modes, ROUGHLY, loose)
             except PlanError:
                 low, tighter = tighter, (tighter + high) // 2
                 continue

@@ -25,7 +25,7 @@ from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
 from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
-from autopar.solver.min_marginals import excesses
+from autopar.solver.min_marginals import outside_steps
 from autopar.solver.problem import Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
@@ -85,17 +85,9 @@ class _Counting:
         self.margin = limit - (least - multiplier * budget) + 1e-12 * scale
         self.roots = Counter(roots)
         self.occurrences = Counter(bucket.step for bucket in self.elimination.buckets)
-        self.outside = self._least_outside()
+        self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
         self.model = cp_model.CpModel()
         self.steps: list[_StepVariables] = []
-
-    def _least_outside(self) -> list[np.ndarray]:
-        """For each step and its neighbours' choices, the least that the rest costs above its optimum, in any bucket."""
-        found = excesses(self.problem, self.elimination, self.weighted, deadline=self.deadline).of_message
-        least: dict[int, np.ndarray] = {}
-        for bucket, outside in zip(self.elimination.buckets, found, strict=True):
-            least[bucket.step] = np.minimum(least[bucket.step], outside) if bucket.step in least else outside
-        return [least[step] for step in range(len(self.elimination.steps))]
 
     def solve(self, tolerance: float) -> Counted:
         if self.margin < 0 or not self._state():

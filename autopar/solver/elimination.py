@@ -13,7 +13,6 @@ inputs in equal places. Such a computation is one `EliminationStep`, done once h
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,14 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
+from autopar.solver.order import elimination_order, separators
 from autopar.solver.problem import Floats, Integers, Problem, only_bytes
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
-LARGE = 1 << 62
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
+FAIR_WORK = 5_000_000_000  # entries of an order that keeps layers apart: others are seldom much better
+ORDERS = ((True, False), (False, False), (False, True))  # whether they are balanced, and by growth
 BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
-CROWDED = 10  # neighbours of a node whose fill is not counted
 SMALL = 1 << 14  # entries of a bag that is built whole
 
 
@@ -135,7 +135,7 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
     eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
     """
-    return compile_order(problem, tables, _order(problem, balanced, by_growth)[0])
+    return compile_order(problem, tables, elimination_order(problem, balanced, by_growth)[0])
 
 
 def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
@@ -167,13 +167,14 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
 
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
     """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
+    last = separators(problem)
     found: list[Elimination] = []
-    for balanced, by_growth in ((True, False), (False, False), (False, True)):
-        order, largest = _order(problem, balanced, by_growth)
+    for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):
+        order, largest = elimination_order(problem, balanced, by_growth, kept)
         if largest > MAX_TABLE:
             continue
         found.append(compile_order(problem, tables, order))
-        if found[-1].work <= CHEAP_WORK:
+        if found[-1].work <= (FAIR_WORK if kept else CHEAP_WORK):
             return found[-1]
     return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)
 
@@ -261,61 +262,6 @@ def _partial_sums(step: EliminationStep, tables: Sequence[Floats]) -> list[Float
         else:
             parts.append(table)
     return parts
-
-
-def _order(problem: Problem, balanced: bool, by_growth: bool = False) -> tuple[list[int], int]:
-    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position.
-
-    Also the entries of the largest bucket.
-    """
-    sizes = [node.num_strategies for node in problem.nodes]
-    around: list[set[int]] = [set() for _ in sizes]
-    for edge in problem.edges:
-        for one, other in itertools.permutations(edge.ends, 2):
-            if one != other:
-                around[one].add(other)
-    depth = [0] * len(sizes)
-
-    def priority(node: int) -> tuple[int, ...]:
-        table = sizes[node] * math.prod([sizes[other] for other in around[node]])
-        if by_growth:
-            message = math.prod(sizes[other] for other in around[node])
-            pairs = sum(sizes[node] * sizes[other] for other in around[node])
-            return (message - pairs if len(around[node]) > 1 else -LARGE, table, depth[node], node)
-        fill = 0
-        if len(around[node]) > CROWDED:
-            fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
-        elif len(around[node]) > 2:
-            fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
-        return (fill, depth[node], table, node) if balanced else (fill, table, depth[node], node)
-
-    current = {node: priority(node) for node in range(len(sizes))}
-    heap = list(current.values())
-    heapq.heapify(heap)
-    order: list[int] = []
-    largest = 0
-    while heap:
-        entry = heapq.heappop(heap)
-        node = entry[-1]
-        if current.get(node) != entry:
-            continue
-        del current[node]
-        order.append(node)
-        neighbours = around[node]
-        largest = max(largest, sizes[node] * math.prod([sizes[other] for other in neighbours]))
-        changed = set(neighbours)
-        for one in neighbours:
-            around[one].discard(node)
-            depth[one] = max(depth[one], depth[node] + 1)
-        for one, other in itertools.combinations(sorted(neighbours), 2):
-            if other not in around[one]:
-                around[one].add(other)
-                around[other].add(one)
-                changed |= around[one] & around[other]
-        for other in changed:
-            current[other] = priority(other)
-            heapq.heappush(heap, current[other])
-    return order, largest
 
 
 class _ContentKeys:

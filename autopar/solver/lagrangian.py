@@ -40,6 +40,19 @@ class Relaxation:
     bound: float
     incumbent: Point
 
+    def with_incumbent(self, found: Point) -> Relaxation:
+        """The same with another solution that fits, if that is faster."""
+        return replace(self, incumbent=found) if found.seconds < self.incumbent.seconds else self
+
+    def or_better(self, other: Relaxation) -> Relaxation:
+        """The better bound with its price, and the faster solution."""
+        best = other if other.bound > self.bound else self
+        return replace(best, incumbent=min(self.incumbent, other.incumbent, key=lambda each: each.seconds))
+
+
+NOTHING = Point((), math.inf, 0)
+"""No solution."""
+
 
 def point(problem: Problem, choices: tuple[int, ...]) -> Point:
     return Point(choices, *problem.cost_of(choices))
@@ -82,38 +95,47 @@ class LeastByElimination:
 
 
 def maximise_bound(
-    problem: Problem, least: Least, free: float, large: Point, small: Point, deadline: float
+    problem: Problem, least: Least, start: Relaxation, large: Point, small: Point, deadline: float, near: float = 0.0
 ) -> Relaxation:
-    """Secant steps from the optimum without the limit (`large`, over budget) and a solution that fits (`small`).
+    """Secant steps between a solution over budget (`large`) and one that fits (`small`); `start` is what is known.
 
-    `free` is the bound without the limit.
+    They end early where the best solution is `near` the bound, as a share of it: then there are cheaper ways to go on.
     """
     budget = problem.budget
     assert budget is not None and large.num_bytes > budget >= small.num_bytes
-    best = Relaxation(0.0, free, small)
+    best = replace(start, incumbent=min(start.incumbent, small, key=lambda each: each.seconds))
     for _ in range(MAX_STEPS):
         price = max(0.0, (small.seconds - large.seconds) / (large.num_bytes - small.num_bytes))
         try:
             reached, met = least(price)
         except TimeLimitError:
             break
-        # Rounding in the table sums must not let the bound pass what it bounds.
-        slack = TOLERANCE * (abs(reached) + price * budget)
-        bound = reached - price * budget - slack
+        best = best.or_better(priced(reached, price, budget, met))
         if met is None:
-            best = replace(best, multiplier=price, bound=bound) if bound > best.bound else best
             break
-        fits = met.num_bytes <= budget
-        incumbent = met if fits and met.seconds < best.incumbent.seconds else best.incumbent
-        best = Relaxation(price, bound, incumbent) if bound > best.bound else replace(best, incumbent=incumbent)
         # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
         missing = small.seconds + price * small.num_bytes - reached
-        settled = missing <= max(4 * slack, WORTHWHILE * abs(bound)) or met in (large, small)
+        allowed = max(4 * _slack(reached, price, budget), WORTHWHILE * abs(best.bound))
+        settled = missing <= allowed or met in (large, small)
         if settled or is_over(deadline):
             break
-        large, small = (large, met) if fits else (met, small)
-    mixed = mixture(problem, large, small)
-    return replace(best, incumbent=min(best.incumbent, mixed, key=lambda each: each.seconds))
+        large, small = (large, met) if met.num_bytes <= budget else (met, small)
+        if near:
+            best = best.with_incumbent(mixture(problem, large, small))
+            if is_closed(best.incumbent.seconds, best.bound, near):
+                return best
+    return best.with_incumbent(mixture(problem, large, small))
+
+
+def priced(reached: float, price: float, budget: int, met: Point | None) -> Relaxation:
+    """What an evaluation at a price proves, and the solution it met if that fits."""
+    # Rounding in the table sums must not let the bound pass what it bounds.
+    bound = reached - price * budget - _slack(reached, price, budget)
+    return Relaxation(price, bound, met if met is not None and met.num_bytes <= budget else NOTHING)
+
+
+def _slack(reached: float, price: float, budget: int) -> float:
+    return TOLERANCE * (abs(reached) + price * budget)
 
 
 def mixture(problem: Problem, large: Point, small: Point) -> Point:

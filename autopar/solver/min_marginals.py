@@ -15,7 +15,7 @@ strategies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.reductions.reduction import cut_table
 
 HAIR = 0.01  # of the grid
+BLOCK = 1 << 22  # entries of a bag that are calibrated at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,15 +124,112 @@ def _rounded(excess: Floats, grid: float) -> Floats:
     return excess
 
 
-def _cut_bag_sum(step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...]) -> Floats:
-    """All tables of a step added up over its bag, at some strategies of the neighbours."""
-    every = (np.arange(step.sizes[0]), *rows)
+def _cut_bag_sum(
+    step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...], first: Integers | None = None
+) -> Floats:
+    """All tables of a step added up over its bag, at some strategies of the neighbours, and of the node (None: all)."""
+    every = (np.arange(step.sizes[0]) if first is None else first, *rows)
     cut = [cut_table(tables[number], tuple(every[axis] for axis in axes)) for number, axes in step.inputs]
     sizes = tuple(len(each) for each in every)
     if not all(sizes):
         return np.full(sizes, np.inf)
     inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
     return bag_sum(EliminationStep(sizes, inputs), cut)
+
+
+def shared_excesses(
+    problem: Problem,
+    elimination: Elimination,
+    tables: Sequence[Floats],
+    margin: float = np.inf,
+    deadline: float = NEVER,
+) -> Excesses:
+    """As `excesses`, of all buckets of a step together: what any of them makes of a strategy, whichever needs it least.
+
+    Equal layers stay equal, and the work is that of an evaluation, or less where little is below the margin.
+    Of pairs it is over all strategies; those above the margin may be infinite.
+    """
+    found = _calibrated_steps(elimination, tables, margin, deadline)
+    every = {node.num_strategies: np.arange(node.num_strategies) for node in problem.nodes}
+    of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
+    of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
+    for bucket in elimination.buckets:
+        step, node = found[bucket.step], bucket.bag[0]
+        of_node[node] = step.of_node
+        axis = {member: number for number, member in enumerate(bucket.bag)}
+        for number in bucket.edges:
+            edge = problem.edges[number]
+            ends = edge.ends[:1] if edge.is_loop else edge.ends
+            least = step.least.get(tuple(axis[end] for end in ends))
+            of_edge[number] = step.loop if least is None else least
+    alive = tuple(every[node.num_strategies] for node in problem.nodes)
+    return Excesses(alive, tuple(of_node), tuple(of_edge), ())
+
+
+def outside_steps(
+    elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, deadline: float = NEVER
+) -> list[Floats]:
+    """For each step and its neighbours' choices, the least that the rest costs above its optimum, in any bucket."""
+    return [step.outside for step in _calibrated_steps(elimination, tables, margin, deadline)]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What the calibrated buckets of a step say together about their node, their edges and their neighbours."""
+
+    outside: Floats
+    of_node: Floats = field(default_factory=lambda: np.empty(0))
+    least: dict[tuple[int, ...], Floats] = field(default_factory=dict)
+    """Axes of the bag, of the tables of the problem that lie in it → excesses."""
+    _loop: Floats | None = None
+
+    @property
+    def loop(self) -> Floats:
+        """For an edge from the node to itself."""
+        if self._loop is None:
+            self._loop = np.where(np.eye(len(self.of_node), dtype=bool), self.of_node[:, None], np.inf)
+        return self._loop
+
+
+def _calibrated_steps(
+    elimination: Elimination, tables: Sequence[Floats], margin: float, deadline: float
+) -> list[_Step]:
+    """From the last step to the first: those whose messages a step takes in come before it."""
+    found = [_Step(np.full(each.sizes[1:], np.inf if len(each.sizes) > 1 else 0.0)) for each in elimination.steps]
+    for number in reversed(range(len(found))):
+        check(deadline)
+        step, here = elimination.steps[number], found[number]
+        rows = _rows_within(here.outside, margin)
+        message = cut_table(tables[elimination.num_tables + number], rows)
+        offset = cut_table(here.outside, rows) - np.where(np.isfinite(message), message, 0.0)
+        here.of_node = np.full(step.sizes[0], np.inf)
+        wanted = [(table, axes) for table, axes in step.inputs if axes != (0,) or table >= elimination.num_tables]
+        for table, axes in wanted:
+            if table < elimination.num_tables:
+                here.least[axes] = np.full([step.sizes[axis] for axis in axes], np.inf)
+        height = max(1, BLOCK // max(offset.size, 1))
+        for start in range(0, step.sizes[0], height):
+            first = np.arange(start, min(start + height, step.sizes[0]))
+            total = _cut_bag_sum(step, tables, rows, first)
+            total += offset
+            np.maximum(total, 0.0, out=total)  # rounding leaves the optimum itself a hair off zero
+            least = total.min(axis=tuple(range(1, total.ndim)), initial=np.inf)
+            here.of_node[first] = least
+            near = np.flatnonzero(least <= margin)
+            total, cut = total[near], (first[near], *rows)
+            for table, axes in wanted:
+                is_own = table < elimination.num_tables
+                into = here.least[axes] if is_own else found[table - elimination.num_tables].outside
+                place = np.ix_(*(cut[axis] for axis in axes))
+                into[place] = np.minimum(into[place], _minimum(total, axes))
+    return found
+
+
+def _rows_within(outside: Floats, margin: float) -> tuple[Integers, ...]:
+    """Of each dim of a table, where something is within the margin."""
+    near = outside <= margin
+    dims = range(near.ndim)
+    return tuple(np.flatnonzero(near.any(axis=tuple(other for other in dims if other != dim))) for dim in dims)
 
 
 def children_of(elimination: Elimination) -> list[list[int]]:

@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,11 +25,19 @@ import numpy as np
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.deadline import NOTHING_FOUND, after, is_over, seconds_until
-from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
-from autopar.solver.fixing import remaining
+from autopar.solver.elimination import (
+    CHEAP_WORK,
+    Elimination,
+    Tables,
+    choices_of,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
+    NOTHING,
     Least,
     LeastByElimination,
     Point,
@@ -37,11 +45,13 @@ from autopar.solver.lagrangian import (
     is_closed,
     maximise_bound,
     point,
+    priced,
 )
-from autopar.solver.min_marginals import excesses
+from autopar.solver.min_marginals import excesses, shared_excesses
 from autopar.solver.neighbourhoods import good_solution
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.relaxation.levelling import DEAR_WORK, Levelling, loosen
 from autopar.solver.relaxation.loosened import Loosened
@@ -58,16 +68,39 @@ NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
+SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the next ones are looked at
+FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
 FINE = 0.01  # of the tolerance: where excesses of equal layers are the same
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a search for a price of memory begins with."""
+
+    price: float = 0.0
+    """That nearly fits; 0: none is known."""
+    known: Point | None = None
+    """A solution that fits."""
+    near: float = 0.0
+    """Where the best solution is so near the bound, as a share of it, the search ends."""
+
+
+COLD = Start()
+
+
 def solve(
-    problem: Problem, *, solver: Literal["auto", "ilp"] = "auto", time_limit: float = 120.0, gap: float = 0.0
+    problem: Problem,
+    *,
+    solver: Literal["auto", "ilp"] = "auto",
+    time_limit: float = 120.0,
+    gap: float = 0.0,
+    price: float = 0.0,
 ) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
 
     Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
-    be within `gap` (a share of its seconds) of the best; else it is always the best.
+    be within `gap` (a share of its seconds) of the best; else it is always the best. `price` is one of memory, in
+    seconds per byte, that is near that of the answer, where one is known: the search is shorter from there.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     what has begun is broken off a moment later (`deadline.GRACE`).
@@ -81,7 +114,7 @@ def solve(
         if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem, deadline))
         return _from_ilp(problem, solve_ilp(problem, seconds_until(deadline)), "ilp", deadline)
-    solution = _by_reduction(problem, deadline, gap, only_narrow=False)
+    solution = _by_reduction(problem, deadline, gap, only_narrow=False, price=price)
     assert solution is not None
     return solution
 
@@ -91,7 +124,9 @@ def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) 
     return _by_reduction(problem, after(time_limit), gap, only_narrow=True)
 
 
-def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
+def _by_reduction(
+    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0
+) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
     if problem.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(problem, deadline))
@@ -100,7 +135,7 @@ def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bo
         raise InfeasibleError(describe_conflict(problem, deadline))
     contracted = contract(pruned.problem)
     try:
-        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow)
+        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow, price)
     except MemoryLimitError:
         raise MemoryLimitError(problem, deadline) from None  # with the pins that were pruned away
     except InfeasibleError:
@@ -113,7 +148,9 @@ def _by_reduction(problem: Problem, deadline: float, gap: float, only_narrow: bo
     return replace(solution, choices=choices, seconds=seconds, bound=bound)
 
 
-def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bool) -> Solution | None:
+def _solve_pruned(
+    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0
+) -> Solution | None:
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None or elimination.work > DEAR_WORK:
@@ -124,7 +161,7 @@ def _solve_pruned(problem: Problem, deadline: float, gap: float, only_narrow: bo
             return _by_relaxation(problem, loose, deadline, gap)
     if elimination is None:
         return _by_reduced_ilp(problem, deadline, gap)
-    return _by_elimination(problem, tables, elimination, deadline, gap)
+    return _by_elimination(problem, tables, elimination, deadline, gap, price)
 
 
 def _by_relaxation(
@@ -213,9 +250,19 @@ def smallest_bytes(problem: Problem, time_limit: float = 120.0) -> int:
 
 
 def _by_elimination(
-    problem: Problem, tables: Tables, elimination: Elimination, deadline: float, gap: float
+    problem: Problem,
+    tables: Tables,
+    elimination: Elimination,
+    deadline: float,
+    gap: float,
+    price: float = 0.0,
+    known: Point | None = None,
 ) -> Solution:
-    """The graph is narrow: everything but a small residual is dynamic programming."""
+    """The graph is narrow: everything but a small residual is dynamic programming.
+
+    `price` is one that nearly fits, where it is known, and `known` a solution that fits.
+    """
+    start = Start(price, known, FIXABLE if elimination.work > CHEAP_WORK else 0.0)
 
     def smallest() -> Point:
         evaluated = evaluate(elimination, tables.bytes_only(), deadline)
@@ -225,31 +272,75 @@ def _by_elimination(
         return least_bytes
 
     least = LeastByElimination(problem, elimination, tables, deadline)
-    relaxed = _relaxed(problem, least, smallest, deadline)
+    relaxed = _relaxed(problem, least, smallest, deadline, start)
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return _solution(relaxed.incumbent, relaxed.bound, "elimination")
     if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return _solution(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
-    return _close_the_gap(problem, elimination, least, relaxed, deadline, gap)
+    near = _near(problem, elimination, least, relaxed, deadline)
+    if near is None:
+        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap)
+    # What is left out costs more than the best so far.
+    tables = Tables(near.problem)
+    smaller = narrow_elimination(near.problem, tables)
+    assert smaller is not None
+    seen = point(near.problem, near.restrict(relaxed.incumbent.choices))
+    left = _by_elimination(near.problem, tables, smaller, deadline, gap, known=seen)
+    best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
+    bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)
+    return _solution(best, bound, left.solver, relaxed.multiplier)
+
+
+def _near(
+    problem: Problem, elimination: Elimination, least: LeastByElimination, relaxed: Relaxation, deadline: float
+) -> Remaining | None:
+    """The problem without what costs more than the best so far at the best price; None where that is not much."""
+    # Excesses carry the rounding of long sums; a strategy too many does no harm.
+    margin = relaxed.incumbent.seconds - relaxed.bound + TOLERANCE * abs(relaxed.incumbent.seconds)
+    weighted = least.evaluated(relaxed.multiplier)
+    found = shared_excesses(problem, elimination, weighted, margin, deadline)
+    left = remaining(problem, found, margin)
+    return left if _num_choices(left.problem) <= SHRUNK * _num_choices(problem) else None
 
 
 def _relaxed(
-    problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float
+    problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float, start: Start = COLD
 ) -> Relaxation | None:
     """The optimum without the memory row if that fits, else the best bound that a price for memory proves.
 
     None where `least`, or `smallest` of those that fit, finds no choices.
     """
-    free, large = least(0.0)
-    if free == np.inf:
-        raise InfeasibleError(describe_conflict(problem, deadline))
+    found, large, small = _around(problem, least, start)
     if large is None:
-        return None
-    if problem.fits(large.num_bytes):
-        return Relaxation(0.0, free, large)
-    small = smallest()
-    return None if small is None else maximise_bound(problem, least, free, large, small, deadline)
+        free, large = least(0.0)
+        if free == np.inf:
+            raise InfeasibleError(describe_conflict(problem, deadline))
+        if large is None:
+            return None
+        if problem.fits(large.num_bytes):
+            return Relaxation(0.0, free, large)
+        found = found.or_better(Relaxation(0.0, free, NOTHING))
+    small = small or start.known or smallest()
+    return None if small is None else maximise_bound(problem, least, found, large, small, deadline, start.near)
+
+
+def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
+    """What is proven near the price to start from, a solution over the budget there, and one that fits."""
+    found, price = Relaxation(0.0, -math.inf, NOTHING), start.price
+    large: Point | None = None
+    small: Point | None = None
+    for step in SPREAD if price and problem.budget is not None else ():
+        reached, met = least(price)
+        if met is None or reached == np.inf:
+            break
+        assert problem.budget is not None
+        found = found.or_better(priced(reached, price, problem.budget, met))
+        large, small = (large, met) if problem.fits(met.num_bytes) else (met, small)
+        if large is not None and small is not None:
+            break
+        price *= 1 + step if large is not None else 1 / (1 + step)
+    return found, large, small
 
 
 def _close_the_gap(

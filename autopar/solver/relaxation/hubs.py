@@ -11,6 +11,7 @@ from autopar.solver.problem import Problem
 from autopar.solver.relaxation.loosened import Loosened, with_copies
 
 MANY = 8  # neighbours: a node with more is a hub
+FEW = 3  # strategies: a node of no more (how a segment is computed again) does not make bags large
 
 
 def hubs_apart(problem: Problem) -> Loosened | None:
@@ -19,7 +20,11 @@ def hubs_apart(problem: Problem) -> Loosened | None:
     for edge in problem.edges:
         for end in edge.ends:
             around[end].update(edge.ends)
-    hubs = [node for node, neighbours in enumerate(around) if len(neighbours - {node}) > MANY]
+    hubs = [
+        node
+        for node, neighbours in enumerate(around)
+        if len(neighbours - {node}) > MANY and problem.nodes[node].num_strategies > FEW
+    ]
     if not hubs:
         return None
     origins = list(range(len(problem.nodes)))

@@ -32,7 +32,7 @@ from autopar.solver.relaxation.hubs import hubs_apart
 from autopar.solver.relaxation.loosened import Loosened
 from autopar.solver.relaxation.splitting import split
 
-DEAR_WORK = 2_000_000_000  # entries: an elimination of more takes longer than one of the loosened graph
+DEAR_WORK = 5_000_000_000  # entries: an elimination of more takes longer than one of the loosened graph
 MAX_ROUNDS = 40
 FIRST_STEP, LEAST_STEP = 0.5, 0.01  # of the way to level
 WORTHWHILE = 0.02  # of the rest that is open: a round that closes less is the last

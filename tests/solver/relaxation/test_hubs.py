@@ -12,7 +12,7 @@ from autopar.solver import solve as solving
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.relaxation import levelling
+from autopar.solver.relaxation import hubs, levelling
 from autopar.solver.relaxation.hubs import MANY, hubs_apart
 from autopar.solver.relaxation.levelling import lower_bound
 from autopar.solver.relaxation.loosened import Loosened
@@ -65,7 +65,7 @@ def _levelled(loose: Loosened) -> Loosened:
 @settings(deadline=None, max_examples=15)
 @given(seed=seeds, num_hubs=st.integers(1, 3), price=st.sampled_from([0.0, 0.003, 0.1]))
 def test_shares_add_up_and_what_they_prove_is_no_more_than_the_optimum(seed: int, num_hubs: int, price: float) -> None:
-    problem = _with_hubs(seed, 9, num_hubs, 3, 0.5)
+    problem = _with_hubs(seed, 9, num_hubs, 4, 0.5)
     best = solve(problem, solver="ilp").seconds
     loose = hubs_apart(problem)
     assert loose is not None and len(loose.copies) == num_hubs
@@ -87,7 +87,7 @@ def test_shares_add_up_and_what_they_prove_is_no_more_than_the_optimum(seed: int
     seed=seeds, num_hubs=st.integers(1, 3), budget=st.one_of(st.none(), st.floats(0.0, 1.0)), cheap=st.integers(0, 800)
 )
 def test_the_optimum_is_found_with_hubs(seed: int, num_hubs: int, budget: float | None, cheap: int) -> None:
-    problem = _with_hubs(seed, MANY + 1, num_hubs, 3, budget)
+    problem = _with_hubs(seed, MANY + 1, num_hubs, 4, budget)
     expected = solve(problem, solver="ilp").seconds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solving, "DEAR_WORK", cheap)
@@ -112,12 +112,12 @@ def test_copies_that_want_different_things_are_levelled(monkeypatch: pytest.Monk
 
 
 def test_a_graph_without_hubs_has_nothing_to_loosen() -> None:
-    problem = _with_hubs(0, MANY, 1, 2, None)
+    problem = _with_hubs(0, MANY, 1, 4, None)
     assert hubs_apart(problem) is None
 
 
 def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _with_hubs(1, 12, 2, 3, 0.0)
+    problem = _with_hubs(1, 12, 2, 4, 0.0)
     assert problem.budget is not None
     tighter = Problem(problem.nodes, problem.edges, problem.budget - 1)
     monkeypatch.setattr(solving, "DEAR_WORK", 100)
@@ -129,6 +129,7 @@ def test_with_hubs_a_limit_below_the_least_is_refused(monkeypatch: pytest.Monkey
 def test_a_bound_is_proven_at_its_price_alone_as_after_other_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "DEAR_WORK", 0)
     monkeypatch.setattr(levelling, "DEAR_WORK", 0)
+    monkeypatch.setattr(hubs, "FEW", 0)
     problem = _with_hubs(91808757, 10, 3, 3, 0.0)
     found = solve(problem)
     assert found.solver == "relaxation" and found.multiplier > 0

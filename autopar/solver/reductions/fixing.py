@@ -37,6 +37,10 @@ class Remaining:
             found[node] = int(self.kept[node][choice])
         return tuple(found)
 
+    def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the smaller problem from those of the original one, which are to be among what is left."""
+        return tuple([int(np.searchsorted(self.kept[node], choices[node])) for node in self.undecided])
+
 
 def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
     """What is left of a problem without the strategies and the pairs whose excess is above `limit` seconds."""

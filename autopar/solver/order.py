@@ -1,0 +1,89 @@
+"""In which order nodes are eliminated: greedily, and what separates the layers of a model last.
+
+A node that all paths between two parts of a graph run through (the sum at the end of a layer) separates them. Where it
+is kept until the parts on both sides are gone, each of them leaves one message over its separators, and equal layers
+leave equal ones; eliminated earlier, it joins the two, and layers are cut in ever other places.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection
+
+import networkx as nx
+
+from autopar.solver.problem import Problem
+
+LARGE = 1 << 62
+CROWDED = 10  # neighbours of a node whose fill is not counted
+MIN_PART = 8  # nodes of a part: smaller ones are no layers
+
+
+def separators(problem: Problem) -> frozenset[int]:
+    """The nodes that parts of some nodes have in common, each part being one that no single node separates."""
+    graph = nx.Graph()
+    for edge in problem.edges:
+        graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
+    parts = (part for part in nx.biconnected_components(graph) if len(part) >= MIN_PART)
+    return frozenset(node for node, count in Counter(itertools.chain.from_iterable(parts)).items() if count > 1)
+
+
+def elimination_order(
+    problem: Problem, balanced: bool, by_growth: bool = False, last: Collection[int] = ()
+) -> tuple[list[int], int]:
+    """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come `last`.
+
+    Also the entries of the largest bucket.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    around: list[set[int]] = [set() for _ in sizes]
+    for edge in problem.edges:
+        for one, other in itertools.permutations(edge.ends, 2):
+            if one != other:
+                around[one].add(other)
+    depth = [0] * len(sizes)
+
+    def priority(node: int) -> tuple[int, ...]:
+        table = sizes[node] * math.prod([sizes[other] for other in around[node]])
+        if by_growth:
+            message = math.prod(sizes[other] for other in around[node])
+            pairs = sum(sizes[node] * sizes[other] for other in around[node])
+            return (node in last, message - pairs if len(around[node]) > 1 else -LARGE, table, depth[node], node)
+        fill = 0
+        if len(around[node]) > CROWDED:
+            fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
+        elif len(around[node]) > 2:
+            fill = 1 + sum(b not in around[a] for a, b in itertools.combinations(around[node], 2))
+        first, second = (depth[node], table) if balanced else (table, depth[node])
+        return (node in last, fill, first, second, node)
+
+    current = {node: priority(node) for node in range(len(sizes))}
+    heap = list(current.values())
+    heapq.heapify(heap)
+    order: list[int] = []
+    largest = 0
+    while heap:
+        entry = heapq.heappop(heap)
+        node = entry[-1]
+        if current.get(node) != entry:
+            continue
+        del current[node]
+        order.append(node)
+        neighbours = around[node]
+        largest = max(largest, sizes[node] * math.prod([sizes[other] for other in neighbours]))
+        changed = set(neighbours)
+        for one in neighbours:
+            around[one].discard(node)
+            depth[one] = max(depth[one], depth[node] + 1)
+        for one, other in itertools.combinations(sorted(neighbours), 2):
+            if other not in around[one]:
+                around[one].add(other)
+                around[other].add(one)
+                changed |= around[one] & around[other]
+        for other in changed:
+            current[other] = priority(other)
+            heapq.heappush(heap, current[other])
+    return order, largest
