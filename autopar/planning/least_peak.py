@@ -25,10 +25,10 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination
-from autopar.solver.reductions.fixing import remaining
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.min_marginals import Excesses, excesses
 from autopar.solver.problem import Edge, Node, Problem, Solution
+from autopar.solver.reductions.fixing import remaining
 from autopar.solver.solve import solve
 from autopar.units import format_bytes
 

@@ -19,6 +19,7 @@ found.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,16 +34,16 @@ from autopar.planning.least_peak import LeastPeak, Moments, least_peak
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until
-from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
+from autopar.solver.several_rows import solve_rows
 from autopar.solver.solve import solve, solve_narrow
 from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
+PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
 MAX_MOMENTS = 24  # moments that the largest is taken over
-SMALL_PROBLEM = 200_000  # pairs of strategies for which the ILP takes a row per moment
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
@@ -52,7 +53,6 @@ HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, an
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 LEAST_SECONDS = 1.0  # that a search has, however late it is
 MAX_NAMED = 6  # pins whose worth is worked out
-ROWS_SHARE = 0.5  # of the time that is left, at most, goes to the ILP
 
 Modes = Mapping[str, str]
 """Segment → its mode, "" where it is free to choose."""
@@ -189,10 +189,7 @@ class _Search:
             found.fitting.append(self.smallest_answer(limit, modes, met))
         if found.is_proven(self.gap) or is_over(self.deadline):
             return found.best
-        exact = self.by_all_rows(set(found.moments), limit, modes)
-        if exact is not None:
-            return exact
-        if not found.is_proven(ROUGHLY):
+        if not self.by_all_rows(found, limit, modes) and not found.is_proven(ROUGHLY):
             found.fitting += self.by_worst_moments(set(found.moments), limit, modes)
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
@@ -282,28 +279,49 @@ class _Search:
         certificate = solution.solver, solution.multiplier, problem, row
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
-    def by_all_rows(self, places: set[int], limit: int, modes: Modes | None) -> Answer | None:
-        """The best with a row for every moment, by the ILP; None where the problem is too large for it."""
-        until = self.deadline - (1 - ROWS_SHARE) * seconds_until(self.deadline)
-        if sum(edge.seconds.size for edge in self._problem(None, None, modes).edges) > SMALL_PROBLEM:
-            return None
+    def by_all_rows(self, found: _Found, limit: int, modes: Modes | None) -> bool:
+        """Look for the best with a row for every moment; False where the graph is too wide for that."""
+        last = len(self.formulation.memory.lifetimes.calls) - 1
+        row = found.proof.row or MemoryRow(((last, 1),))
+        prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
+        places = {*prices, *found.moments}
         for _ in range(MAX_MOMENTS):
+            if is_over(self.deadline):
+                return True
             rows = tuple(MemoryRow(((place, 1),)) for place in sorted(places))
             problems = self.formulation.problems(self.pins, rows, limit, modes)
-            result = solve_ilp(problems[0], seconds_until(until), rows=problems[1:])
-            if result.choices is None:
-                return None
-            count = len(self.formulation.space.decisions)
-            chosen = {name: MODES[c] for name, c in zip(modes or (), result.choices[count:], strict=True)}
-            choices, seconds = result.choices[:count], problems[0].seconds_of(result.choices)
-            peak, use, place = memory_use(self.formulation.memory, choices, chosen)
-            if peak <= limit:
-                bound = min(result.bound, seconds)
-                return Answer(
-                    choices, chosen, seconds, bound, peak, use, place, "ilp, several moments", 0.0, problems[0]
-                )
-            places = places | {place}
-        return None
+            at = [prices.get(place, 0.0) for place in sorted(places)]
+            known = min((answer.seconds for answer in found.fitting), default=math.inf)
+            best = solve_rows(problems, at, known, self._seconds_left, self.gap)
+            if best is None:
+                return False
+            prices = dict(zip(sorted(places), best.prices, strict=True))
+            found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
+            if best.choices is None:
+                return True
+            seconds, num_bytes = problems[0].cost_of(best.choices)
+            bound = min(best.bound, seconds)
+            solution = Solution(best.choices, seconds, num_bytes, bound, "multipliers + counts", found.proof.multiplier)
+            answer = self._answer(found.proof.problem, solution, modes, found.proof.row)
+            if answer.peak_bytes <= limit:
+                found.fitting.append(answer)
+                return True
+            found.meet(self._bytes_of(answer))
+            places.add(answer.fullest)
+        return True
+
+    def _proven(
+        self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None
+    ) -> Answer:
+        """The proof with a better bound, which prices of moments prove, if they do."""
+        whole = sum(prices.values())
+        parts = ((place, round(PRICE_PARTS * price / whole)) for place, price in prices.items() if whole > 0)
+        row = MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))
+        if bound <= proof.bound or not row.weights:
+            return proof
+        bound = min(bound, proof.seconds)
+        problem = self._problem(row, limit, modes)
+        return replace(proof, bound=bound, multiplier=whole / row.total, problem=problem, row=row)
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
         """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""

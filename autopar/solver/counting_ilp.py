@@ -7,7 +7,7 @@ choices b of their bag, and x the part of b that is the bag's neighbours:
     min   Σ seconds_s(b) y_s(b)
     s.t.  Σ_{b at a root} y_s(b) = number of roots of step s
           Σ_{b with x} y_c(b) = Σ_{parents s, b that give x} y_s(b)            for each child step c and each x
-          Σ bytes_s(b) y_s(b) ≤ budget
+          Σ bytes_s(b) y_s(b) ≤ budget                                   for each memory row
 
 What is below a bucket depends on its neighbours' choices alone, so any numbers that fulfil this can be handed down from
 the roots. Choices whose excess (`min_marginals`) at the price of memory is above what the limit leaves have no
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,36 +54,41 @@ class _StepVariables:
     entries: np.ndarray
     seconds: np.ndarray
     num_bytes: np.ndarray
+    """A row for each memory row."""
     variables: list[cp_model.IntVar]
 
 
-def best_counts(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
-    """The choices of least seconds within the budget, if they cost no more than `limit` seconds, up to `tolerance`.
+def best_counts(
+    problems: Sequence[Problem], prices: Sequence[float], limit: float, tolerance: float, deadline: float
+) -> Counted:
+    """The choices of least seconds within all budgets, if they cost no more than `limit` seconds, up to `tolerance`.
 
-    `multiplier` is a price of memory; the nearer to the best, the fewer variables. Raises TooManyChoicesError, and
-    TimeLimitError where not even the variables are known by the deadline.
+    The problems are one with a memory row each: they differ in bytes and budgets. `prices` are those of the rows; the
+    nearer to the best, the fewer variables. Raises TooManyChoicesError, and TimeLimitError where not even the variables
+    are known by the deadline.
     """
-    return _Counting(problem, multiplier, limit, deadline).solve(tolerance)
+    return _Counting(problems, prices, limit, deadline).solve(tolerance)
 
 
 class _Counting:
-    def __init__(self, problem: Problem, multiplier: float, limit: float, deadline: float) -> None:
-        self.problem = problem
+    def __init__(self, problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float) -> None:
+        problem = problems[0]
+        self.budgets = [each.budget for each in problems]
         self.deadline = deadline
-        tables = Tables(problem)
+        tables = Tables(problem, problems[1:])
         orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
         self.elimination: Elimination = min(orders, key=lambda each: each.work)
         if self.elimination.largest > MAX_ENTRIES:
             raise TooManyChoicesError
-        self.weighted = evaluate(self.elimination, tables.weighted(multiplier), deadline)
-        self.pairs = tables.pairs()
+        self.weighted = evaluate(self.elimination, tables.weighted(*prices), deadline)
+        self.costs = tables.costs()
         self.limit = limit
         roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
-        budget = problem.budget or 0
-        scale = abs(least) + multiplier * budget + abs(limit)
+        paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
+        scale = abs(least) + paid + abs(limit)
         # Reduced costs carry the rounding of long sums; a choice too many does no harm.
-        self.margin = limit - (least - multiplier * budget) + 1e-12 * scale
+        self.margin = limit - (least - paid) + 1e-12 * scale
         self.roots = Counter(roots)
         self.occurrences = Counter(bucket.step for bucket in self.elimination.buckets)
         self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
@@ -92,7 +98,7 @@ class _Counting:
     def solve(self, tolerance: float) -> Counted:
         if self.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
-        if not self.problem.nodes:
+        if not self.elimination.buckets:
             return Counted((), min(0.0, self.limit), True)
         constant, unit = self._minimise(tolerance)
         solver = cp_model.CpSolver()
@@ -143,14 +149,15 @@ class _Counting:
         return np.argwhere(whole <= self.margin)
 
     def _own(self, step: int, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds and bytes of the problem's own tables in a step."""
-        seconds, num_bytes = np.zeros(len(entries)), np.zeros(len(entries), dtype=np.int64)
+        """Seconds of the problem's own tables in a step, and bytes by memory row."""
+        seconds = np.zeros(len(entries))
+        num_bytes = np.zeros((len(self.budgets), len(entries)), dtype=np.int64)
         for table, axes in self.elimination.steps[step].inputs:
             if table < self.elimination.num_tables:
                 index = tuple(entries[:, axis] for axis in axes)
-                seconds += self.pairs[table][0][index]
-                held = self.pairs[table][1]
-                num_bytes += 0 if held is None else held[index]
+                seconds += self.costs[table][0][index]
+                for row, held in zip(num_bytes, self.costs[table][1], strict=True):
+                    row += 0 if held is None else held[index]
         return seconds, num_bytes
 
     def _asked(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
@@ -170,24 +177,29 @@ class _Counting:
         """Set the objective and the limits; returns what every solution costs, and the unit of the rest, in seconds."""
         num_buckets = len(self.elimination.buckets)
         unit = max(tolerance, MIN_TOLERANCE * abs(self.limit)) / (4 * num_buckets) or 1.0
-        constant, constant_bytes = 0.0, 0
+        constant = 0.0
         costs: list[int] = []
-        held: list[int] = []
-        variables: list[cp_model.IntVar] = []
         for step, each in enumerate(self.steps):
-            least, least_bytes = float(each.seconds.min()), int(each.num_bytes.min())
+            least = float(each.seconds.min())
             constant += least * self.occurrences[step]
-            constant_bytes += least_bytes * self.occurrences[step]
             # Rounded down, so that the bound holds for the true seconds too.
             costs += np.floor((each.seconds - least) / unit).astype(np.int64).tolist()
-            held += (each.num_bytes - least_bytes).tolist()
-            variables += each.variables
+        variables = [variable for each in self.steps for variable in each.variables]
         self.model.minimize(cp_model.LinearExpr.weighted_sum(variables, costs))
-        if self.problem.budget is not None:
-            common = math.gcd(*held) or 1
-            whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in held])
-            self.model.add(whole <= (self.problem.budget - constant_bytes) // common)
+        for row, budget in enumerate(self.budgets):
+            if budget is not None:
+                self._limit_memory(row, budget, variables)
         return constant, unit
+
+    def _limit_memory(self, row: int, budget: int, variables: list[cp_model.IntVar]) -> None:
+        least = [int(each.num_bytes[row].min()) for each in self.steps]
+        held = [
+            num for each, less in zip(self.steps, least, strict=True) for num in (each.num_bytes[row] - less).tolist()
+        ]
+        left = budget - sum(less * self.occurrences[step] for step, less in enumerate(least))
+        common = math.gcd(*held) or 1
+        whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in held])
+        self.model.add(whole <= left // common)
 
     def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
         """A choice per node: each bucket takes one of those that are counted for its neighbours' choices."""

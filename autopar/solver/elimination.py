@@ -72,57 +72,68 @@ class Elimination:
         return max((math.prod(step.sizes) for step in self.steps), default=0)
 
 
-class Tables:
-    """The distinct tables of a problem: equal menus and equal edges are one table, whatever node they belong to."""
+_Table = tuple[Floats, tuple[Integers | None, ...]]
+"""Seconds, and bytes in one problem after the other."""
 
-    def __init__(self, problem: Problem) -> None:
+
+class Tables:
+    """The distinct tables of a problem: equal menus and equal edges are one table, whatever node they belong to.
+
+    `others` are the same problem with other bytes: equal tables have equal bytes in all of them.
+    """
+
+    def __init__(self, problem: Problem, others: Sequence[Problem] = ()) -> None:
         numbers: dict[object, int] = {}
-        by_object: dict[tuple[int, int, bool], int] = {}  # the problem holds the arrays: an id names one of them
+        by_object: dict[tuple[object, ...], int] = {}  # the problems hold the arrays: an id names one of them
         content = _ContentKeys()
-        self._menus: list[tuple[Floats, Integers]] = []
-        self._matrices: list[tuple[Floats, Integers | None]] = []
+        self._menus: list[_Table] = []
+        self._matrices: list[_Table] = []
         self.of_node: list[int] = []
         self.of_edge: list[int] = []
-        for node in problem.nodes:
-            objects = id(node.seconds), id(node.num_bytes), False
+        for node, *more in zip(problem.nodes, *(each.nodes for each in others), strict=True):
+            held = (node.num_bytes, *(each.num_bytes for each in more))
+            objects = (id(node.seconds), *map(id, held))
             if objects not in by_object:
-                key = (content.key(node.seconds), content.key(node.num_bytes))
+                key = (content.key(node.seconds), *map(content.key, held))
                 if key not in numbers:
                     numbers[key] = len(self._menus)
-                    self._menus.append((node.seconds, node.num_bytes))
+                    self._menus.append((node.seconds, held))
                 by_object[objects] = numbers[key]
             self.of_node.append(by_object[objects])
         by_object.clear()
-        for edge in problem.edges:
-            objects = id(edge.seconds), id(edge.num_bytes), edge.is_loop
+        for edge, *more in zip(problem.edges, *(each.edges for each in others), strict=True):
+            of_edge = (edge.num_bytes, *(each.num_bytes for each in more))
+            objects = (id(edge.seconds), *map(id, of_edge), edge.is_loop)
             if objects not in by_object:
                 # An edge from a node to itself is chosen on its diagonal.
-                by_bytes = None if edge.num_bytes is None else content.key(edge.num_bytes)
-                edge_key = (content.key(edge.seconds), by_bytes, edge.is_loop)
+                by_bytes = [None if each is None else content.key(each) for each in of_edge]
+                edge_key = (content.key(edge.seconds), *by_bytes, edge.is_loop)
                 if edge_key not in numbers:
                     numbers[edge_key] = len(self._menus) + len(self._matrices)
-                    arrays = edge.seconds, edge.num_bytes
-                    self._matrices.append(tuple(map(_diagonal, arrays)) if edge.is_loop else arrays)  # type: ignore[arg-type]
+                    table = edge.seconds, of_edge
+                    if edge.is_loop:
+                        table = np.diagonal(edge.seconds), tuple(map(_diagonal, of_edge))
+                    self._matrices.append(table)
                 by_object[objects] = numbers[edge_key]
             self.of_edge.append(by_object[objects])
 
     def __len__(self) -> int:
         return len(self._menus) + len(self._matrices)
 
-    def pairs(self) -> list[tuple[Floats, Integers | None]]:
-        """Seconds and bytes of every table; None: no bytes."""
+    def costs(self) -> list[_Table]:
+        """Seconds of every table, and its bytes in each of the problems; None: no bytes."""
         return [*self._menus, *self._matrices]
 
-    def weighted(self, multiplier: float) -> list[Floats]:
-        """The tables of `seconds + multiplier * bytes`."""
+    def weighted(self, *prices: float) -> list[Floats]:
+        """The tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
         return [
-            seconds if num_bytes is None or multiplier == 0 else seconds + multiplier * num_bytes
-            for seconds, num_bytes in self.pairs()
+            sum((price * each for price, each in zip(prices, held, strict=True) if each is not None and price), seconds)
+            for seconds, held in self.costs()
         ]
 
     def bytes_only(self) -> list[Floats]:
         """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
-        return [only_bytes(seconds, num_bytes) for seconds, num_bytes in self.pairs()]
+        return [only_bytes(seconds, held[0]) for seconds, held in self.costs()]
 
 
 def _diagonal(array: np.ndarray | None) -> np.ndarray | None:

@@ -395,7 +395,7 @@ def _close_the_gap(
 def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
     """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
     try:
-        return best_counts(problem, multiplier, limit, tolerance, deadline)
+        return best_counts((problem,), (multiplier,), limit, tolerance, deadline)
     except TooManyChoicesError:
         result = solve_ilp(problem, seconds_until(deadline), tolerance=tolerance)
         return Counted(result.choices, min(result.bound, limit), result.status != "timeout")

@@ -1,0 +1,222 @@
+"""Several memory rows at once: a price for each, and an ILP with all rows over what is left.
+
+    L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]  ≤  seconds of any x within all budgets         λ ≥ 0
+
+1. One evaluation at prices that are nearly right bounds the problem; strategies that no choices within a margin of that
+   bound take are left out (`min_marginals`), and little is left.
+2. There the best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the
+   next prices lie halfway to those that are best against all of them.
+3. Within a margin that grows from round to round, counts of what is left, with all rows, give the best (`counting_ilp`).
+   Within the margin of the first step it is the best of all; else that is taken again, wider, at the prices found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.errors import TimeLimitError
+from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
+from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.lagrangian import is_closed
+from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.problem import Floats, Problem
+from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.fixing import Remaining, remaining
+from autopar.solver.reductions.reduction import prune
+
+TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
+ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
+MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
+MAX_PLANES = 60  # evaluations in search of prices
+NEARER = 0.5  # of the way from the best prices to those that are best against all solutions met
+BOX = 16.0  # times the prices to begin with: further ones are not looked at
+LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
+WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
+FIRST_MARGIN, WIDER = 5e-4, 8.0  # of the bound: within which the best is looked for, and growth of that
+FIRST_EPSILON, GROWTH = 2e-5, 4.0  # of the bound: what is counted first, and growth of that
+ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best choices that are within all budgets (None: none better than those known), a bound, and its prices."""
+
+    choices: tuple[int, ...] | None
+    bound: float
+    prices: tuple[float, ...]
+
+
+def solve_rows(
+    problems: Sequence[Problem], prices: Sequence[float], known: float, time_limit: float, gap: float = 0.0
+) -> Best | None:
+    """The best choice per node within all budgets, or better than `known` seconds; None where the graph is too wide.
+
+    The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
+    near those of the answer. What is found by the time limit comes with its bound; a gap (a share of the seconds) ends
+    the search early.
+    """
+    deadline = after(time_limit)
+    pruned = [prune(each) for each in problems]
+    contracted = [contract(each.problem) for each in pruned]
+    whole = _Rows.of([each.problem for each in contracted], deadline)
+    if whole is None:
+        return None
+    best, bound, share, prices = None, -math.inf, FIRST_MARGIN, tuple(prices)
+    proven = prices
+    try:
+        while True:
+            reached, _ = whole.at(prices)
+            if reached > bound:
+                bound, proven = reached, prices
+            margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
+            left = whole.within(prices, margin)
+            found = _best_of(left, prices, reached + margin, deadline, gap)
+            if found.choices is not None:
+                choices = left[0].extend(found.choices)
+                seconds = whole.problems[0].seconds_of(choices)
+                if seconds < known:
+                    best, known = choices, seconds
+            bound = max(bound, min(found.bound, reached + margin, known))
+            if is_closed(known, bound, max(TOLERANCE, gap)) or is_over(deadline) or share > 1:
+                break
+            prices, share = found.prices, share * WIDER
+    except TimeLimitError:
+        pass
+    choices = None if best is None else pruned[0].extend(contracted[0].extend(best))
+    return Best(choices, bound, proven)
+
+
+def _best_of(left: Sequence[Remaining], start: Sequence[float], below: float, deadline: float, gap: float) -> Best:
+    """The best of what is left that is below some seconds; its bound holds for what is left."""
+    constant = left[0].constant
+    if any(math.isinf(each.constant) for each in left):
+        return Best(None, math.inf, tuple(start))
+    rows = _Rows.of([each.problem for each in left], deadline)
+    assert rows is not None, "an elimination that has become wider"
+    scale = abs(below)
+    priced = rows.best_prices(tuple(start), scale)
+    prices, best, seconds = priced.prices, priced.choices, priced.seconds
+    bound = reached = priced.bound
+    epsilon = FIRST_EPSILON * scale
+    most = min(seconds, below - constant)
+    while not is_closed(most + constant, bound + constant, max(TOLERANCE, gap)) and not is_over(deadline):
+        limit = most if most - reached <= GROWTH * epsilon else reached + epsilon
+        result = rows.counted(prices, limit, limit - reached + TOLERANCE * scale, TOLERANCE / 2 * scale)
+        if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
+            best, seconds = result.choices, fast
+            most = min(most, fast)
+        bound = max(bound, min(result.bound, limit))
+        if not result.is_proven:
+            break
+        epsilon *= GROWTH
+    return Best(best, bound + constant, prices)
+
+
+class _Rows:
+    """A problem with several memory rows, ready to be evaluated at prices."""
+
+    def __init__(self, problems: Sequence[Problem], tables: Tables, elimination: Elimination, deadline: float) -> None:
+        self.problems, self.tables, self.elimination = tuple(problems), tables, elimination
+        self.deadline = deadline
+        self.budgets = np.array([each.budget for each in problems], dtype=np.float64)
+        self._last: tuple[tuple[float, ...], list[Floats]] = (), []
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], deadline: float) -> _Rows | None:
+        """None where the graph is too wide."""
+        tables = Tables(problems[0], problems[1:])
+        elimination = narrow_elimination(problems[0], tables)
+        if elimination is None or elimination.work > MAX_WORK:
+            return None
+        return cls(problems, tables, elimination, deadline)
+
+    def at(self, prices: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
+        """L(λ), and choices that attain it."""
+        evaluated = self._evaluated(prices)
+        least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
+        slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
+        return least - paid - slack, choices_of(self.elimination, evaluated)
+
+    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
+        evaluated = self._evaluated(prices)
+        found = shared_excesses(self.problems[0], self.elimination, evaluated, margin, self.deadline)
+        return [remaining(each, found, margin) for each in self.problems]
+
+    def best_prices(self, start: tuple[float, ...], scale: float) -> _Priced:
+        """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets."""
+        box = BOX * max(float(np.dot(start, self.budgets)), LEAST_BOX * scale)
+        planes = _Planes(len(self.budgets), box / np.maximum(self.budgets, 1.0))
+        prices, best = start, _Priced(start, -math.inf, None, math.inf)
+        for _ in range(MAX_PLANES):
+            reached, met = self.at(prices)
+            seconds, _ = self.problems[0].cost_of(met)
+            over = np.array([each.bytes_of(met) for each in self.problems]) - self.budgets
+            if reached > best.bound:
+                best = replace(best, prices=prices, bound=reached)
+            if (over <= 0).all() and seconds < best.seconds:
+                best = replace(best, choices=met, seconds=seconds)
+            most, wanted = planes.after(seconds, over)
+            if most - best.bound <= WORTHWHILE * scale or is_over(self.deadline):
+                break
+            prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
+        return best
+
+    def counted(self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float) -> Counted:
+        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
+        left = self.within(prices, margin)
+        constant = left[0].constant
+        if any(math.isinf(each.constant) for each in left):
+            return Counted(None, limit, True)
+        problems = [each.problem for each in left]
+        try:
+            result = best_counts(problems, prices, limit - constant, tolerance, self.deadline)
+        except TooManyChoicesError:
+            if sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
+                return Counted(None, -math.inf, False)
+            seconds_left = seconds_until(self.deadline)
+            found = solve_ilp(problems[0], seconds_left, tolerance=tolerance, rows=problems[1:])
+            result = Counted(found.choices, found.bound, found.status != "timeout")
+        choices = None if result.choices is None else left[0].extend(result.choices)
+        return Counted(choices, min(result.bound + constant, limit), result.is_proven)
+
+    def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
+        if self._last[0] != prices:
+            self._last = prices, evaluate(self.elimination, self.tables.weighted(*prices), self.deadline)
+        return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Prices, the bound that they prove, and the fastest solution met that is within all budgets."""
+
+    prices: tuple[float, ...]
+    bound: float
+    choices: tuple[int, ...] | None
+    seconds: float
+
+
+class _Planes:
+    """The linear program over prices: each solution that was met bounds what they prove."""
+
+    def __init__(self, num_rows: int, most: np.ndarray) -> None:
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        assert solver is not None
+        self._solver, self._unit = solver, np.maximum(most, 1e-300)
+        self._shares = [solver.NumVar(0.0, 1.0, "") for _ in range(num_rows)]
+        self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
+        solver.Maximize(self._bound)
+
+    def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
+        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where."""
+        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
+        self._solver.Add(self._bound <= seconds + paid)
+        self._solver.Solve()
+        return self._bound.solution_value(), np.array([each.solution_value() for each in self._shares]) * self._unit
