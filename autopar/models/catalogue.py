@@ -145,6 +145,18 @@ BUILT_IN: Mapping[str, BuiltIn | Plain] = {
             "num_key_value_heads": 8,
         },
     ),
+    "llama-70b": BuiltIn(
+        LanguageModel,
+        "LlamaConfig",
+        {  # config.json of Llama-3.1-70B
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+    ),
     "llama-405b": BuiltIn(
         LanguageModel,
         "LlamaConfig",

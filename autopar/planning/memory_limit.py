@@ -43,6 +43,8 @@ from autopar.units import format_bytes, format_share
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
+MAX_AT_ONCE = 3  # moments that one answer adds to the rows
+APART = 0.05  # of all moments lie between two that are added
 MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
@@ -123,6 +125,18 @@ def _share(answer: Answer) -> float:
     return share if share > ROUNDING else 0.0
 
 
+def _full(taken: np.ndarray, limit: int) -> set[int]:
+    """The fullest moments of those that take more than the limit, some of them far from each other."""
+    found: set[int] = set()
+    left = np.where(taken > limit, taken, -1)
+    apart = max(1, int(APART * len(taken)))
+    while len(found) < MAX_AT_ONCE and left.max() >= 0:
+        place = int(left.argmax())
+        found.add(place)
+        left[max(place - apart, 0) : place + apart + 1] = -1
+    return found
+
+
 class _Found(Moments):
     """What is known while the best answer that fits is looked for."""
 
@@ -179,8 +193,13 @@ class _Search:
 
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
         """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
+        found = _Found(first)
+        found.meet(self._bytes_of(first))
+        is_narrow = first.row is not None and self.by_all_rows(found, limit, modes)
+        if found.is_proven(max(self.gap, ROUGHLY if is_narrow else 0.0)):
+            return found.best
         try:
-            found = self.by_sums(first, limit, modes)
+            self.by_sums(found, limit, modes)
         except MemoryLimitError as error:
             smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
             raise InfeasibleError(self.refusal(limit, modes, smallest, conflict)) from error
@@ -284,21 +303,23 @@ class _Search:
         last = len(self.formulation.memory.lifetimes.calls) - 1
         row = found.proof.row or MemoryRow(((last, 1),))
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
-        places = {*prices, *found.moments}
+        places = {*prices, *found.moments, *_full(found.taken[-1], limit)}
+        halfway = self.deadline - HALF * seconds_until(self.deadline)
         for _ in range(MAX_MOMENTS):
-            if is_over(self.deadline):
-                return True
+            if is_over(self.deadline if found.fitting else halfway):
+                return bool(found.fitting)
             rows = tuple(MemoryRow(((place, 1),)) for place in sorted(places))
             problems = self.formulation.problems(self.pins, rows, limit, modes)
             at = [prices.get(place, 0.0) for place in sorted(places)]
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
-            best = solve_rows(problems, at, known, self._seconds_left, self.gap)
+            until = self.deadline if found.fitting else halfway
+            best = solve_rows(problems, at, known, max(seconds_until(until), LEAST_SECONDS), self.gap)
             if best is None:
                 return False
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
             if best.choices is None:
-                return True
+                return bool(found.fitting)
             seconds, num_bytes = problems[0].cost_of(best.choices)
             bound = min(best.bound, seconds)
             solution = Solution(best.choices, seconds, num_bytes, bound, "multipliers + counts", found.proof.multiplier)
@@ -307,7 +328,7 @@ class _Search:
                 found.fitting.append(answer)
                 return True
             found.meet(self._bytes_of(answer))
-            places.add(answer.fullest)
+            places |= _full(found.taken[-1], limit)
         return True
 
     def _proven(
@@ -319,7 +340,6 @@ class _Search:
         row = MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))
         if bound <= proof.bound or not row.weights:
             return proof
-        bound = min(bound, proof.seconds)
         problem = self._problem(row, limit, modes)
         return replace(proof, bound=bound, multiplier=whole / row.total, problem=problem, row=row)
 
@@ -336,11 +356,10 @@ class _Search:
             places = places | {found.fullest}
         return []
 
-    def by_sums(self, first: Answer, limit: int, modes: Modes | None) -> _Found:
+    def by_sums(self, found: _Found, limit: int, modes: Modes | None) -> None:
         """Answers under the limit on sums of moments, until one fits or the sums repeat; raises MemoryLimitError."""
-        found = _Found(first)
-        found.meet(self._bytes_of(first))
-        found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
+        if not found.fitting:
+            found.fitting += self.by_tighter_limits(found.proof, limit, modes, FIRST_LIMITS)
         known: set[MemoryRow] = set()
         halfway = self.deadline - HALF * seconds_until(self.deadline)  # the least that is needed is yet to be found
         while len(known) < MAX_SUMS and not is_over(self.deadline if found.fitting else halfway):
@@ -362,7 +381,6 @@ class _Search:
             if not found.fitting:
                 found.fitting += self.by_tighter_limits(answer, limit, modes, FIRST_LIMITS)
             found.meet(self._bytes_of(answer))
-        return found
 
     def by_tighter_limits(self, loose: Answer, limit: int, modes: Modes | None, count: int) -> list[Answer]:
         """Answers with less than the limit at the moments where `loose` has the limit, which takes more elsewhere.

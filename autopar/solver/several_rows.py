@@ -22,7 +22,15 @@ from ortools.linear_solver import pywraplp
 from autopar.errors import TimeLimitError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.deadline import after, is_over, seconds_until
-from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination import (
+    CHEAP_WORK,
+    Elimination,
+    Tables,
+    choices_of,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.min_marginals import shared_excesses
@@ -39,8 +47,11 @@ NEARER = 0.5  # of the way from the best prices to those that are best against a
 BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
-FIRST_MARGIN, WIDER = 5e-4, 8.0  # of the bound: within which the best is looked for, and growth of that
-FIRST_EPSILON, GROWTH = 2e-5, 4.0  # of the bound: what is counted first, and growth of that
+FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
+WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
+FIRST_EPSILON, GROWTH = 2e-5, 2.0  # of the bound: what is counted first, and growth of that
+COUNTING = 0.25  # of the time that is left, at most, goes to one count
+DEAR_GAP = 1e-4  # of the seconds: what is left open of problems whose evaluation takes seconds
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes
 
 
@@ -59,7 +70,7 @@ def solve_rows(
     """The best choice per node within all budgets, or better than `known` seconds; None where the graph is too wide.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
-    near those of the answer. What is found by the time limit comes with its bound; a gap (a share of the seconds) ends
+    near those of the answer. Problems whose evaluation takes seconds are solved up to `DEAR_GAP`. What is found by the time limit comes with its bound; a gap (a share of the seconds) ends
     the search early.
     """
     deadline = after(time_limit)
@@ -68,6 +79,7 @@ def solve_rows(
     whole = _Rows.of([each.problem for each in contracted], deadline)
     if whole is None:
         return None
+    gap = max(gap, DEAR_GAP if whole.elimination.work > CHEAP_WORK else TOLERANCE)
     best, bound, share, prices = None, -math.inf, FIRST_MARGIN, tuple(prices)
     proven = prices
     try:
@@ -84,7 +96,11 @@ def solve_rows(
                 if seconds < known:
                     best, known = choices, seconds
             bound = max(bound, min(found.bound, reached + margin, known))
-            if is_closed(known, bound, max(TOLERANCE, gap)) or is_over(deadline) or share > 1:
+            if (
+                is_closed(known, bound, max(TOLERANCE, gap))
+                or is_over(deadline)
+                or share > (WIDEST if known < math.inf else WIDE)
+            ):
                 break
             prices, share = found.prices, share * WIDER
     except TimeLimitError:
@@ -106,8 +122,8 @@ def _best_of(left: Sequence[Remaining], start: Sequence[float], below: float, de
     bound = reached = priced.bound
     epsilon = FIRST_EPSILON * scale
     most = min(seconds, below - constant)
-    while not is_closed(most + constant, bound + constant, max(TOLERANCE, gap)) and not is_over(deadline):
-        limit = most if most - reached <= GROWTH * epsilon else reached + epsilon
+    while not is_closed(most + constant, bound + constant, gap) and not is_over(deadline):
+        limit = min(most, reached + epsilon)
         result = rows.counted(prices, limit, limit - reached + TOLERANCE * scale, TOLERANCE / 2 * scale)
         if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
             best, seconds = result.choices, fast
@@ -177,7 +193,8 @@ class _Rows:
             return Counted(None, limit, True)
         problems = [each.problem for each in left]
         try:
-            result = best_counts(problems, prices, limit - constant, tolerance, self.deadline)
+            soon = after(COUNTING * seconds_until(self.deadline))
+            result = best_counts(problems, prices, limit - constant, tolerance, soon)
         except TooManyChoicesError:
             if sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
                 return Counted(None, -math.inf, False)

@@ -289,7 +289,7 @@ def _by_elimination(
     left = _by_elimination(near.problem, tables, smaller, deadline, gap, known=seen)
     best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
     bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)
-    return _solution(best, bound, left.solver, relaxed.multiplier)
+    return _solution(best, bound, left.solver, left.multiplier or relaxed.multiplier)
 
 
 def _near(
