@@ -67,7 +67,7 @@ class Formulation:
         for number, decision in enumerate(self.space.decisions):
             seconds = self._seconds(number, decision)
             if number in pins:
-                seconds = np.where(pins[number], seconds, np.inf)
+                seconds = self._pinned(seconds, pins[number])
             nothing, name = self.memory.nothing(seconds.shape), self._names[number]
             held = [(nothing,) if row is None else node_bytes(self.memory, number, row) for row in rows]
             segment = segments.get(self.memory.lifetimes.segment[number])
@@ -158,6 +158,14 @@ class Formulation:
         if not more.microbatches.several or not more.once(number):
             return seconds
         return self._matrices.setdefault(("once", id(decision.menu)), seconds / more.microbatches.count)
+
+    def _pinned(self, seconds: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+        """Seconds of what a pin allows; equal arrays under one mask stay one array."""
+        key = ("pinned", id(seconds), id(allowed))
+        if key not in self._matrices:
+            self._matrices[key] = np.where(allowed, seconds, np.inf)
+            self._stacks[key, "held"] = seconds, allowed  # type: ignore[assignment]  # an id means something while its object lives
+        return self._matrices[key]
 
     def _reshard(self, wire: Wire) -> np.ndarray:
         key = self.space.kind(wire)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +37,7 @@ from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
+from autopar.solver.reductions.nearly_best import nearly_best
 from autopar.solver.several_rows import solve_rows
 from autopar.solver.solve import solve, solve_narrow
 from autopar.units import format_bytes, format_share
@@ -43,6 +45,8 @@ from autopar.units import format_bytes, format_share
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
+NEAR, WIDER = 1e-3, 4.0  # of the seconds: how near to the best choices are that are looked among, and growth of that
+NEAR_ROUNDS = 3  # times that choices nearly best are looked among
 MAX_AT_ONCE = 3  # moments that one answer adds to the rows
 APART = 0.05  # of all moments lie between two that are added
 MAX_MOMENTS = 24  # moments that the largest is taken over
@@ -153,9 +157,10 @@ class _Found(Moments):
         best = min(self.fitting, key=lambda answer: answer.seconds)
         if best is self.proof:
             return best
+        is_best = best.seconds - self.proof.bound <= ROUNDING * best.seconds
         return replace(
             best,
-            bound=min(self.proof.bound, best.seconds),
+            bound=best.seconds if is_best else self.proof.bound,
             solver=f"{best.solver}, several moments",
             multiplier=self.proof.multiplier,
             problem=self.proof.problem,
@@ -195,7 +200,9 @@ class _Search:
         """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
         found = _Found(first)
         found.meet(self._bytes_of(first))
-        is_narrow = first.row is not None and self.by_all_rows(found, limit, modes)
+        is_narrow = first.row is not None
+        if is_narrow and not self.by_near_choices(found, limit, modes):
+            self.by_all_rows(found, limit, modes)
         if found.is_proven(max(self.gap, ROUGHLY if is_narrow else 0.0)):
             return found.best
         try:
@@ -212,6 +219,33 @@ class _Search:
             found.fitting += self.by_worst_moments(set(found.moments), limit, modes)
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
+
+    def by_near_choices(self, found: _Found, limit: int, modes: Modes | None) -> bool:
+        """Look among choices that are nearly best under the sum that proves most; False where that is no easier."""
+        share = NEAR
+        for _ in range(NEAR_ROUNDS):
+            near = nearly_best(found.proof.problem, found.proof.multiplier, share, self.deadline)
+            if near is None:
+                return False
+            count = len(self.formulation.space.decisions)
+            pins = {number: mask for number, mask in enumerate(near.left[:count]) if not mask.all()}
+            left = None
+            if modes is not None:
+                masks = zip(modes.items(), near.left[count:], strict=True)
+                left = {name: MODES[int(mask.argmax())] if mask.sum() == 1 else mode for (name, mode), mask in masks}
+            among = replace(self, pins=pins)
+            inner = _Found(found.proof)
+            inner.taken, inner.moments, inner.fitting = found.taken, found.moments, found.fitting
+            if not among.by_all_rows(inner, limit, left) and not inner.fitting:
+                with suppress(MemoryLimitError):
+                    among.by_sums(inner, limit, left)
+            if inner.proof.row is not None and min(inner.proof.bound, near.floor) > found.proof.bound:
+                problem = self._problem(inner.proof.row, limit, modes)  # the bound holds for all choices
+                found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
+            if found.is_proven(max(self.gap, ROUGHLY)) or is_over(self.deadline):
+                break
+            share = _share(found.best) * (1 + NEAR) if found.fitting else share * WIDER
+        return True
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins."""

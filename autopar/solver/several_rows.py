@@ -81,12 +81,10 @@ def solve_rows(
         return None
     gap = max(gap, DEAR_GAP if whole.elimination.work > CHEAP_WORK else TOLERANCE)
     best, bound, share, prices = None, -math.inf, FIRST_MARGIN, tuple(prices)
-    proven = prices
     try:
         while True:
             reached, _ = whole.at(prices)
-            if reached > bound:
-                bound, proven = reached, prices
+            bound = max(bound, reached)
             margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
             left = whole.within(prices, margin)
             found = _best_of(left, prices, reached + margin, deadline, gap)
@@ -102,11 +100,11 @@ def solve_rows(
                 or share > (WIDEST if known < math.inf else WIDE)
             ):
                 break
-            prices, share = found.prices, share * WIDER
+            share *= WIDER
     except TimeLimitError:
         pass
     choices = None if best is None else pruned[0].extend(contracted[0].extend(best))
-    return Best(choices, bound, proven)
+    return Best(choices, bound, prices)
 
 
 def _best_of(left: Sequence[Remaining], start: Sequence[float], below: float, deadline: float, gap: float) -> Best:
