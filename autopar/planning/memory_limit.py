@@ -224,7 +224,8 @@ class _Search:
         """Look among choices that are nearly best under the sum that proves most; False where that is no easier."""
         share = NEAR
         for _ in range(NEAR_ROUNDS):
-            near = nearly_best(found.proof.problem, found.proof.multiplier, share, self.deadline)
+            proof, known = found.proof, min((answer.seconds for answer in found.fitting), default=math.inf)
+            near = nearly_best(proof.problem, proof.multiplier, share, known, self.deadline)
             if near is None:
                 return False
             count = len(self.formulation.space.decisions)
@@ -244,7 +245,7 @@ class _Search:
                 found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
             if found.is_proven(max(self.gap, ROUGHLY)) or is_over(self.deadline):
                 break
-            share = _share(found.best) * (1 + NEAR) if found.fitting else share * WIDER
+            share *= WIDER
         return True
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:

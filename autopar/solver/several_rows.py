@@ -6,8 +6,9 @@
    bound take are left out (`min_marginals`), and little is left.
 2. There the best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the
    next prices lie halfway to those that are best against all of them.
-3. Within a margin that grows from round to round, counts of what is left, with all rows, give the best (`counting_ilp`).
-   Within the margin of the first step it is the best of all; else that is taken again, wider, at the prices found.
+3. Within a margin that grows from round to round, counts of what is left, with all rows, give the best
+   (`counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again, wider, at the
+   prices found.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
-FIRST_EPSILON, GROWTH = 2e-5, 2.0  # of the bound: what is counted first, and growth of that
+FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
 DEAR_GAP = 1e-4  # of the seconds: what is left open of problems whose evaluation takes seconds
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes
@@ -70,8 +71,8 @@ def solve_rows(
     """The best choice per node within all budgets, or better than `known` seconds; None where the graph is too wide.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
-    near those of the answer. Problems whose evaluation takes seconds are solved up to `DEAR_GAP`. What is found by the time limit comes with its bound; a gap (a share of the seconds) ends
-    the search early.
+    near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
+    the search early, as `DEAR_GAP` does for problems whose evaluation takes seconds.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]

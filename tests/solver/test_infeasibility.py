@@ -159,7 +159,7 @@ def test_counted_choices_equal_brute_force(seed: int, budget: int, price: float)
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
     every = itertools.product(*(range(node.num_strategies) for node in problem.nodes))
     best = min((problem.seconds_of(x) for x in every if problem.fits(problem.bytes_of(x))), default=math.inf)
-    found = best_counts(problem, price, 100.0, 1e-9, math.inf)
+    found = best_counts((problem,), (price,), 100.0, 1e-9, math.inf)
     assert found.is_proven and (found.choices is None) == (best == math.inf)
     if found.choices is not None:
         assert problem.seconds_of(found.choices) == pytest.approx(best)

@@ -414,4 +414,4 @@ def test_a_solution_in_time_gives_no_warning() -> None:
 
 
 def test_where_nothing_is_left_to_count_the_choice_is_empty() -> None:
-    assert best_counts(Problem((), (), 10), 0.5, 1.0, 1e-12, np.inf) == Counted((), 0.0, True)
+    assert best_counts((Problem((), (), 10),), (0.5,), 1.0, 1e-12, np.inf) == Counted((), 0.0, True)

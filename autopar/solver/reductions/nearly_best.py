@@ -9,6 +9,7 @@ other rows, are asked of what is left, which is far smaller.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,8 @@ class NearlyBest:
     floor: float
 
 
-def nearly_best(problem: Problem, price: float, share: float, deadline: float) -> NearlyBest | None:
-    """The strategies of choices within a share of the bound of a price of memory.
+def nearly_best(problem: Problem, price: float, share: float, known: float, deadline: float) -> NearlyBest | None:
+    """The strategies of choices within a share of the bound of a price of memory, or of fewer than `known` seconds.
 
     None where that makes nothing easier, as elimination is cheap, where it is not possible, as the graph is too wide
     for it, and where there is no time for it.
@@ -47,7 +48,7 @@ def nearly_best(problem: Problem, price: float, share: float, deadline: float) -
         weighted = evaluate(elimination, tables.weighted(price), deadline)
         least, paid = optimum(elimination, weighted), price * (problem.budget or 0)
         reached = least - paid - ROUNDING * (abs(least) + paid)
-        margin = share * abs(reached)
+        margin = share * abs(reached) if known == math.inf else known - reached + ROUNDING * abs(known)
         found = shared_excesses(contracted.problem, elimination, weighted, margin, deadline)
     except TimeLimitError:
         return None

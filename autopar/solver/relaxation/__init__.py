@@ -1,1 +1,1 @@
-"""Bounds for graphs that are too wide: copies of nodes may differ, and what that gains is levelled out of them."""
+"""Graphs too wide for elimination: bounds by copies of nodes that may differ, levelled, and good solutions."""

@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver import neighbourhoods
+from autopar.solver.relaxation import neighbourhoods
 from autopar.solver.lagrangian import Point, point
-from autopar.solver.neighbourhoods import good_solution
+from autopar.solver.relaxation.neighbourhoods import good_solution
 from autopar.solver.problem import Edge, Node, Problem
 
 NUM_NODES = 60

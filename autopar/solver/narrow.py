@@ -1,0 +1,241 @@
+"""Narrow graphs: everything but a small residual is dynamic programming.
+
+1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
+2. Else a price for memory gives a bound L(λ) and a solution that fits (`lagrangian`). Where these are near each other,
+   what costs more than the difference is left out (`min_marginals`, `fixing`), and the search goes on in what is left,
+   where it is cheap.
+3. Once no price proves more, within an ε of the bound that grows up to that solution, exact reductions and counts of
+   equal parts (`reduction`, `counting_ilp`) solve the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, TimeLimitError
+from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, choices_of, evaluate, narrow_elimination
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
+from autopar.solver.lagrangian import (
+    NOTHING,
+    Least,
+    LeastByElimination,
+    Point,
+    Relaxation,
+    is_closed,
+    maximise_bound,
+    point,
+    priced,
+)
+from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.problem import Problem, Solution
+from autopar.solver.reductions.fixing import Remaining, remaining
+from autopar.solver.reductions.reduction import reduce_problem
+from autopar.units import format_share
+
+TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
+FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
+TIME_PASSED = "the time limit passed before the plan was proven best"
+SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
+GROWTH = 4.0  # of ε from round to round
+WIDER = 16.0  # times ε: what is looked at once for several rounds
+SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the next ones are looked at
+FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a search for a price of memory begins with."""
+
+    price: float = 0.0
+    """That nearly fits; 0: none is known."""
+    known: Point | None = None
+    """A solution that fits."""
+    near: float = 0.0
+    """Where the best solution is so near the bound, as a share of it, the search ends."""
+
+
+COLD = Start()
+
+
+def by_elimination(
+    problem: Problem,
+    tables: Tables,
+    elimination: Elimination,
+    deadline: float,
+    gap: float,
+    price: float = 0.0,
+    known: Point | None = None,
+) -> Solution:
+    """The graph is narrow: everything but a small residual is dynamic programming.
+
+    `price` is one that nearly fits, where it is known, and `known` a solution that fits.
+    """
+    start = Start(price, known, FIXABLE if elimination.work > CHEAP_WORK else 0.0)
+
+    def smallest() -> Point:
+        evaluated = evaluate(elimination, tables.bytes_only(), deadline)
+        least_bytes = point(problem, choices_of(elimination, evaluated))
+        if not problem.fits(least_bytes.num_bytes):
+            raise MemoryLimitError(problem, deadline)
+        return least_bytes
+
+    least = LeastByElimination(problem, elimination, tables, deadline)
+    relaxed = best_bound(problem, least, smallest, deadline, start)
+    assert relaxed is not None
+    if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
+        return solution_of(relaxed.incumbent, relaxed.bound, "elimination")
+    if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap)):
+        return solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    try:
+        near = _near(problem, elimination, least, relaxed, deadline)
+    except TimeLimitError:
+        warn(relaxed.incumbent.seconds, relaxed.bound)
+        return solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    if near is None:
+        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap)
+    # What is left out costs more than the best so far.
+    tables = Tables(near.problem)
+    smaller = narrow_elimination(near.problem, tables)
+    assert smaller is not None
+    seen = point(near.problem, near.restrict(relaxed.incumbent.choices))
+    left = by_elimination(near.problem, tables, smaller, deadline, gap, known=seen)
+    best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
+    bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)
+    return solution_of(best, bound, left.solver, left.multiplier or relaxed.multiplier)
+
+
+def _near(
+    problem: Problem, elimination: Elimination, least: LeastByElimination, relaxed: Relaxation, deadline: float
+) -> Remaining | None:
+    """The problem without what costs more than the best so far at the best price; None where that is not much."""
+    # Excesses carry the rounding of long sums; a strategy too many does no harm.
+    margin = relaxed.incumbent.seconds - relaxed.bound + TOLERANCE * abs(relaxed.incumbent.seconds)
+    weighted = least.evaluated(relaxed.multiplier)
+    found = shared_excesses(problem, elimination, weighted, margin, deadline)
+    left = remaining(problem, found, margin)
+    return left if num_choices(left.problem) <= SHRUNK * num_choices(problem) else None
+
+
+def best_bound(
+    problem: Problem, least: Least, smallest: Callable[[], Point | None], deadline: float, start: Start = COLD
+) -> Relaxation | None:
+    """The optimum without the memory row if that fits, else the best bound that a price for memory proves.
+
+    None where `least`, or `smallest` of those that fit, finds no choices.
+    """
+    found, large, small = _around(problem, least, start)
+    if large is None:
+        free, large = least(0.0)
+        if free == np.inf:
+            raise InfeasibleError(describe_conflict(problem, deadline))
+        if large is None:
+            return None
+        if problem.fits(large.num_bytes):
+            return Relaxation(0.0, free, large)
+        found = found.or_better(Relaxation(0.0, free, NOTHING))
+    small = small or start.known or smallest()
+    return None if small is None else maximise_bound(problem, least, found, large, small, deadline, start.near)
+
+
+def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
+    """What is proven near the price to start from, a solution over the budget there, and one that fits."""
+    found, price = Relaxation(0.0, -math.inf, NOTHING), start.price
+    large: Point | None = None
+    small: Point | None = None
+    for step in SPREAD if price and problem.budget is not None else ():
+        reached, met = least(price)
+        if met is None or reached == np.inf:
+            break
+        assert problem.budget is not None
+        found = found.or_better(priced(reached, price, problem.budget, met))
+        large, small = (large, met) if problem.fits(met.num_bytes) else (met, small)
+        if large is not None and small is not None:
+            break
+        price *= 1 + step if large is not None else 1 / (1 + step)
+    return found, large, small
+
+
+def _close_the_gap(
+    problem: Problem,
+    elimination: Elimination,
+    least: LeastByElimination,
+    relaxed: Relaxation,
+    deadline: float,
+    gap: float,
+) -> Solution:
+    """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
+    incumbent, bound = relaxed.incumbent, relaxed.bound
+    rounding = TOLERANCE * abs(incumbent.seconds)
+    epsilon = FIRST_EPSILON * abs(bound)
+    found, widest = None, 0.0
+    while not is_closed(incumbent.seconds, bound, max(TOLERANCE, gap)):
+        if is_over(deadline):
+            warn(incumbent.seconds, bound)
+            break
+        most = incumbent.seconds - relaxed.bound
+        epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
+        limit = min(relaxed.bound + epsilon, incumbent.seconds)
+        # Excesses carry the rounding of long sums; a strategy too many does no harm.
+        margin = limit - relaxed.bound + rounding
+        try:
+            if found is None or margin > widest:
+                widest = min(WIDER * epsilon, most) + rounding
+                weighted = least.evaluated(relaxed.multiplier)
+                found = shared_excesses(problem, elimination, weighted, widest, deadline)
+            near = remaining(problem, found, margin)
+            residual = reduce_problem(near.problem)
+            constant = near.constant + residual.constant
+            result = Counted(None, math.inf, True)
+            if constant < np.inf:
+                below = limit - constant
+                result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, deadline)
+        except TimeLimitError:
+            continue  # the time is over
+        if result.choices is not None:
+            incumbent = min(
+                incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
+            )
+        # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
+        bound = max(bound, min(constant + result.bound, limit))
+        if not result.is_proven:
+            warn(incumbent.seconds, bound)
+            break
+        epsilon *= GROWTH
+    return solution_of(incumbent, bound, "multiplier + counts", relaxed.multiplier)
+
+
+def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
+    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
+    try:
+        return best_counts((problem,), (multiplier,), limit, tolerance, deadline)
+    except TooManyChoicesError:
+        result = solve_ilp(problem, seconds_until(deadline), tolerance=tolerance)
+        return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
+
+
+def solution_of(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
+    proven = found.seconds if is_closed(found.seconds, bound, TOLERANCE) else bound
+    return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
+
+
+def warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:
+    share = (seconds - bound) / abs(seconds) if seconds else 0.0
+    warnings.warn(
+        f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "
+        "Raise the time limit, or give up a little more with gap=….",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def num_choices(problem: Problem) -> float:
+    """How many choices a problem has, as a logarithm."""
+    return sum(math.log(node.num_strategies) for node in problem.nodes)
