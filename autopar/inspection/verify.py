@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.memory.peak import memory_use
-from autopar.planning.memory_limit import Answer
+from autopar.planning.limit.answers import Answer
 from autopar.planning.record import choices_of, written_down
 from autopar.planning.record import evaluate as seconds_of
 from autopar.planning.settings import PlanContext, context_of

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.cost.operations import flops
 from autopar.memory.peak import memory_use
-from autopar.planning.memory_limit import Answer
+from autopar.planning.limit.answers import Answer
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import parts_of
 from autopar.program.calls import module_of

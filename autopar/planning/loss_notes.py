@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.memory.model import MemoryModel
-from autopar.planning.memory_limit import Answer
+from autopar.planning.limit.answers import Answer
 from autopar.planning.settings import PlanContext
 from autopar.program.calls import module_of
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY, rows_of_tiles

@@ -11,7 +11,8 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.memory_limit import Answer, best_within
+from autopar.planning.limit.answers import Answer
+from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings
 from autopar.planning.step_seconds import parts_of

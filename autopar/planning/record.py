@@ -11,8 +11,8 @@ from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
 from autopar.planning.expert_notes import notes_on_experts
+from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
-from autopar.planning.memory_limit import Answer
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved, PlanRow

@@ -14,7 +14,7 @@ from autopar.capture.export import capture
 from autopar.errors import AnnotationError, PlanError
 from autopar.hardware.load import load
 from autopar.inspection.verify import check
-from autopar.planning import memory_limit
+from autopar.planning.limit import memory_limit
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan

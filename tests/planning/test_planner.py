@@ -24,7 +24,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
-from autopar.planning import memory_limit as search
+from autopar.planning.limit import memory_limit as search
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of, evaluate
 from autopar.sharding.mesh import Mesh

@@ -31,8 +31,8 @@ from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.least_peak import LeastPeak, Moments, least_peak
-from autopar.plans.rows import MemoryUse
+from autopar.planning.limit.answers import Answer, Found, full, share
+from autopar.planning.limit.least_peak import LeastPeak, least_peak
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
@@ -47,12 +47,9 @@ PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
 NEAR, WIDER = 1e-3, 4.0  # of the seconds: how near to the best choices are that are looked among, and growth of that
 NEAR_ROUNDS = 3  # times that choices nearly best are looked among
-MAX_AT_ONCE = 3  # moments that one answer adds to the rows
-APART = 0.05  # of all moments lie between two that are added
 MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
-ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
@@ -62,31 +59,6 @@ MAX_NAMED = 6  # pins whose worth is worked out
 
 Modes = Mapping[str, str]
 """Segment → its mode, "" where it is free to choose."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Choices per decision and segment, what they take, and the proof of how good they are."""
-
-    choices: tuple[int, ...]
-    modes: Mapping[str, str]
-    seconds: float
-    bound: float
-    peak_bytes: int
-    memory: MemoryUse
-    fullest: int
-    """Place of the call whose backward is the fullest moment."""
-    solver: str
-    multiplier: float
-    problem: Problem
-    """The problem on which the bound is proven with the multiplier."""
-    row: MemoryRow | None = None
-    """The moments that it was limited at."""
-
-    @property
-    def price(self) -> float:
-        """Of a byte at one moment, in seconds, at which the bound is proven."""
-        return 0.0 if self.row is None else self.multiplier * self.row.total
 
 
 def best_within(
@@ -112,63 +84,15 @@ def best_within(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
         found = search.at_every_moment(found, limit, modes)
-    if _share(found) > gap:
+    if share(found) > gap:
         why = "the time limit passed: " if is_over(search.deadline) else ""
         warnings.warn(
             f"{why}the plan is within the limit at every moment, but not proven best: at most "
-            f"{format_share(_share(found))} of its step could be saved.",
+            f"{format_share(share(found))} of its step could be saved.",
             RuntimeWarning,
             stacklevel=2,
         )
     return found
-
-
-def _share(answer: Answer) -> float:
-    """How much of the step could be saved at most; what rounding leaves is nothing."""
-    share = (answer.seconds - answer.bound) / answer.seconds
-    return share if share > ROUNDING else 0.0
-
-
-def _full(taken: np.ndarray, limit: int) -> set[int]:
-    """The fullest moments of those that take more than the limit, some of them far from each other."""
-    found: set[int] = set()
-    left = np.where(taken > limit, taken, -1)
-    apart = max(1, int(APART * len(taken)))
-    while len(found) < MAX_AT_ONCE and left.max() >= 0:
-        place = int(left.argmax())
-        found.add(place)
-        left[max(place - apart, 0) : place + apart + 1] = -1
-    return found
-
-
-class _Found(Moments):
-    """What is known while the best answer that fits is looked for."""
-
-    def __init__(self, proof: Answer) -> None:
-        super().__init__()
-        self.proof = proof
-        """The answer of the best bound."""
-        self.fitting: list[Answer] = []
-        """Answers within the limit at every moment."""
-
-    @property
-    def best(self) -> Answer:
-        """The fastest that fits, with the best bound."""
-        best = min(self.fitting, key=lambda answer: answer.seconds)
-        if best is self.proof:
-            return best
-        is_best = best.seconds - self.proof.bound <= ROUNDING * best.seconds
-        return replace(
-            best,
-            bound=best.seconds if is_best else self.proof.bound,
-            solver=f"{best.solver}, several moments",
-            multiplier=self.proof.multiplier,
-            problem=self.proof.problem,
-        )
-
-    def is_proven(self, gap: float) -> bool:
-        """Whether one that fits is proven to be within a gap of the best."""
-        return bool(self.fitting) and _share(self.best) <= gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +122,7 @@ class _Search:
 
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
         """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
-        found = _Found(first)
+        found = Found(first)
         found.meet(self._bytes_of(first))
         is_narrow = first.row is not None
         if is_narrow and not self.by_near_choices(found, limit, modes):
@@ -220,12 +144,12 @@ class _Search:
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
 
-    def by_near_choices(self, found: _Found, limit: int, modes: Modes | None) -> bool:
+    def by_near_choices(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look among choices that are nearly best under the sum that proves most; False where that is no easier."""
-        share = NEAR
+        nearness = NEAR
         for _ in range(NEAR_ROUNDS):
             proof, known = found.proof, min((answer.seconds for answer in found.fitting), default=math.inf)
-            near = nearly_best(proof.problem, proof.multiplier, share, known, self.deadline)
+            near = nearly_best(proof.problem, proof.multiplier, nearness, known, self.deadline)
             if near is None:
                 return False
             count = len(self.formulation.space.decisions)
@@ -235,7 +159,7 @@ class _Search:
                 masks = zip(modes.items(), near.left[count:], strict=True)
                 left = {name: MODES[int(mask.argmax())] if mask.sum() == 1 else mode for (name, mode), mask in masks}
             among = replace(self, pins=pins)
-            inner = _Found(found.proof)
+            inner = Found(found.proof)
             inner.taken, inner.moments, inner.fitting = found.taken, found.moments, found.fitting
             if not among.by_all_rows(inner, limit, left) and not inner.fitting:
                 with suppress(MemoryLimitError):
@@ -245,7 +169,7 @@ class _Search:
                 found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
             if found.is_proven(max(self.gap, ROUGHLY)) or is_over(self.deadline):
                 break
-            share *= WIDER
+            nearness *= WIDER
         return True
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
@@ -333,12 +257,12 @@ class _Search:
         certificate = solution.solver, solution.multiplier, problem, row
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
-    def by_all_rows(self, found: _Found, limit: int, modes: Modes | None) -> bool:
+    def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; False where the graph is too wide for that."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
         row = found.proof.row or MemoryRow(((last, 1),))
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
-        places = {*prices, *found.moments, *_full(found.taken[-1], limit)}
+        places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         for _ in range(MAX_MOMENTS):
             if is_over(self.deadline if found.fitting else halfway):
@@ -363,7 +287,7 @@ class _Search:
                 found.fitting.append(answer)
                 return True
             found.meet(self._bytes_of(answer))
-            places |= _full(found.taken[-1], limit)
+            places |= full(found.taken[-1], limit)
         return True
 
     def _proven(
@@ -391,7 +315,7 @@ class _Search:
             places = places | {found.fullest}
         return []
 
-    def by_sums(self, found: _Found, limit: int, modes: Modes | None) -> None:
+    def by_sums(self, found: Found, limit: int, modes: Modes | None) -> None:
         """Answers under the limit on sums of moments, until one fits or the sums repeat; raises MemoryLimitError."""
         if not found.fitting:
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, FIRST_LIMITS)

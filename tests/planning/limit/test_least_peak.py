@@ -17,7 +17,7 @@ from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation
-from autopar.planning.least_peak import least_peak
+from autopar.planning.limit.least_peak import least_peak
 from autopar.planning.planner import make_plan
 from autopar.space.space import Space
 from tests.planning.test_planner import every_choice

@@ -1,0 +1,90 @@
+"""Answers to problems with a memory limit, and what is known of them while the best is looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.memory.moments import MemoryRow
+from autopar.planning.limit.least_peak import Moments
+from autopar.plans.rows import MemoryUse
+from autopar.solver.problem import Problem
+
+MAX_AT_ONCE = 3  # moments that one answer adds to the rows
+APART = 0.05  # of all moments lie between two that are added
+ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Choices per decision and segment, what they take, and the proof of how good they are."""
+
+    choices: tuple[int, ...]
+    modes: Mapping[str, str]
+    seconds: float
+    bound: float
+    peak_bytes: int
+    memory: MemoryUse
+    fullest: int
+    """Place of the call whose backward is the fullest moment."""
+    solver: str
+    multiplier: float
+    problem: Problem
+    """The problem on which the bound is proven with the multiplier."""
+    row: MemoryRow | None = None
+    """The moments that it was limited at."""
+
+    @property
+    def price(self) -> float:
+        """Of a byte at one moment, in seconds, at which the bound is proven."""
+        return 0.0 if self.row is None else self.multiplier * self.row.total
+
+
+def share(answer: Answer) -> float:
+    """How much of the step could be saved at most; what rounding leaves is nothing."""
+    share = (answer.seconds - answer.bound) / answer.seconds
+    return share if share > ROUNDING else 0.0
+
+
+def full(taken: np.ndarray, limit: int) -> set[int]:
+    """The fullest moments of those that take more than the limit, some of them far from each other."""
+    found: set[int] = set()
+    left = np.where(taken > limit, taken, -1)
+    apart = max(1, int(APART * len(taken)))
+    while len(found) < MAX_AT_ONCE and left.max() >= 0:
+        place = int(left.argmax())
+        found.add(place)
+        left[max(place - apart, 0) : place + apart + 1] = -1
+    return found
+
+
+class Found(Moments):
+    """What is known while the best answer that fits is looked for."""
+
+    def __init__(self, proof: Answer) -> None:
+        super().__init__()
+        self.proof = proof
+        """The answer of the best bound."""
+        self.fitting: list[Answer] = []
+        """Answers within the limit at every moment."""
+
+    @property
+    def best(self) -> Answer:
+        """The fastest that fits, with the best bound."""
+        best = min(self.fitting, key=lambda answer: answer.seconds)
+        if best is self.proof:
+            return best
+        is_best = best.seconds - self.proof.bound <= ROUNDING * best.seconds
+        return replace(
+            best,
+            bound=best.seconds if is_best else self.proof.bound,
+            solver=f"{best.solver}, several moments",
+            multiplier=self.proof.multiplier,
+            problem=self.proof.problem,
+        )
+
+    def is_proven(self, gap: float) -> bool:
+        """Whether one that fits is proven to be within a gap of the best."""
+        return bool(self.fitting) and share(self.best) <= gap
