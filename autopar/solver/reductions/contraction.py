@@ -55,6 +55,11 @@ class _State:
         self.nodes: dict[int, Node] = dict(enumerate(problem.nodes))
         self.members = {node: {node: np.arange(each.num_strategies)} for node, each in self.nodes.items()}
         self.edges: dict[int, Edge] = dict(enumerate(problem.edges))
+        self.at: dict[int, set[int]] = {node: set() for node in self.nodes}
+        """Node → its edges."""
+        for number, edge in self.edges.items():
+            for end in edge.ends:
+                self.at[end].add(number)
         self.made: dict[object, object] = {}
 
     def join_some(self) -> bool:
@@ -100,19 +105,19 @@ class _State:
 
     def _join(self, one: int, other: int, pairs: tuple[Integers, Integers]) -> None:
         rows = dict(zip((one, other), pairs, strict=True))
-        between = [n for n, edge in self.edges.items() if set(edge.ends) <= rows.keys()]
+        between = [n for n in sorted(self.at[one] | self.at[other]) if set(self.edges[n].ends) <= rows.keys()]
         nodes = self.nodes[one], self.nodes[other]
         edges = [self.edges.pop(number) for number in between]
         self.nodes[one] = self._joined(nodes, edges, rows, pairs)
         del self.nodes[other]
+        self.at[one] = (self.at[one] | self.at.pop(other)).difference(between)
         of_other = self.members.pop(other)
         self.members[one] = {
             **{node: strategies[pairs[0]] for node, strategies in self.members[one].items()},
             **{node: strategies[pairs[1]] for node, strategies in of_other.items()},
         }
-        for number, edge in self.edges.items():
-            if not rows.keys().isdisjoint(edge.ends):
-                self.edges[number] = self._indexed(edge, rows, one)
+        for number in sorted(self.at[one]):
+            self.edges[number] = self._indexed(self.edges[number], rows, one)
 
     def _joined(
         self, nodes: tuple[Node, Node], edges: list[Edge], rows: dict[int, Integers], pairs: tuple[Integers, Integers]
