@@ -25,6 +25,7 @@ from autopar.solver.order import elimination_order, separators
 from autopar.solver.problem import Floats, Integers, Problem, only_bytes
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
+SURROUNDINGS = 3  # edges: nodes whose surroundings are equal so far are of one kind
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
 FAIR_WORK = 5_000_000_000  # entries of an order that keeps layers apart: others are seldom much better
@@ -119,6 +120,24 @@ class Tables:
 
     def __len__(self) -> int:
         return len(self._menus) + len(self._matrices)
+
+    def kinds(self, problem: Problem) -> list[int]:
+        """A number per node, the same for nodes with equal tables and surroundings (Weisfeiler & Leman 1968)."""
+        at: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
+        for number, edge in enumerate(problem.edges):
+            for place, end in enumerate(edge.ends):
+                at[end].append((number, place))
+        kinds = self.of_node
+        for _ in range(SURROUNDINGS):
+            of_edge = [
+                (table, *[kinds[end] for end in e.ends]) for table, e in zip(self.of_edge, problem.edges, strict=True)
+            ]
+            numbers: dict[object, int] = {}
+            kinds = [
+                numbers.setdefault((kind, *sorted((of_edge[number], place) for number, place in around)), len(numbers))
+                for kind, around in zip(kinds, at, strict=True)
+            ]
+        return kinds
 
     def costs(self) -> list[_Table]:
         """Seconds of every table, and its bytes in each of the problems; None: no bytes."""

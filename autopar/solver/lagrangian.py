@@ -74,7 +74,7 @@ class LeastByElimination:
         self._deadline = deadline
         self._problem = problem
         self._elimination = elimination
-        self._tables = tables
+        self.tables = tables
         self._price = math.nan
         self._evaluated: list[Floats] = []
 
@@ -84,7 +84,7 @@ class LeastByElimination:
         TimeLimitError where that takes until the deadline.
         """
         if price != self._price:
-            self._evaluated = evaluate(self._elimination, self._tables.weighted(price), self._deadline)
+            self._evaluated = evaluate(self._elimination, self.tables.weighted(price), self._deadline)
             self._price = price
         return self._evaluated
 

@@ -14,13 +14,14 @@ strategies.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
-from autopar.solver.elimination import Elimination, EliminationStep, bag_sum
+from autopar.solver.elimination import Elimination, EliminationStep, Tables, bag_sum
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.reductions.reduction import cut_table
 
@@ -140,30 +141,40 @@ def _cut_bag_sum(
 def shared_excesses(
     problem: Problem,
     elimination: Elimination,
-    tables: Sequence[Floats],
+    tables: Tables,
+    evaluated: Sequence[Floats],
     margin: float = np.inf,
     deadline: float = NEVER,
 ) -> Excesses:
-    """As `excesses`, of all buckets of a step together: what any of them makes of a strategy, whichever needs it least.
+    """As `excesses`, of nodes of one kind together: what a strategy takes wherever it takes least (`Tables.kinds`).
 
-    Equal layers stay equal, and the work is that of an evaluation, or less where little is below the margin.
-    Of pairs it is over all strategies; those above the margin may be infinite.
+    Equal layers stay equal, and the work is that of an evaluation, or less where little is below the margin. Of pairs
+    it is over all strategies; those above the margin may be infinite.
     """
-    found = _calibrated_steps(elimination, tables, margin, deadline)
+    found = _calibrated_steps(elimination, evaluated, margin, deadline)
+    kinds = tables.kinds(problem)
     every = {node.num_strategies: np.arange(node.num_strategies) for node in problem.nodes}
-    of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
-    of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
+    of_nodes: dict[int, dict[int, Floats]] = defaultdict(dict)
+    of_edges: dict[tuple[int, ...], dict[int, Floats]] = defaultdict(dict)
+    edge_kinds = [
+        (table, *[kinds[end] for end in edge.ends]) for table, edge in zip(tables.of_edge, problem.edges, strict=True)
+    ]
     for bucket in elimination.buckets:
-        step, node = found[bucket.step], bucket.bag[0]
-        of_node[node] = step.of_node
+        step = found[bucket.step]
+        of_nodes[kinds[bucket.bag[0]]][id(step)] = step.of_node
         axis = {member: number for number, member in enumerate(bucket.bag)}
         for number in bucket.edges:
             edge = problem.edges[number]
-            ends = edge.ends[:1] if edge.is_loop else edge.ends
-            least = step.least.get(tuple(axis[end] for end in ends))
-            of_edge[number] = step.loop if least is None else least
-    alive = tuple(every[node.num_strategies] for node in problem.nodes)
-    return Excesses(alive, tuple(of_node), tuple(of_edge), ())
+            least = step.loop if edge.is_loop else step.least[tuple(axis[end] for end in edge.ends)]
+            of_edges[edge_kinds[number]][id(least)] = least
+    node_least = {kind: np.minimum.reduce(list(each.values())) for kind, each in of_nodes.items()}
+    edge_least = {kind: np.minimum.reduce(list(each.values())) for kind, each in of_edges.items()}
+    return Excesses(
+        tuple([every[node.num_strategies] for node in problem.nodes]),
+        tuple([node_least[kind] for kind in kinds]),
+        tuple([edge_least[kind] for kind in edge_kinds]),
+        (),
+    )
 
 
 def outside_steps(

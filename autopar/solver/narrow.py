@@ -119,7 +119,7 @@ def _near(
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     margin = relaxed.incumbent.seconds - relaxed.bound + TOLERANCE * abs(relaxed.incumbent.seconds)
     weighted = least.evaluated(relaxed.multiplier)
-    found = shared_excesses(problem, elimination, weighted, margin, deadline)
+    found = shared_excesses(problem, elimination, least.tables, weighted, margin, deadline)
     left = remaining(problem, found, margin)
     return left if num_choices(left.problem) <= SHRUNK * num_choices(problem) else None
 
@@ -189,7 +189,7 @@ def _close_the_gap(
             if found is None or margin > widest:
                 widest = min(WIDER * epsilon, most) + rounding
                 weighted = least.evaluated(relaxed.multiplier)
-                found = shared_excesses(problem, elimination, weighted, widest, deadline)
+                found = shared_excesses(problem, elimination, least.tables, weighted, widest, deadline)
             near = remaining(problem, found, margin)
             residual = reduce_problem(near.problem)
             constant = near.constant + residual.constant

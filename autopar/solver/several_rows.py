@@ -162,7 +162,7 @@ class _Rows:
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
         evaluated = self._evaluated(prices)
-        found = shared_excesses(self.problems[0], self.elimination, evaluated, margin, self.deadline)
+        found = shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
         return [remaining(each, found, margin) for each in self.problems]
 
     def best_prices(self, start: tuple[float, ...], scale: float) -> _Priced:

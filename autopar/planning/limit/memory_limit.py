@@ -158,7 +158,7 @@ class _Search:
             if modes is not None:
                 masks = zip(modes.items(), near.left[count:], strict=True)
                 left = {name: MODES[int(mask.argmax())] if mask.sum() == 1 else mode for (name, mode), mask in masks}
-            among = replace(self, pins=pins)
+            among = replace(self, pins=pins, gap=max(self.gap, ROUGHLY))
             inner = Found(found.proof)
             inner.taken, inner.moments, inner.fitting = found.taken, found.moments, found.fitting
             if not among.by_all_rows(inner, limit, left) and not inner.fitting:

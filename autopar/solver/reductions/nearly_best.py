@@ -49,7 +49,7 @@ def nearly_best(problem: Problem, price: float, share: float, known: float, dead
         least, paid = optimum(elimination, weighted), price * (problem.budget or 0)
         reached = least - paid - ROUNDING * (abs(least) + paid)
         margin = share * abs(reached) if known == math.inf else known - reached + ROUNDING * abs(known)
-        found = shared_excesses(contracted.problem, elimination, weighted, margin, deadline)
+        found = shared_excesses(contracted.problem, elimination, tables, weighted, margin, deadline)
     except TimeLimitError:
         return None
     left: list[np.ndarray] = [np.empty(0)] * len(problem.nodes)

@@ -237,6 +237,8 @@ def prune(problem: Problem) -> Pruned:
     """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed."""
     allowed = {id(node.seconds): node.seconds for node in problem.nodes}
     rows_of = {key: np.flatnonzero(np.isfinite(seconds)) for key, seconds in allowed.items()}
+    equal: dict[bytes, Integers] = {}  # equal rows are one array, so that what is cut by them is
+    rows_of = {key: equal.setdefault(rows.tobytes(), rows) for key, rows in rows_of.items()}
     kept = tuple([rows_of[id(node.seconds)] for node in problem.nodes])
     assert all(len(each) for each in rows_of.values()), "a node without an allowed strategy"
     menus: dict[tuple[int, int], tuple[Floats, Integers]] = {}  # equal menus stay one array, and so do equal edges
