@@ -86,20 +86,20 @@ def solve_rows(
         while True:
             reached, _ = whole.at(prices)
             bound = max(bound, reached)
-            margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
+            margin = min(math.inf if share > WIDEST else share * abs(reached), known - reached)
+            margin += TOLERANCE * abs(reached)
+            below = reached + margin
             left = whole.within(prices, margin)
-            found = _best_of(left, prices, reached + margin, deadline, gap)
+            found = _best_of(left, prices, below, deadline, gap)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
                 if seconds < known:
                     best, known = choices, seconds
-            bound = max(bound, min(found.bound, reached + margin, known))
-            if (
-                is_closed(known, bound, max(TOLERANCE, gap))
-                or is_over(deadline)
-                or share > (WIDEST if known < math.inf else WIDE)
-            ):
+            bound, prices = max(bound, min(found.bound, below, known)), found.prices
+            is_within = found.bound < below - 2 * gap * abs(below)  # and no wider margin proves more
+            is_widest = share > (WIDEST if known < math.inf else WIDE)
+            if is_closed(known, bound, gap) or is_within or is_widest or is_over(deadline):
                 break
             share *= WIDER
     except TimeLimitError:

@@ -24,7 +24,7 @@ class Remaining:
 
     problem: Problem
     constant: float
-    """Infinite where what is decided exceeds the memory limit."""
+    """Infinite where what is decided exceeds the memory limit, and where a node is left with nothing."""
     kept: tuple[Integers, ...]
     """For each node of the original problem, the strategies it is left with."""
     undecided: tuple[int, ...]
@@ -46,7 +46,9 @@ def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
     """What is left of a problem without the strategies and the pairs whose excess is above `limit` seconds."""
     rows = _rows(found, limit)
     kept = tuple([each for _, each in rows])
-    decided = np.array([len(each) == 1 for each in kept])
+    if not all(map(len, kept)):
+        return Remaining(Problem((), (), problem.budget), math.inf, kept, ())
+    decided = np.array([len(each) == 1 for each in kept], dtype=bool)
     undecided = np.flatnonzero(~decided).tolist()
     place = {node: number for number, node in enumerate(undecided)}
     seconds, num_bytes = _menus(problem, kept, undecided)

@@ -1,0 +1,116 @@
+"""With several memory rows the answer is that of brute force; what is left out of a problem is in no better answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import several_rows
+from autopar.solver.elimination import Tables, compile_elimination, evaluate
+from autopar.solver.min_marginals import excesses, shared_excesses
+from autopar.solver.order import separators
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions import nearly_best as near
+from autopar.solver.several_rows import solve_rows
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+def _rows(seed: int, num_layers: int, count: int) -> list[Problem]:
+    """Layers of two nodes in a chain, equal but for their bytes, which rows count in other layers each."""
+    rng = np.random.default_rng(seed)
+    menus, across, into = rng.random((2, 3)), rng.random((3, 3)), rng.random((3, 3))
+    held, moved = rng.integers(1, 30, (count, 2, 3)), rng.integers(0, 9, (3, 3))
+    nothing = np.zeros(3, dtype=np.int64)
+    problems = []
+    for row in range(count):
+        nodes = [
+            Node(f"{layer}.{i}", menus[i], held[row, i] if (layer + row) % 3 else nothing)
+            for layer in range(num_layers)
+            for i in range(2)
+        ]
+        edges = [Edge((2 * layer, 2 * layer + 1), into, moved) for layer in range(num_layers)]
+        edges += [Edge((2 * layer - 1, 2 * layer), across) for layer in range(1, num_layers)]
+        most = sum(int(node.num_bytes.max()) for node in nodes)
+        problems.append(Problem(tuple(nodes), tuple(edges), int(most * rng.uniform(0.4, 0.9))))
+    return problems
+
+
+def _brute_force(problems: list[Problem]) -> float:
+    every = itertools.product(*(range(node.num_strategies) for node in problems[0].nodes))
+    fitting = (x for x in every if all(each.fits(each.bytes_of(x)) for each in problems))
+    return min((problems[0].seconds_of(x) for x in fitting), default=math.inf)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, count=st.integers(1, 3), price=st.sampled_from([0.0, 0.01, 0.1]))
+def test_with_several_rows_the_answer_is_that_of_brute_force(seed: int, count: int, price: float) -> None:
+    problems = _rows(seed, 3, count)
+    best = _brute_force(problems)
+    known = best * 1.5 if best < math.inf else math.inf
+    found = solve_rows(problems, [price] * count, known, 60.0)
+    assert found is not None and found.bound <= best * (1 + 1e-9)
+    if best < math.inf:
+        assert found.choices is not None and all(each.fits(each.bytes_of(found.choices)) for each in problems)
+        assert problems[0].seconds_of(found.choices) == pytest.approx(best) == pytest.approx(found.bound)
+    else:
+        assert found.choices is None
+
+
+def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
+    problems = _rows(3, 3, 2)
+    best = _brute_force(problems)
+    assert best < math.inf
+    found = solve_rows(problems, [0.0, 0.0], 0.999 * best, 60.0)
+    assert found is not None and found.choices is None and found.bound == pytest.approx(0.999 * best)
+
+
+def test_a_graph_that_is_too_wide_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_rows, "MAX_WORK", 1)
+    assert solve_rows(_rows(0, 3, 2), [0.0, 0.0], math.inf, 60.0) is None
+
+
+@settings(deadline=None, max_examples=6)
+@given(seed=seeds, share=st.floats(0.001, 0.5), is_known=st.booleans())
+def test_nearly_best_choices_are_all_left(seed: int, share: float, is_known: bool) -> None:
+    problem = _rows(seed, 3, 1)[0]
+    known = _brute_force([problem]) * 1.1 if is_known else math.inf
+    assume(known < math.inf or not is_known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near, "CHEAP_WORK", 0)
+        found = near.nearly_best(problem, 0.02, share, known, math.inf)
+    assert found is not None and (found.floor >= known or not is_known)
+    for choices in itertools.product(range(3), repeat=len(problem.nodes)):
+        if problem.seconds_of(choices) < found.floor and problem.fits(problem.bytes_of(choices)):
+            assert all(mask[choice] for mask, choice in zip(found.left, choices, strict=True))
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, num_layers=st.integers(1, 6), margin=st.sampled_from([0.1, 0.5, math.inf]))
+def test_excesses_of_a_kind_are_no_more_than_those_of_its_nodes(seed: int, num_layers: int, margin: float) -> None:
+    problem = _rows(seed, num_layers, 1)[0]
+    tables = Tables(problem)
+    elimination = compile_elimination(problem, tables, balanced=True)
+    evaluated = evaluate(elimination, tables.weighted(0.01))
+    exact = excesses(problem, elimination, evaluated)
+    shared = shared_excesses(problem, elimination, tables, evaluated, margin)
+    kinds = tables.kinds(problem)
+    for kind, one, other in zip(kinds, exact.of_node, shared.of_node, strict=True):
+        assert other is shared.of_node[kinds.index(kind)] and other.min() == pytest.approx(0.0, abs=1e-9)
+        assert (np.where(one <= margin, other, 0.0) <= one + 1e-9).all()
+    for one, other in zip(exact.of_edge, shared.of_edge, strict=True):
+        assert (np.where(one <= margin, other, 0.0) <= one + 1e-9).all()
+
+
+def test_what_joins_two_layers_separates_them() -> None:
+    menu, table, nothing = np.zeros(2), np.zeros((2, 2)), np.zeros(2, dtype=np.int64)
+    nodes = tuple(Node(str(i), menu, nothing) for i in range(25))
+    ring = [(first + i, first + i + 1) for first in (0, 8, 16) for i in range(8)]
+    edges = tuple(Edge(ends, table) for ends in [*ring, (0, 8), (8, 16), (16, 24)])
+    assert separators(Problem(nodes, edges)) == {8, 16}
+    assert separators(Problem(nodes[:9], edges[:8])) == frozenset()
