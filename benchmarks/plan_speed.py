@@ -33,6 +33,8 @@ PEER = "https://github.com/meta-pytorch/autoparallel"
 GROUPS: dict[str, tuple[Row, ...]] = {
     "models": (
         Row("llama-8b", (8, 8), TEXTS, TOKENS),
+        Row("llama-70b", (8, 8), TEXTS, TOKENS),
+        Row("llama-70b", (4, 8, 8), TEXTS, TOKENS),
         Row("llama-405b", (16, 8, 8), TEXTS, TOKENS),
         Row("t5-large", (8, 8), TEXTS * TOKENS // 512, 512),  # its texts are of 512 tokens
         Row("vit-h", (8, 8), TEXTS * TOKENS // 256, 0),  # 16×16 patches an image

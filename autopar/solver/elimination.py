@@ -146,13 +146,18 @@ class Tables:
     def weighted(self, *prices: float) -> list[Floats]:
         """The tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
         return [
-            sum((price * each for price, each in zip(prices, held, strict=True) if each is not None and price), seconds)
-            for seconds, held in self.costs()
+            seconds + paid if (paid := _paid(held, prices)) is not None else seconds for seconds, held in self.costs()
         ]
 
     def bytes_only(self) -> list[Floats]:
         """The tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
         return [only_bytes(seconds, held[0]) for seconds, held in self.costs()]
+
+
+def _paid(held: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:
+    """What the bytes of each problem cost together at its price; None where they cost nothing."""
+    parts = [price * each for price, each in zip(prices, held, strict=True) if each is not None and price]
+    return np.asarray(sum(parts[1:], parts[0])) if parts else None
 
 
 def _diagonal(array: np.ndarray | None) -> np.ndarray | None:

@@ -28,7 +28,8 @@ def separators(problem: Problem) -> frozenset[int]:
     for edge in problem.edges:
         graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
     parts = (part for part in nx.biconnected_components(graph) if len(part) >= MIN_PART)
-    return frozenset(node for node, count in Counter(itertools.chain.from_iterable(parts)).items() if count > 1)
+    counts: Counter[int] = Counter(node for part in parts for node in part)
+    return frozenset(node for node, count in counts.items() if count > 1)
 
 
 def elimination_order(

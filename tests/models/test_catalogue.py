@@ -41,7 +41,15 @@ def test_equal_seeds_make_equal_models() -> None:
 
 
 CAUSAL = [name for name, model in BUILT_IN.items() if model.wrapper is LanguageModel]
-BILLIONS = {"llama-1b": 1.24, "llama-8b": 8.03, "llama-405b": 405.9, "gpt2": 0.124, "t5-large": 0.738, "vit-h": 0.632}
+BILLIONS = {
+    "llama-1b": 1.24,
+    "llama-8b": 8.03,
+    "llama-70b": 70.55,
+    "llama-405b": 405.9,
+    "gpt2": 0.124,
+    "t5-large": 0.738,
+    "vit-h": 0.632,
+}
 """Parameters as published: of the models' cards, and of the papers on T5 and ViT."""
 
 

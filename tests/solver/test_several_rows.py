@@ -67,7 +67,7 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
     best = _brute_force(problems)
     assert best < math.inf
     found = solve_rows(problems, [0.0, 0.0], 0.999 * best, 60.0)
-    assert found is not None and found.choices is None and found.bound == pytest.approx(0.999 * best)
+    assert found is not None and found.choices is None and found.bound >= 0.999 * best * (1 - 1e-9)
 
 
 def test_a_graph_that_is_too_wide_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
 from autopar.solver.counting_ilp import Counted, best_counts
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
-from autopar.solver.reductions.fixing import remaining
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions.fixing import remaining
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 

@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver.relaxation import neighbourhoods
 from autopar.solver.lagrangian import Point, point
-from autopar.solver.relaxation.neighbourhoods import good_solution
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation import neighbourhoods
+from autopar.solver.relaxation.neighbourhoods import good_solution
 
 NUM_NODES = 60
 
