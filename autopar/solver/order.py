@@ -11,7 +11,8 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import networkx as nx
 
@@ -27,8 +28,8 @@ def separators(problem: Problem) -> frozenset[int]:
     graph = nx.Graph()
     for edge in problem.edges:
         graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
-    parts = (part for part in nx.biconnected_components(graph) if len(part) >= MIN_PART)
-    counts: Counter[int] = Counter(node for part in parts for node in part)
+    parts: Iterable[set[Any]] = nx.biconnected_components(graph)
+    counts = Counter(itertools.chain.from_iterable(part for part in parts if len(part) >= MIN_PART))
     return frozenset(node for node, count in counts.items() if count > 1)
 
 
