@@ -28,7 +28,7 @@ from benchmarks.unet import unet
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
-STAGES = {"capture": offline, "build_space": request, "make_plan": request}
+STAGES = {"trace": offline, "build_space": request, "make_plan": request}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
@@ -94,7 +94,7 @@ def measure(row: Row) -> Measured:
         total=time.perf_counter() - start,
         cpu=time.process_time() - cpu,
         rss_bytes=peak_rss(),
-        nodes=len(results["capture"].graph.nodes),
+        nodes=len(results["trace"].graph.nodes),
         **outcome,
     )
 

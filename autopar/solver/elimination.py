@@ -157,7 +157,7 @@ class Tables:
 def _paid(held: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:
     """What the bytes of each problem cost together at its price; None where they cost nothing."""
     parts = [price * each for price, each in zip(prices, held, strict=True) if each is not None and price]
-    return np.asarray(sum(parts[1:], parts[0])) if parts else None
+    return sum(parts[1:], parts[0]).astype(np.float64, copy=False) if parts else None
 
 
 def _diagonal(array: np.ndarray | None) -> np.ndarray | None:

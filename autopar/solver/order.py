@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import cast
 
 import networkx as nx
 
@@ -28,7 +28,7 @@ def separators(problem: Problem) -> frozenset[int]:
     graph = nx.Graph()
     for edge in problem.edges:
         graph.add_edges_from(itertools.combinations(dict.fromkeys(edge.ends), 2))
-    parts: Iterable[set[Any]] = nx.biconnected_components(graph)
+    parts = cast(Iterable[set[int]], nx.biconnected_components(graph))
     counts = Counter(itertools.chain.from_iterable(part for part in parts if len(part) >= MIN_PART))
     return frozenset(node for node, count in counts.items() if count > 1)
 
