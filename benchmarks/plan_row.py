@@ -94,7 +94,7 @@ def measure(row: Row) -> Measured:
         total=time.perf_counter() - start,
         cpu=time.process_time() - cpu,
         rss_bytes=peak_rss(),
-        nodes=len(results["trace"].graph.nodes),
+        nodes=len(results["build_space"].program.graph.nodes),
         **outcome,
     )
 
