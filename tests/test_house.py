@@ -44,6 +44,7 @@ ORDER = (
     ("space",),
     ("memory", "annotations"),
     ("steps",),
+    ("planning.limit",),
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
     ("inspection", "pipeline", "runtime.collectives"),
@@ -60,7 +61,7 @@ ORDER = (
 )
 """Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-BELOW_THEIR_TABLES = {"autopar.strategies.notation"}
+BELOW_THEIR_TABLES = {"autopar.strategies.notation", "autopar.planning.formulation"}
 """Modules of a package that the packages inside it may import."""
 WITHOUT_TORCH = ("files", "solver", "plans", "hardware", "timeline")
 MAX_LINES, MAX_FILES = 400, 12
