@@ -1,6 +1,7 @@
 """A tiny decoder with experts, in every form in which they are written: sorted rows, and dense ones with a capacity.
 
-transformers is imported when a sorted form runs: its grouped product is captured in any dtype.
+transformers is imported when a sorted form is made: its grouped product is captured in any dtype. Imported in a trace,
+it would not register its outputs with PyTorch, and no model of its own could be captured later.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Sorted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        import tests.support.experts  # noqa: F401
+
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.w1 = nn.Parameter(0.3 * torch.randn(EXPERTS, INTERMEDIATE, HIDDEN))
         self.w3 = nn.Parameter(0.3 * torch.randn(EXPERTS, INTERMEDIATE, HIDDEN))
