@@ -53,6 +53,7 @@ def test_the_llama_by_hand_is_that_of_transformers(ranks: Ranks) -> None:
             assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_beside_the_one_by_hand() -> None:
     finding = steps.compared(SMALL, {"dp": 8, "tp": 8}, compiled=False)
     rows = {row.name: row for row in finding.rows}

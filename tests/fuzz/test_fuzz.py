@@ -20,7 +20,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
 from tests.fuzz.trial import judge
 
-CASES, PARTS = 72, 3
+CASES, PARTS = 48, 3
 """Of `make test`; `make fuzz` runs as many as are asked for."""
 
 
