@@ -61,10 +61,7 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    tensor = axes.axis_of(mesh, axes.TENSOR)
-    graph = RoledProgram.of(program)
-    axes.need_positions("megatron_sequence", graph, mesh, (tensor,))
-    return _tensor_split("megatron_sequence", program, mesh, between="sequence").annotations()
+    return _positions_between("megatron_sequence", program, mesh)
 
 
 def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -79,10 +76,13 @@ def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    tensor = axes.axis_of(mesh, axes.TENSOR)
-    graph = RoledProgram.of(program)
-    axes.need_positions("async_tensor_parallel", graph, mesh, (tensor,))
-    return _tensor_split("async_tensor_parallel", program, mesh, between="sequence", chunked=True).annotations()
+    return _positions_between("async_tensor_parallel", program, mesh, chunked=True)
+
+
+def _positions_between(strategy: str, program: Program, mesh: Mesh, chunked: bool = False) -> tuple[Annotation, ...]:
+    """Regions, and between them positions that are split over the same axis."""
+    axes.need_positions(strategy, RoledProgram.of(program), mesh, (axes.axis_of(mesh, axes.TENSOR),))
+    return _tensor_split(strategy, program, mesh, between="sequence", chunked=chunked).annotations()
 
 
 def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "", chunked: bool = False) -> Split:
