@@ -89,13 +89,16 @@ class PlanRequest:
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
         """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
-        asked = mesh.hardware if self.hardware is None else self.hardware
+        asked = self._asked(mesh)
         return asked if isinstance(asked, Hardware) else load(asked)
 
     def named(self, mesh: Mesh) -> Mesh:
         """The mesh with the name of the profile that is planned with, which is what its plan says."""
-        asked = mesh.hardware if self.hardware is None else self.hardware
+        asked = self._asked(mesh)
         return replace(mesh, hardware=asked.name if isinstance(asked, Hardware) else str(asked))
+
+    def _asked(self, mesh: Mesh) -> str | Hardware:
+        return mesh.hardware if self.hardware is None else self.hardware
 
     def on(self, mesh: Mesh) -> PlanRequest:
         """The request with the profile itself, read once, in place of its name."""

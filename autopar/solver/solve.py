@@ -21,12 +21,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.deadline import NOTHING_FOUND, after, is_over, seconds_until
-from autopar.solver.elimination import (
-    Tables,
-    evaluate,
-    narrow_elimination,
-    optimum,
-)
+from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (

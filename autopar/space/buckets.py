@@ -12,7 +12,7 @@ itself: where its gradient is nobody else's, as that of a matrix product is, it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from autopar.cost.messages import gathered_alone, joined_layers, messages
 from autopar.cost.moves import is_gather
 from autopar.cost.reshard import ReshardPath
+from autopar.hardware.collectives import Transfer
 from autopar.program.paths import layer_or_owner
 from autopar.program.program import info_of
 from autopar.sharding.layout import I, Layout, R
@@ -27,6 +28,9 @@ from autopar.sharding.mesh import joined_name
 from autopar.space.space import Decision, Space, Wire
 
 PRODUCTS = frozenset(("linear", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "convolution"))
+
+REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
+MOST_RUNNING = 2  # messages of gradients: each holds what it sends until it is waited for
 
 End = tuple[int, int]
 """(decision, input position) where a wire ends."""
@@ -91,6 +95,16 @@ def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
             key = (steps, wire.tensor.requires_grad, member.layer, wire.tensor.reduced)
             groups.setdefault(key, []).append(member)
     return tuple(bucket for group in groups.values() for bucket in _closed(space, group))
+
+
+def axes_apart(backward: Iterable[Transfer]) -> tuple[str, ...]:
+    """The axes with a communicator of their own for weights that are gathered ahead, by what moves in the backward.
+
+    Those over which it reduces gradients, or activations, too.
+    """
+    moved = {(each.collective, each.axis) for each in backward}
+    axes = {axis for collective, axis in moved if collective in REDUCTIONS}
+    return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
 
 
 def _steps(space: Space, wire: Wire, path: ReshardPath) -> tuple[BucketMove, ...]:

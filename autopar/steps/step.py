@@ -22,13 +22,13 @@ from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
-from autopar.space.buckets import Bucket, late_casts
+from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.menu import num_launches
 from autopar.space.space import without_gradient
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
-from autopar.steps.weights import MOST_SCATTERED, Backward, Messages, Regathered, gathering_streams
+from autopar.steps.weights import Backward, Messages, Regathered
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
 
@@ -80,7 +80,8 @@ class _Step:
             )
             for bucket in buckets
         }
-        self.streams = gathering_streams(self._backward_transfers()) if memory.prefetch else {}
+        axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
+        self.streams = {axis: f"{axis}, weights" for axis in axes}
 
     def run(self) -> tuple[Task, ...]:
         self._forward()
@@ -209,8 +210,8 @@ class _Step:
             left_running.append(issued)
             if message.transfer.collective == "reduce_scatter":
                 scattered.append(issued)
-                self.tasks.wait(scattered[:-MOST_SCATTERED])
-                del scattered[:-MOST_SCATTERED]
+                self.tasks.wait(scattered[:-MOST_RUNNING])
+                del scattered[:-MOST_RUNNING]
 
     def _regathered(self) -> dict[int, list[Regathered]]:
         """Call → the weights that are gathered again for its backward."""

@@ -18,19 +18,6 @@ from autopar.space.buckets import Bucket
 from autopar.space.space import Space
 from autopar.steps.tasks import Tasks
 
-REDUCTIONS = ("all_reduce", "reduce_scatter")
-MOST_SCATTERED = 2  # messages of gradients: a third waits for the first, so that what that has sent is freed
-
-
-def gathering_streams(backward: Iterable[Transfer]) -> dict[str, str]:
-    """Axis → the communicator that gathers weights, where it has one of its own, by what moves in the backward.
-
-    That is where weights are gathered ahead while gradients, or activations, are reduced.
-    """
-    moved = {(each.collective, each.axis) for each in backward}
-    axes = {axis for collective, axis in moved if collective in REDUCTIONS}
-    return {axis: f"{axis}, weights" for axis in sorted(axes) if ("all_gather", axis) in moved}
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

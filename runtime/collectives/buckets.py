@@ -28,13 +28,12 @@ from autopar.runtime.collectives.axes import Axis, axis_of, count
 from autopar.runtime.collectives.functions import padded
 from autopar.runtime.collectives.gathering import InFlight, Recipe, by_dtype, cast, issued
 from autopar.runtime.collectives.regather import Regather
+from autopar.space.buckets import MOST_RUNNING
 
 _c10d = torch.ops._c10d_functional
 PREFERRED, LAST = 2**63, 0  # sequence numbers: above those of all other nodes, and what the engine leaves for the end
 QUIET = frozenset(("AccumulateGrad", "_LocalPartsBackward", "ConstantPadNdBackward0", "ToCopyBackward0"))
 """Nodes of the autograd graph that a parameter passes on its way to the first bucket; none of them communicates."""
-
-MOST_RUNNING = 2  # buckets: a collective holds what it sends until it is waited for
 
 
 class _Pending:

@@ -27,15 +27,12 @@ from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.rewrite.prefetch import fetched_ahead
 from autopar.runtime.rewrite.rewrite import LocalProgram
-
-REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
+from autopar.space.buckets import axes_apart
 
 
 def gathering_axes(plan: Plan) -> tuple[str, ...]:
     """The axes over which a plan fetches weights ahead in a backward that reduces over them, too; all ranks agree."""
-    moved = {(each.collective, each.axis) for row in plan.rows for each in row.transfers if each.backward}
-    axes = {axis for collective, axis in moved if collective in REDUCTIONS} if plan.prefetch else set()
-    return tuple(sorted(axis for axis in axes if ("all_gather", axis) in moved))
+    return axes_apart(each for row in plan.rows for each in row.transfers if each.backward) if plan.prefetch else ()
 
 
 def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:
