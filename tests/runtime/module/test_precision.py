@@ -316,7 +316,8 @@ def _scaled(whole_first: bool) -> tuple[float, bool]:
     model, x = nn.Sequential(*([nn.LayerNorm(8)] if whole_first else []), *layers), torch.randn(4, 8)
     compiled = autopar.compile(model, mesh((2,), ("tp",)), (x,), strategy="megatron", precision="fp16-mixed")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    # The default is the world of the import: a group that an earlier call of this worker has left.
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10, process_group=dist.group.WORLD)
     output = compiled(x)
     scaler.scale((output.full_tensor() if isinstance(output, DTensor) else output).float().square().mean()).backward()
     parameters: list[Any] = list(compiled.parameters())
