@@ -36,7 +36,7 @@ def _shared_and_alone(case: Case) -> list[Training]:
     "case",
     [
         _case((2,), prefetch=2),
-        _case((2,), prefetch=0, precision="bf16-mixed"),
+        pytest.param(_case((2,), prefetch=0, precision="bf16-mixed"), marks=pytest.mark.slow),
         _case((2, 2), strategy="fsdp_megatron", recompute="full"),
     ],
     ids=["zero3", "mixed", "two axes"],

@@ -85,18 +85,18 @@ def vocabulary(axis: str) -> Annotations:
 FAST: dict[str, tuple[tuple[tuple[int, ...], str], ...]] = {
     "gpt2": (((2,), "vocabulary"), ((4,), "vocabulary"), ((2, 2), "data+vocabulary"), ((2, 2), "data+column")),
     "llama": (((2, 2), "megatron"), ((4,), "sequence")),
-    "qwen3": (((2, 2), "storage+column"), ((4,), "column")),
-    "mistral": (((2, 2), "data+sequence"), ((4,), "auto")),
+    "qwen3": (((4,), "column"),),
+    "mistral": (((4,), "auto"),),
     "bert": (((2, 2), "auto"), ((4,), "row")),
-    "roberta": (((2, 2), "data+row"), ((2,), "data")),
-    "t5": (((2, 2), "megatron"), ((2,), "sequence")),
-    "bart": (((2, 2), "data+column"), ((4,), "storage")),
-    "vit": (((2, 2), "column+row"), ((4,), "data")),
+    "roberta": (((2,), "data"),),
+    "t5": (((2,), "sequence"),),
+    "bart": (((4,), "storage"),),
+    "vit": (((4,), "data"),),
     "transformer_encoder": (((2, 2), "data+sequence"), ((2,), "column")),
-    "resnet": (((2, 2), "column+column"), ((2,), "storage")),
+    "resnet": (((2,), "storage"),),
     "unet": (((2, 2), "column+row"), ((2,), "row")),
     "mlp": (((2, 2), "data+row"), ((2, 2), "column+column"), ((2, 2), "storage+column"), ((2, 2), "data")),
-    "lora": (((2, 2), "auto"), ((2, 2), "storage")),
+    "lora": (((2, 2), "storage"),),
 }
 
 

@@ -32,7 +32,7 @@ def _at_every_depth(case: Case) -> list[Training]:
     "case",
     [
         _case((2,)),
-        _case((2,), recompute="full"),
+        pytest.param(_case((2,), recompute="full"), marks=pytest.mark.slow),
         _case((2,), precision="bf16-mixed"),
         _case((2,), frozen=True),
         _case((2, 2), strategy="fsdp_megatron", recompute="selective"),
@@ -69,7 +69,7 @@ def test_what_is_printed_is_what_runs(ranks: Ranks) -> None:
     [
         ({"dp": 2}, 1, {"strategy": "zero3", "recompute": "full"}),
         ({"dp": 2, "tp": 2}, 2, {"strategy": "hsdp"}),
-        ({"dp": 2}, 1, {"strategy": "zero3", "microbatches": 2}),
+        pytest.param({"dp": 2}, 1, {"strategy": "zero3", "microbatches": 2}, marks=pytest.mark.slow),
     ],
     ids=["recompute", "hsdp", "micro-batches"],
 )

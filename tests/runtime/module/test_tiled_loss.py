@@ -20,6 +20,7 @@ from tests.support.loss_alone import Reader, reading
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.slow_cases import slow_where
 
 HEADS = {"llama_loss": "model.lm_head", "gpt2_loss": "model.lm_head", "bert_loss": "model.cls.predictions.decoder"}
 
@@ -84,7 +85,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
 """Arguments of the model, options of `compile`, and what is said of the head."""
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("name", slow_where(COMBINATIONS, "zero3", "fsdp_megatron", "micro-batches"))
 def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     arguments, options, roles = COMBINATIONS[name]
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from tests.support.in_tiles import peaks_of_step, under_torch_compile
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.slow_cases import slow_where
 
 COMBINATIONS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "chosen": (True, {}, {}),
@@ -35,7 +36,10 @@ COMBINATIONS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
 """Whether the model has biases, options of `compile`, and what is said of the MLPs."""
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+SLOW = ("samples and hidden features", "megatron_sequence", "tensor_2d", "computed again, but products")
+
+
+@pytest.mark.parametrize("name", slow_where(COMBINATIONS, *SLOW))
 def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     bias, options, roles = COMBINATIONS[name]
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ from tests.support.pipeline_training import (
     microbatches_of,
 )
 from tests.support.ranks import Ranks, mesh
+from tests.support.slow_cases import slow_where
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -149,7 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_where(CASES, "buffers", "frozen"))
 def test_a_step_of_micro_batches_trains_as_accumulation_on_one_process(ranks: Ranks, name: str) -> None:
     check(ranks, CASES[name])
 

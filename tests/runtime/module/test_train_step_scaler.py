@@ -92,7 +92,7 @@ def _gradients(case: PipelineCase) -> dict[str, Tensor]:
     [
         PipelineCase("llama", "pp2", "1f1b"),
         PipelineCase("llama", "pp2", "interleaved_zero_bubble"),
-        PipelineCase("llama", "pp2xdp2", "1f1b"),
+        pytest.param(PipelineCase("llama", "pp2xdp2", "1f1b"), marks=pytest.mark.slow),
         PipelineCase("llama", "dp2"),
         # Says that it is another graph than that of a micro-batch, which ranks keep.
         PipelineCase("llama", "dp2", options={"microbatches": 1}, frozen=("none",)),

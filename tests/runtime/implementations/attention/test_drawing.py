@@ -40,6 +40,7 @@ from tests.runtime.implementations.attention.test_by_blocks import (
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.simulate import from_ranks, local_values
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.slow_cases import slow_where
 
 P, KEY = 0.3, 3
 
@@ -178,7 +179,7 @@ def said_of(model: heads.Model, axes: dict[str, int], choice: tuple[str, ...]) -
     return autopar.annotate(model, f"%{heads.ATTENTION}", **said)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_where(CASES, "s-full-1", "h-s+t-2"))
 def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
     steps = Steps(heads.batches(2), num_microbatches=case.num_microbatches)
     options = {"deterministic": False, "seed": 7}
