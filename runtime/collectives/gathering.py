@@ -55,8 +55,9 @@ class InFlight:
 
     def __del__(self) -> None:
         # Nobody has asked, as where a call has failed: a collective holds its buffers until it is waited for.
-        while self.buffers:
-            waited_for(self.buffers.pop()[2])
+        buffers = getattr(self, "buffers", [])  # torch.compile makes some without fields
+        while buffers:
+            waited_for(buffers.pop()[2])
 
 
 def by_dtype(tensors: Sequence[Tensor | None]) -> dict[torch.dtype, dict[int, Tensor]]:

@@ -8,6 +8,7 @@ the default generator, in order, as on one device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +21,14 @@ class Randomness:
     seed: int = 0
     step: int = 0
     deterministic: bool = False
+    first_key: int = 0
+    """What is added to the keys of calls."""
 
     def seed_of(self, key: int, part: int) -> int:
         """The seed of a call's draw for one part of its tensor, below 2^63."""
-        digest = hashlib.blake2b(repr((self.seed, self.step, key, part)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            repr((self.seed, self.step, self.first_key + key, part)).encode(), digest_size=8
+        ).digest()
         return int.from_bytes(digest, "big") >> 1
 
 
@@ -33,9 +38,21 @@ _randomness = Randomness()
 @contextlib.contextmanager
 def use_randomness(seed: int, step: int, deterministic: bool = False) -> Iterator[None]:
     """Seed the draws inside the block."""
+    with _use(Randomness(seed, step, deterministic)):
+        yield
+
+
+@contextlib.contextmanager
+def keys_from(first_key: int) -> Iterator[None]:
+    """Number the calls inside the block from `first_key` on."""
+    with _use(dataclasses.replace(_randomness, first_key=first_key)):
+        yield
+
+
+@contextlib.contextmanager
+def _use(new: Randomness) -> Iterator[None]:
     global _randomness
-    before = _randomness
-    _randomness = Randomness(seed, step, deterministic)
+    before, _randomness = _randomness, new
     try:
         yield
     finally:

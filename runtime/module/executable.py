@@ -25,6 +25,7 @@ from autopar.runtime.module.parameters import local_parts
 from autopar.runtime.module.unset_buffers import UnsetBuffers
 from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
+from autopar.runtime.rewrite.layers import in_layers
 from autopar.runtime.rewrite.prefetch import fetched_ahead
 from autopar.runtime.rewrite.rewrite import LocalProgram
 from autopar.space.buckets import axes_apart
@@ -37,7 +38,7 @@ def gathering_axes(plan: Plan) -> tuple[str, ...]:
 
 def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:
     """A per-rank graph of a program, with its weights fetched ahead as the plan says."""
-    return RankGraph(module, bool(program.python.hooks), fetched_ahead(module, plan.prefetch))
+    return RankGraph(module, bool(program.python.hooks), in_layers, fetched_ahead(module, plan.prefetch))
 
 
 @dataclass(frozen=True, slots=True)

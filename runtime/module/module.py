@@ -83,7 +83,7 @@ class ParallelModule(StoredModule[Executable]):
         with self._watch:
             executable, inputs = self._entered(args, kwargs)
             with Uncompiled(self._surroundings, executable):
-                outputs = executable.graph.runner(self.torch_compile, compiling())(*inputs)
+                outputs = executable.graph.runner(self.compilation, compiling())(*inputs)
             return self._left(executable, outputs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Stage(nn.Module):
         given.update(zip(program.received, received, strict=True))
         inputs = [*self._leaves(), *(given[name] for name in self._hoisted.others)]
         with self._surroundings(self.microbatch):
-            outputs = self._graph.runner(root.torch_compile)(*inputs)
+            outputs = self._graph.runner(root.compilation)(*inputs)
         self.executable.write_buffers(root, outputs)
         return tuple(outputs[: program.num_results])
 

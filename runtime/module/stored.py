@@ -31,7 +31,7 @@ from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
-from autopar.runtime.recompute.graph import TorchCompile
+from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
 
 
@@ -62,7 +62,7 @@ class StoredModule(nn.Module, Generic[Runs]):
 
     Its process group is that of all ranks of the mesh: all of them skip an update, or none.
     """
-    torch_compile: TorchCompile | None = None
+    compilation: Compilation | None = None
     """What `compile` was told."""
 
     def __init__(
@@ -105,12 +105,13 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, self.tree.held()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """As in `torch.nn.Module`: from now on graphs run as `torch.compile` makes them, in `train_step`, too.
 
-        Takes the arguments of `torch.compile` behind the model.
+        Takes the arguments of `torch.compile` behind the model. `regional`: layers are compiled one by one, equal ones
+        once; weights are moved between them as without `torch.compile`.
         """
-        self.torch_compile = lambda graph: torch.compile(graph, *args, **kwargs)
+        self.compilation = Compilation(lambda graph: torch.compile(graph, *args, **kwargs), regional)
 
     def follow(self, original: nn.Module) -> None:
         """Let what is set in attributes of the original count, too, as long as somebody holds it."""

@@ -37,9 +37,7 @@ def evaluated(
                 dist.recv(each, group=group, group_src=schedule.rank_of(number - 1))
         given.update(zip(program.received, sent, strict=True))
         with executable.surroundings(random):
-            outputs = executable.graph.runner(root.torch_compile)(
-                *map(given.__getitem__, executable.local.placeholders)
-            )
+            outputs = executable.graph.runner(root.compilation)(*map(given.__getitem__, executable.local.placeholders))
         executable.write_buffers(root, outputs)
         sent = tuple(each.contiguous() for each in outputs[: program.num_sent])
         if number < schedule.num_stages - 1 and schedule.rank_of(number + 1) != here:

@@ -111,7 +111,7 @@ class PipelineModule(StoredModule[Pipeline]):
         if pipeline not in self._runners:
             runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
             self._runners[pipeline] = runner(pipeline, self, self._group, self.random_state)
-        if self.torch_compile is not None and pipeline.schedule.halves_backwards:
+        if self.compilation is not None and pipeline.schedule.halves_backwards:
             raise PipelineError(
                 f'"{pipeline.schedule.name}" makes gradients of inputs and of weights apart, and torch.compile makes '
                 'one backward of both; use schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'

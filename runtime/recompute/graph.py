@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from autopar.errors import InputError
 from autopar.runtime.ranks.uncompiled import uncompiled
+from autopar.runtime.recompute.marks import role_of
 from autopar.runtime.recompute.regions import in_regions
 from autopar.runtime.recompute.run import run, steps_of
 
-TorchCompile = Callable[[fx.GraphModule], Callable[..., Any]]
-"""`torch.compile` with its options."""
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What a model's `compile` was told."""
+
+    torch_compile: Callable[[fx.GraphModule], Callable[..., Any]]
+    """`torch.compile` with its options."""
+    by_layers: bool
+    """Whether layers are compiled one by one, equal ones once."""
+
+
+InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Graph]
+"""(graph, what makes a layer's graph run) → the graph with a call for each layer"""
 
 
 def compiling() -> bool:
@@ -27,48 +40,68 @@ def compiling() -> bool:
 class RankGraph:
     """A per-rank graph, which runs on the values of its placeholders."""
 
-    def __init__(self, module: fx.GraphModule, has_hooks: bool, ahead: fx.GraphModule | None = None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        has_hooks: bool,
+        in_layers: InLayers,
+        ahead: fx.GraphModule | None = None,
+    ) -> None:
         """`has_hooks`: whether the model's forward registers gradient hooks.
 
-        `ahead` is the graph as it runs without torch.compile, which issues gathers where it wants them.
+        `ahead` is the graph as it runs where it issues gathers itself: torch.compile does where it has all of it.
         """
         self.module = module
         self.ahead = module if ahead is None else ahead
         self._has_hooks = has_hooks
+        self._in_layers = in_layers
         steps = steps_of(self.ahead.graph)
         self._recomputing = steps if any(step.role is not None for step in steps) else ()
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
         """Whether some gathered weights are freed after use and gathered again in the backward."""
-        self._compiled: dict[tuple[TorchCompile, bool], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Compilation, bool], Callable[..., Any]] = {}
 
     @uncompiled
-    def runner(self, torch_compile: TorchCompile | None, compiling: bool = False) -> Callable[..., Any]:
-        """What runs the graph, with a backward where gradients are on; with `torch_compile`, as that makes it.
+    def runner(self, compilation: Compilation | None, compiling: bool = False) -> Callable[..., Any]:
+        """What runs the graph, with a backward where gradients are on; with `compilation`, as that makes it.
 
         `compiling`: whether torch.compile has been put around the caller.
 
         Raises InputError where torch.compile would trace once what is to run every time.
         """
         learns = torch.is_grad_enabled()
-        if torch_compile is None and not compiling:
-            return self._run_again if self._recomputing and learns else self.ahead
+        if compilation is None and not compiling:
+            return partial(run, self.ahead.graph, self._recomputing) if self._recomputing and learns else self.ahead
         if self._has_hooks and learns:
             raise InputError(
                 "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
                 "model without torch.compile, or register the hooks on parameters."
             )
-        module = self._in_regions if learns else self.module
-        if torch_compile is None:
-            return module
-        key = torch_compile, learns
+        if compilation is None:
+            return self._as_compiled(learns)
+        key = compilation, learns
         if key not in self._compiled:
-            self._compiled[key] = torch_compile(module)
+            self._compiled[key] = (
+                self._by_layers(compilation, learns)
+                if compilation.by_layers
+                else compilation.torch_compile(self._as_compiled(learns))
+            )
         return self._compiled[key]
 
-    def _run_again(self, *inputs: Any) -> Any:
-        return run(self.ahead.graph, self._recomputing, inputs)
+    def _as_compiled(self, learns: bool) -> fx.GraphModule:
+        """The graph as torch.compile is to see it."""
+        return self._regions if learns and (self._recomputing or self.regathers) else self.module
 
     @cached_property
-    def _in_regions(self) -> fx.GraphModule:
-        """The graph as torch.compile is to see it."""
-        return in_regions(self.module.graph) if self._recomputing or self.regathers else self.module
+    def _regions(self) -> fx.GraphModule:
+        return in_regions(self.module.graph)
+
+    def _by_layers(self, compilation: Compilation, learns: bool) -> Callable[..., Any]:
+        """The graph with layers compiled, and the rest as it runs without torch.compile."""
+
+        def made(layer: fx.Graph) -> Callable[..., Any]:
+            again = learns and any(role_of(node) is not None for node in layer.nodes)
+            return compilation.torch_compile(in_regions(layer) if again else fx.GraphModule(nn.Module(), layer))
+
+        graph = self._in_layers(self.ahead.graph, made)
+        return partial(run, graph, steps_of(graph))

@@ -42,7 +42,7 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
     return tuple(RunCall(node, role_of(node), tuple(last_uses[node]), node in ends) for node in calls)
 
 
-def run(graph: fx.Graph, steps: Sequence[RunCall], inputs: Sequence[Any]) -> Any:
+def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
     """Run a graph on the values of its placeholders; `steps` are `steps_of(graph)`."""
     values: dict[fx.Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
     claims, frame = Claims(), None

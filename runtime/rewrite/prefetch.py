@@ -106,12 +106,12 @@ def _anchors(graph: fx.Graph) -> dict[int, fx.Node]:
             continue
         if node.target is gather_parameters:
             waiting.discard(node.meta[LAYER])
-        elif node.meta[LAYER] not in waiting and not _moves(node):
+        elif node.meta[LAYER] not in waiting and not moves_weights(node):
             found.setdefault(node.meta[LAYER], node)
     return found
 
 
-def _moves(node: fx.Node) -> bool:
+def moves_weights(node: fx.Node) -> bool:
     """Whether a call only brings weights to where they are used."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and (

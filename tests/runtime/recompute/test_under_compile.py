@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.testing import assert_close
 
 import autopar
 from autopar.errors import PipelineError
+from autopar.runtime.collectives import regather
 from tests.support.families import FAMILIES, HIDDEN, MLP, Family, Inputs
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.pipeline_training import WithLoss
@@ -146,7 +148,40 @@ def test_dropout_and_frozen_weights_are_the_same_when_compiled(ranks: Ranks) -> 
     ranks.run(_draws_and_frozen, timeout=240)
 
 
-def _stages(axes: tuple[str, ...], schedule: str | None) -> None:
+def _by_layers(family: str, options: dict[str, Any], build: dict[str, Any]) -> tuple[int, int, list[int]]:
+    """Gathers that are issued without torch.compile and with layers compiled, and all-gathers of their graphs."""
+    torch._dynamo.reset()
+    model, plain, counting = _model(family, options, **build), _model(family, options, **build), Counting()
+    model.compile(backend=counting.backend, fullgraph=True, regional=True)
+    with mock.patch.object(regather, "issued", wraps=regather.issued) as again:
+        expected, count = _steps(plain, plain, family), again.call_count
+        found = _steps(model, model, family)
+    for mine, other in zip(found, expected, strict=True):
+        assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+    return count, again.call_count - count, counting.gathers
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "build", "num_graphs"),
+    [
+        ("deep", {"strategy": "zero3", "recompute": "full"}, {}, 4),
+        ("llama", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "selective"}, {}, 4),
+        pytest.param("gpt2", {"strategy": "zero3", "recompute": "full"}, {"dropout": 0.1}, 4, marks=pytest.mark.slow),
+        pytest.param("lora", {"strategy": "zero3", "prefetch": 2}, {}, 4, marks=pytest.mark.slow),
+    ],
+    ids=["deep", "llama", "gpt2", "lora"],
+)
+def test_layers_compiled_one_by_one_train_alike_and_gather_weights_again(
+    ranks: Ranks, family: str, options: dict[str, Any], build: dict[str, Any], num_graphs: int
+) -> None:
+    plain, compiled, gathers = ranks.run(_by_layers, family, options, build, timeout=240)[0]
+    assert plain == compiled > 0
+    assert len(gathers) <= 2 * num_graphs
+    assert sum(gathers) == (family == "gpt2")  # of embedded positions
+
+
+def _stages(axes: tuple[str, ...], schedule: str | None, regional: bool = False) -> None:
     def trained(compiles: bool) -> list[Tensor]:
         torch.manual_seed(0)
         options: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
@@ -160,7 +195,7 @@ def _stages(axes: tuple[str, ...], schedule: str | None) -> None:
             **options,
         )
         if compiles:
-            model.compile(backend="aot_eager", fullgraph=True)
+            model.compile(backend="aot_eager", fullgraph=True, regional=regional)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         found = []
         for step in range(2):
@@ -179,9 +214,13 @@ def _stages(axes: tuple[str, ...], schedule: str | None) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("axes", "schedule"), [(("pp",), "1f1b"), (("dp",), None)])
-def test_train_step_is_compiled_in_place(ranks: Ranks, axes: tuple[str, ...], schedule: str | None) -> None:
-    ranks.run(_stages, axes, schedule, timeout=120)
+@pytest.mark.parametrize(
+    ("axes", "schedule", "regional"), [(("pp",), "1f1b", False), (("pp",), "1f1b", True), (("dp",), None, False)]
+)
+def test_train_step_is_compiled_in_place(
+    ranks: Ranks, axes: tuple[str, ...], schedule: str | None, regional: bool
+) -> None:
+    ranks.run(_stages, axes, schedule, regional, timeout=120)
 
 
 def _halved() -> str:
