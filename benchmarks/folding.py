@@ -20,10 +20,10 @@ again in the backward, whether that fits into memory or not; two experts for a t
 weights and reduces gradients with every micro-batch, so its step is that of one micro-batch, as often as there are any.
 Rows of experts are taken as balanced: the paper drops what is beyond a capacity factor of 1.
 
-What autopar cannot say: optimizer state in parts beside whole gradients (Megatron's ZeRO-1; ZeRO-2 moves as many
-bytes), sequence parallelism of norms around experts (all-reduces instead of its pairs of all-gathers and
-reduce-scatters; on their way to experts that tp divides, features of tokens are divided instead of positions), and an
-overlap of all-to-alls with computing.
+Left out: gradients of micro-batches that add up whole beside optimizer state in parts (Megatron's ZeRO-1); the rows
+reduce them in each. What autopar cannot say: sequence parallelism of norms around experts (all-reduces instead of its
+pairs of all-gathers and reduce-scatters; on their way to experts that tp divides, features of tokens are divided
+instead of positions), and an overlap of all-to-alls with computing.
 
 Stages of two depths are planned, and the step at the model's depth lies on the line through both: layers are equal.
 

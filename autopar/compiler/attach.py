@@ -55,7 +55,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})
-    memory = MemoryModel(space, Microbatches(request.microbatches or 1), plan.prefetch)
+    memory = MemoryModel(space, Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each), plan.prefetch)
     segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")
     if segments is not None and plan.recompute.keys() != segments.keys():
         raise PlanError(

@@ -4,8 +4,8 @@
                  backward: those are moved for each micro-batch
     gradients    added up in the layout in which the calls use the weight, in float32 or wider, and reduced once at the
                  end of the step, when they are there as they are stored, too; of weights that are gathered again for
-                 the backward, in the layout from which they are gathered, and besides those that one backward has
-                 reduced, until it ends
+                 the backward, and with `reduce_each` of all that one message gathers from where they are stored, in the
+                 layout from which they are gathered, and besides those that one backward has reduced, until it ends
     in flight    all that a micro-batch keeps for its backward, for each that waits
     buffers      for what every micro-batch receives: tensors from the stage before and gradients of those sent
     sent         tensors are held by the sender until their backward
@@ -19,12 +19,18 @@ in the backward move for each micro-batch, and are priced once.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from autopar.cost.reshard import ReshardTable
+from autopar.hardware.collectives import transfer_seconds
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
+from autopar.sharding.layout import Layout
 from autopar.space.space import Wire
 
 ACCUMULATED_BYTES = torch.float32.itemsize  # of an element, at least
@@ -69,11 +75,50 @@ class Accumulation:
         freed = np.array([not s.kept for s in self.space.decisions[wire.source].menu.strategies])
         return freed[:, None] & self.tensors.only_gathers(wire) & self.tensors.communicated(wire)
 
+    def reduced_each_time(self, wire: Wire) -> np.ndarray:
+        """For strategies at the ends of a weight's wire: whether each micro-batch reduces its gradient."""
+        return self.each_time(wire) | (self._seconds_of_each(wire) > 0)
+
+    def reduction_seconds(self, wire: Wire, choices: Sequence[int]) -> float:
+        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once."""
+        each = self._seconds_of_each(wire)
+        return float(np.broadcast_to(each, self.each_time(wire).shape)[choices[wire.source], choices[wire.target]])
+
+    def _seconds_of_each(self, wire: Wire) -> np.ndarray:
+        """Seconds in which each micro-batch reduces the gradient of a weight that the step gathers once; else 0."""
+        more, decision = self.microbatches, self.space.decisions[wire.source]
+        of_weight = decision.kind == "parameter" or self.is_cast(wire.source)
+        if not (more.several and more.reduce_each and of_weight and wire.tensor.requires_grad):
+            return np.zeros((1, 1))
+        return self.tensors.cached(("reduced each", self.space.kind(wire)), lambda: self._reductions(wire))
+
+    def _reductions(self, wire: Wire) -> np.ndarray:
+        table = self.space.table(wire, kept=True)
+        sources, targets = self.space.source_layouts(wire), self.space.target_layouts(wire)
+        found = {pair: self._reduction(table, *pair) for pair in set(itertools.product(sources, targets))}
+        seconds = np.array([[found[source, target] for target in targets] for source in sources])
+        return np.where(self.each_time(wire), 0.0, seconds)
+
+    def _reduction(self, table: ReshardTable, source: Layout, target: Layout) -> float:
+        """Seconds of the reductions of a path that one message of a bucket gathers; 0 where it does not."""
+        if not np.isfinite(table.seconds[table.index[source], table.index[target]]):
+            return 0.0
+        path = table.path(source, target)
+        collectives = [transfer.collective for transfer in path.transfers]
+        if not path.together or collectives.count("all_gather") != 1:
+            return 0.0
+        # What is summed before it is gathered is summed once, as it is stored.
+        behind = slice(collectives.index("all_gather"), None)
+        pairs = zip(path.transfers[behind], path.bucketed[behind], strict=True)
+        mesh, hardware = self.space.mesh, self.space.hardware
+        return sum(transfer_seconds(t, mesh, hardware, bucketed) for t, bucketed in pairs if t.backward)
+
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds of a wire for one micro-batch, its share of what is done once a step."""
         if not self.holds(wire):
             return seconds
-        return np.where(self.each_time(wire), seconds, seconds / self.microbatches.count)
+        each = self._seconds_of_each(wire)
+        return np.where(self.each_time(wire), seconds, (seconds - each) / self.microbatches.count + each)
 
     # Weights and their gradients.
 
@@ -104,7 +149,7 @@ class Accumulation:
         before, after = (each // size * max(size, ACCUMULATED_BYTES) for each in self.tensors.wire_ends(wire))
         if self.space.decisions[wire.source].kind == "hub":  # where it stays as it is, it was added up on its way there
             return np.where(self.tensors.changes(wire) | self.tensors.reduced(wire), after[None, :], 0)
-        return np.where(self.each_time(wire), before[:, None], after[None, :])
+        return np.where(self.reduced_each_time(wire), before[:, None], after[None, :])
 
     def reduced(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's gradient at the end, as it is stored, where that is not what was added up."""
@@ -119,7 +164,7 @@ class Accumulation:
         before, _ = self.tensors.wire_ends(wire)
         cast = self.is_cast(wire.target) or wire.tensor.dtype.itemsize < ACCUMULATED_BYTES
         moved = self.tensors.changes(wire) | self.tensors.reduced(wire)
-        return np.where(cast | (moved & ~self.each_time(wire)), before[:, None], 0)
+        return np.where(cast | (moved & ~self.reduced_each_time(wire)), before[:, None], 0)
 
     def fresh(self, wire: Wire) -> Bytes | None:
         """Bytes of the gradient that a call's backward has made, and that is yet to be added."""
@@ -129,17 +174,17 @@ class Accumulation:
 
     def _fresh(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)
-        return np.where(self.each_time(wire), 0, after[None, :])
+        return np.where(self.reduced_each_time(wire), 0, after[None, :])
 
     def arrived(self, wire: Wire) -> Bytes | None:
         """Bytes of a gradient that one backward has reduced, to be added to those before it when that backward ends."""
-        if not self._has_gradient(wire) or not wire.tensor.regather:
+        if not self._has_gradient(wire) or not (wire.tensor.regather or self.microbatches.reduce_each):
             return None
         return self.tensors.cached(("arrived", self._kind(wire)), lambda: self._arrived(wire))
 
     def _arrived(self, wire: Wire) -> Bytes:
         before, _ = self.tensors.wire_ends(wire)
-        return np.where(self.each_time(wire), before[:, None], 0)
+        return np.where(self.reduced_each_time(wire), before[:, None], 0)
 
     def _has_gradient(self, wire: Wire) -> bool:
         learned = wire.tensor.requires_grad and not wire.tensor.view  # counted where the views are taken

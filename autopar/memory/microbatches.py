@@ -33,6 +33,8 @@ class Microbatches:
 
     count: int = 1
     in_flight: int = 1
+    reduce_each: bool = False
+    """Whether each reduces the gradients of weights that are stored in parts (ZeRO-2), not the step (ZeRO-1)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:

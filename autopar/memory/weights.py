@@ -119,19 +119,22 @@ class MovedWeights:
 
     def unreduced(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
-        return self._of_weight("unreduced", wire, self._unreduced) if wire.tensor.requires_grad else None
+        return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
 
     def sent_off(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire while its layer's gradients are reduced: the gradient as it is sent to others."""
-        return self._of_weight("sent off", wire, self._sent_off) if wire.tensor.requires_grad else None
+        return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
 
-    def _of_weight(self, name: str, wire: Wire, make: Callable[[Wire], Bytes]) -> Bytes | None:
+    def _of_weight(
+        self, name: str, wire: Wire, make: Callable[[Wire], Bytes], of_gradient: bool = False
+    ) -> Bytes | None:
         if not self.space.is_weight(wire.source):
             return None
         found = self.tensors.cached((name, self.space.kind(wire)), lambda: make(wire))
         if not self.accumulation.holds(wire):
             return found
-        each_time = self.accumulation.each_time(wire)
+        more = self.accumulation
+        each_time = more.reduced_each_time(wire) if of_gradient else more.each_time(wire)
         return self.tensors.cached((name, "each time", self.space.kind(wire)), lambda: np.where(each_time, found, 0))
 
     def _gathered(self, wire: Wire) -> Bytes:

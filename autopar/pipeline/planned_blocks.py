@@ -51,7 +51,7 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     blocks = blocks_of(request.program, at_least)
     space = request.space(request.program, {})
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
-    settings, runs = request.settings, Microbatches(request.num_microbatches)
+    settings, runs = request.settings, Microbatches(request.num_microbatches, reduce_each=request.wanted.reduces_each)
     recompute = "none" if settings.recompute == "auto" else settings.recompute
     plan, choices = make_plan(space, pins, None, settings.solver, settings.time_limit, recompute, microbatches=runs)
     whole = PlannedWhole(MemoryModel(space, runs), choices, plan.recompute)

@@ -160,7 +160,7 @@ class _StagePlanner:
             settings.time_limit,
             settings.recompute,
             settings.gap if settings.memory is None else max(settings.gap, TOLERANCE),
-            Microbatches(schedule.num_microbatches, schedule.in_flight(stage)),
+            Microbatches(schedule.num_microbatches, schedule.in_flight(stage), request.wanted.reduces_each),
             settings.prefetch,
         )
         return found

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
@@ -14,12 +17,13 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings
+from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings, context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.space.space import Space
 from autopar.steps.step import step_timeline
 
+LEAST_SECONDS = 1.0  # that are given to one of several searches
 WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
 
 
@@ -50,6 +54,42 @@ def make_plan(
     answer, model = fetched_ahead(answer_of(formulation, pins, settings), formulation.memory, settings)
     context = PlanContext(space, model, pins, answer.choices, answer.problem, settings)
     return written_down(context, answer), answer.choices
+
+
+def best_plan_of(
+    runs: Sequence[Microbatches], space: Space, pins: Pins, settings: Settings
+) -> tuple[Plan, tuple[int, ...]]:
+    """The plan whose step takes the least of those for several ways to run micro-batches, and its choices.
+
+    They share the time limit. Raises what planning for the last of them raises, where there is no plan for any.
+    """
+    if len(runs) == 1:
+        return _planned(runs[0], space, pins, settings)
+    found: list[tuple[Plan, tuple[int, ...]]] = []
+    start = time.monotonic()
+    for number, each in enumerate(runs):
+        left = settings.time_limit - (time.monotonic() - start)
+        within = replace(settings, time_limit=max(left / (len(runs) - number), LEAST_SECONDS))
+        try:
+            found.append(_planned(each, space, pins, within))
+        except (InfeasibleError, TimeLimitError):
+            if number == len(runs) - 1 and not found:
+                raise
+    plan, choices = min(found, key=lambda made: _seconds_of_microbatch(made[0]))
+    return replace(plan, context=replace(context_of(plan), settings=settings)), choices
+
+
+def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
+    return make_plan(
+        space, pins, said.memory, said.solver, said.time_limit, said.recompute, said.gap, runs, said.prefetch
+    )
+
+
+def _seconds_of_microbatch(plan: Plan) -> float:
+    """Seconds of one micro-batch with its share of what is done once a step."""
+    context = context_of(plan)
+    parts = parts_of(context.memory_model, context.choices, plan.recompute)
+    return parts.per_microbatch(context.memory_model.microbatches.count)
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:

@@ -121,6 +121,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         memory=answer.memory,
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
+        reduce_each=context.memory_model.microbatches.reduce_each,
         multiplier=answer.multiplier,
         context=context,
     )

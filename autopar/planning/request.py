@@ -19,7 +19,8 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
-from autopar.planning.planner import make_plan
+from autopar.planning.formulation import Pins
+from autopar.planning.planner import best_plan_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
@@ -31,7 +32,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
-from autopar.strategies.presets.data import warn_of_gradients
+from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
 
 Outputs = Literal["dtensor", "full"]
 Inputs = str | tuple[str, ...]
@@ -142,19 +143,23 @@ class PlanRequest:
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""
-        said, settings = self.annotations_about(space.program, space.mesh), self.settings
-        made, choices = make_plan(
-            space,
-            pins_of(said, space, self.mode, storage or {}),
-            settings.memory,
-            settings.solver,
-            settings.time_limit,
-            settings.recompute,
-            settings.gap,
-            Microbatches(self.microbatches or 1),
-            settings.prefetch,
-        )
+        said = self.annotations_about(space.program, space.mesh)
+        pins = pins_of(said, space, self.mode, storage or {})
+        made, choices = self._made(space, pins)
         warn_of_replicated_work(self.strategy, [(space, choices)])
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether the strategy has every micro-batch reduce the gradients of weights that are stored in parts."""
+        return self.strategy in REDUCE_EACH
+
+    def _made(self, space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
+        """The plan and its choices."""
+        count, said = self.microbatches or 1, self.settings
+        free = count > 1 and said.memory is not None and self.strategy is None
+        ways = (False, True) if free else (self.reduces_each and count > 1,)
+        runs = [Microbatches(count, reduce_each=each) for each in ways]
+        return best_plan_of(runs, space, pins, said)

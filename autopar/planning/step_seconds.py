@@ -71,7 +71,8 @@ def parts_by_decision(
         path, parts = space.path(wire, choices), found[wire.target]
         share = space.share(space.rows_on(wire), choices, imbalance)
         if more.is_weight(wire) and not more.each_time(wire)[choices[wire.source], choices[wire.target]]:
-            found[wire.target] = parts._replace(once=parts.once + path.seconds)
+            each = more.reduction_seconds(wire, choices)
+            found[wire.target] = parts._replace(backward=parts.backward + each, once=parts.once + path.seconds - each)
             continue
         pairs = zip(path.transfers, path.bucketed, strict=True)
         back = sum(seconds_of(t, bucketed) for t, bucketed in pairs if t.backward)

@@ -74,6 +74,8 @@ class Plan:
     """Segment → "none", "selective" or "full"; empty where the search had no need of recomputation."""
     prefetch: int = 0
     """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
+    reduce_each: bool = False
+    """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -50,6 +50,7 @@ PLAN = Record(
         "unruled": Maybe(Table(TEXT)),
         "recompute": Table(OneOf(("none", "selective", "full"))),
         "prefetch": Whole(0, 2),
+        "reduce_each": Flag(),
         "multiplier": SECONDS,
         "symbols": Table(Whole(1), most=1000),
         "formulas": Table(Text(MAX_CHARACTERS), most=1000),

@@ -239,6 +239,28 @@ def gather_parameters(
     return gathered
 
 
+def use_gathered(
+    axis: str,
+    dims: tuple[int, ...],
+    sizes: tuple[int, ...],
+    *shards_and_wholes: Tensor,
+    reduce: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """`gather_parameters` of shards whose wholes, which have no gradient, are there: shards, then wholes.
+
+    Moves nothing forward, and reduce-scatters the gradients.
+    """
+    where, number = axis_of(axis), len(dims)
+    shards, wholes = shards_and_wholes[:number], shards_and_wholes[number:]
+    learning = _learning(shards)
+    if where.size == 1 or not learning:
+        return shards if where.size == 1 else wholes
+    pending, behind = _enter([shards[i] for i in learning])
+    recipe = Recipe(where, dims, sizes, ())
+    used = _UseGathered.apply(recipe, tuple(learning), pending, reduce, *_replaced(shards, learning, behind), *wholes)
+    return _prefer(used, pending)
+
+
 class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -261,19 +283,48 @@ class _GatherParameters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
-        scattered: list[Tensor | None] = [None] * len(grads)
-        size = ctx.axis.size
-        for dtype, group in by_dtype(grads).items():
-            parts = [padded(grad, ctx.dims[i], size).chunk(size, ctx.dims[i]) for i, grad in group.items()]
-            flat = _flat([part[rank] for rank in range(size) for part in parts], ctx.reduce or dtype)
-            count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
-            # What is cast once it has arrived is waited for first.
-            later = all(ctx.dtypes[i] == flat.dtype for i in group)
-            mine = _c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group)
-            mine = _started(mine, ctx.pending if later else None)
-            for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
-                scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
-        return None, None, None, None, None, *scattered
+        return None, None, None, None, None, *_scattered(ctx, grads)
+
+
+class _UseGathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recipe: Recipe,
+        learning: tuple[int, ...],
+        pending: _Pending | None,
+        reduce: torch.dtype | None,
+        *shards_and_wholes: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.axis, ctx.dims, ctx.pending, ctx.reduce = recipe.axis, recipe.dims, pending, reduce
+        shards, wholes = shards_and_wholes[: len(recipe.dims)], shards_and_wholes[len(recipe.dims) :]
+        ctx.dtypes = [shard.dtype for shard in shards]
+        used = tuple(whole.view_as(whole) for whole in wholes)
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(used) if i not in learning))
+        return used
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, None, None, *_scattered(ctx, grads), *(None for _ in grads)
+
+
+def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's parts of the sums of gradients of gathered parameters."""
+    scattered: list[Tensor | None] = [None] * len(grads)
+    size = ctx.axis.size
+    for dtype, group in by_dtype(grads).items():
+        parts = [padded(grad, ctx.dims[i], size).chunk(size, ctx.dims[i]) for i, grad in group.items()]
+        flat = _flat([part[rank] for rank in range(size) for part in parts], ctx.reduce or dtype)
+        count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
+        # What is cast once it has arrived is waited for first.
+        later = all(ctx.dtypes[i] == flat.dtype for i in group)
+        mine = _c10d.reduce_scatter_tensor(flat, "sum", size, ctx.axis.group)
+        mine = _started(mine, ctx.pending if later else None)
+        for i, part, piece in zip(group, parts, mine.split([p[0].numel() for p in parts]), strict=True):
+            scattered[i] = piece.view(part[0].shape).to(ctx.dtypes[i])
+    return scattered
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,9 @@ class Stage(nn.Module):
         self.executable = executable
         self._root = [root]  # in a list, so that it is no submodule
         self._random_state = random_state or RandomState()
-        self._hoisted = hoist(executable.local.module.graph, executable.program.parameters.values())
+        self._hoisted = hoist(
+            executable.local.module.graph, executable.program.parameters.values(), executable.plan.reduce_each
+        )
         self._graph = graph_of(self._hoisted.body, executable.program, executable.plan)
         self._moved: tuple[Tensor, ...] = ()
         self._microbatches: Sequence[Arguments] = ()

@@ -3,8 +3,9 @@
 Weights, and views of them, are cast and moved (gathered, exchanged, made ready for a reduction of their gradients)
 before the first micro-batch. What then enters the graph of a micro-batch are leaves: their gradients add up over the
 micro-batches as each rank computes them, and go backward through the moves once, reduced in buckets, at the end of the
-step. Weights that are to be gathered again in the backward are gathered in every micro-batch: they are stored in parts
-because the wholes would not fit. A bucket that gathers some of its weights again becomes two.
+step; or every micro-batch reduces them, and they add up in parts (`reduced_each`). Weights that are to be gathered
+again in the backward are gathered in every micro-batch: they are stored in parts because the wholes would not fit. A
+bucket that gathers some of its weights again becomes two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.fx.node import map_arg
 from autopar.program.calls import is_cast
 from autopar.runtime.collectives import buckets, functions
 from autopar.runtime.recompute.unmixed import unmixed
+from autopar.runtime.rewrite import reduced_each
 
 aten = torch.ops.aten
 
@@ -41,15 +43,16 @@ class Hoisted:
     """Placeholders of `body` behind the weights, as the whole graph calls them."""
 
 
-def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
-    """Split a per-rank graph; `parameters` are the placeholders that hold parameters."""
+def hoist(graph: fx.Graph, parameters: Iterable[str], reduce_each: bool = False) -> Hoisted:
+    """Split a per-rank graph; `parameters` are the placeholders that hold parameters.
+
+    With `reduce_each` every micro-batch reduces the gradients of weights that the step gathers (ZeRO-2).
+    """
     graph = unmixed(graph)
     known = frozenset(parameters)
-    once = {node for node in graph.nodes if node.op == "placeholder" and node.name in known}
-    for node in graph.nodes:
-        takes = node.all_input_nodes
-        if node.op == "call_function" and takes and once.issuperset(takes) and (_moves(node) or node.target in VIEWS):
-            once.add(node)
+    if reduce_each:
+        reduced_each.reduce_each(graph, _done_once(graph, known))
+    once = _done_once(graph, known)
     for node in reversed(graph.nodes):  # a view that does not move costs nothing
         if node.target in VIEWS and once.isdisjoint(node.users):
             once.discard(node)
@@ -67,10 +70,22 @@ def hoist(graph: fx.Graph, parameters: Iterable[str]) -> Hoisted:
     )
 
 
+def _done_once(graph: fx.Graph, parameters: frozenset[str]) -> set[fx.Node]:
+    """Parameters, what moves or casts them, and views of them."""
+    once = {node for node in graph.nodes if node.op == "placeholder" and node.name in parameters}
+    for node in graph.nodes:
+        takes = node.all_input_nodes
+        if node.op == "call_function" and takes and once.issuperset(takes) and (_moves(node) or node.target in VIEWS):
+            once.add(node)
+    return once
+
+
 def _moves(node: fx.Node) -> bool:
     """Whether a call only casts weights or moves them once; a bucket's weights are taken out of it one by one."""
-    if node.target is operator.getitem or is_cast(node):
+    if node.target is operator.getitem or node.target is aten.detach.default or is_cast(node):
         return True
+    if node.target is buckets.use_gathered:
+        return False
     return getattr(node.target, "__module__", "") in MODULES and not node.kwargs.get("regather")
 
 

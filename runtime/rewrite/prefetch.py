@@ -17,13 +17,13 @@ from typing import Any
 from torch import fx
 
 from autopar.program.calls import is_cast
-from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
+from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients, use_gathered
 from autopar.runtime.collectives.gathering import start_gather
 from autopar.runtime.recompute.unmixed import NUM_BEFORE
 
 LAYER = "layer"
 """The key in a call's meta of the number of the layer whose weights it works on, or moves; absent where it has none."""
-_MOVES: tuple[Callable[..., Any], ...] = (gather_parameters, reduce_gradients, start_gather)
+_MOVES: tuple[Callable[..., Any], ...] = (gather_parameters, reduce_gradients, start_gather, use_gathered)
 
 
 def fetched_ahead(module: fx.GraphModule, depth: int) -> fx.GraphModule:

@@ -38,7 +38,8 @@ def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 def zero1(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
-    It is said as `zero2` is, and moves the same; `warn_of_gradients` says when a plan is the one and when the other.
+    It is said as `zero2` is. In `train_step` gradients of micro-batches add up whole, and are reduced once a step;
+    those of one batch are reduced as they are made, which `warn_of_gradients` says.
     """
     return _batch_split("zero1", program, mesh).stored_over(mesh.names, False).annotations()
 
@@ -46,7 +47,7 @@ def zero1(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
 
-    Gradients of micro-batches add up whole, as by `zero1`, which a warning says.
+    In `train_step` every micro-batch reduces its gradients, which add up in parts (`REDUCE_EACH`).
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts (the others are whole, and
     their gradients are all-reduced):
 
@@ -58,22 +59,16 @@ def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     return _batch_split("zero2", program, mesh).stored_over(mesh.names, False).annotations()
 
 
-def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
-    """Warn where gradients are not held as the name of a preset says: whole by ZeRO-1, in parts by ZeRO-2.
+REDUCE_EACH = frozenset((zero2.__name__,))
+"""Presets by which every micro-batch reduces the gradients of weights that are stored in parts."""
 
-    Those of one batch are reduced as they are made. Those of micro-batches add up as the calls use the weights, which
-    are gathered once for all of them, and are reduced at the end of the step.
-    """
+
+def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
+    """Warn where gradients are not held whole, as ZeRO-1 has them: those of one batch are reduced as they are made."""
     if strategy == zero1.__name__ and num_microbatches == 1:
         warnings.warn(
             "zero1: gradients of a batch are reduced as they are made, and held in parts. So this is zero2, which "
             "moves the same bytes; with microbatches=2 and more they add up whole.",
-            stacklevel=3,
-        )
-    elif strategy == zero2.__name__ and num_microbatches > 1:
-        warnings.warn(
-            f"zero2: gradients of {num_microbatches} micro-batches add up whole, and are reduced once a step. So this "
-            "is zero1, which moves the same bytes; use zero3 to hold gradients in parts.",
             stacklevel=3,
         )
 

@@ -13,7 +13,7 @@ import autopar
 from autopar.compiler import offline
 from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import InfeasibleError
-from autopar.planning import request
+from autopar.planning import planner, request
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: dict[str, bool] = {}
-    for module, name in ((offline, "trace"), (request, "build_space"), (request, "make_plan")):
+    for module, name in ((offline, "trace"), (request, "build_space"), (planner, "make_plan")):
         stage = getattr(module, name)
 
         def noted(*args: object, stage=stage, name: str = name, **kwargs: object) -> object:

@@ -118,7 +118,8 @@ def test_json_of_another_format_is_refused(text: str) -> None:
 def test_a_missing_field_is_refused_unless_it_has_a_default(field: str) -> None:
     values = json.loads(_plan().to_json())
     del values[field]
-    if field in ("memory_limit", "imbalance", "unruled", "recompute", "prefetch", "multiplier", "symbols", "formulas"):
+    optional = ("memory_limit", "imbalance", "unruled", "recompute", "prefetch", "reduce_each")
+    if field in (*optional, "multiplier", "symbols", "formulas"):
         assert Plan.from_json(json.dumps(values)) == _plan()
         return
     with pytest.raises(PlanError, match=f"not a plan: .*'{field}'"):

@@ -88,6 +88,7 @@ def by_hand(case: PipelineCase) -> Training:
     "case",
     [
         PipelineCase("llama", "dp2", options={"strategy": "zero3"}),
+        pytest.param(PipelineCase("llama", "dp2", options={"strategy": "zero2"}), marks=pytest.mark.slow),
         pytest.param(PipelineCase("llama", "dp2xtp2", options={"strategy": "fsdp_megatron"}), marks=pytest.mark.slow),
         PipelineCase("llama", "dp2", options={"strategy": "data_parallel"}),
         PipelineCase("gpt2", "pp2", "1f1b"),

@@ -145,6 +145,7 @@ CASES = {
     "two axes": PipelineCase("mlp", "dp2xtp2", steps=2),
     "whole": PipelineCase("mlp", "dp2", options={"strategy": "data_parallel"}, steps=2),
     "zero3": PipelineCase("mlp", "dp2", options={"strategy": "zero3"}, steps=2),
+    "zero2": PipelineCase("gpt2", "dp2", options={"strategy": "zero2"}, steps=2),
     "regathered": PipelineCase("mlp", "dp2", annotations=REGATHERED, steps=2),
     "recomputed": PipelineCase("gpt2", "dp2", options={"recompute": "full"}, steps=2),
 }
@@ -164,7 +165,7 @@ def test_every_family_accumulates_on_ranks_as_on_one_process(ranks: Ranks, famil
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
-@pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero3", "fsdp_megatron"])
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero2", "zero3", "fsdp_megatron"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_presets_accumulate_on_ranks_as_on_one_process(ranks: Ranks, family: str, strategy: str) -> None:
     check(ranks, PipelineCase(family, "dp2xtp2", options={"strategy": strategy}))
@@ -219,6 +220,12 @@ def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(r
     assert few.total() > 1
     # The loss of a micro-batch is reduced with it.
     assert many - few == {("all_reduce", "dp"): 4}
+
+
+def test_zero2_gathers_weights_once_and_reduces_gradients_of_every_micro_batch(ranks: Ranks) -> None:
+    few, many = (Counter(ranks.run(_counted, "zero2", count)[0]) for count in (2, 6))
+    assert few["all_gather", "dp"] == many["all_gather", "dp"]
+    assert 2 * many["reduce_scatter", "dp"] == 6 * few["reduce_scatter", "dp"]
 
 
 def _again() -> None:

@@ -71,6 +71,8 @@ def test_a_family_trains_through_a_pipeline_as_on_one_process(
 PRESETS: tuple[tuple[str, str, str], ...] = (
     ("data_parallel", "pp2xdp2", "1f1b"),
     ("zero1", "pp2xdp2", "1f1b"),
+    ("zero2", "pp2xdp2", "1f1b"),
+    ("zero2", "pp2xdp2", "zbv"),
     ("zero3", "pp2xdp2", "1f1b"),
     ("zero3", "pp2xdp2", "zbv"),
     ("megatron", "pp2xtp2", "interleaved_1f1b"),
@@ -83,7 +85,7 @@ PRESETS: tuple[tuple[str, str, str], ...] = (
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize(
     ("strategy", "family", "mesh"),
-    [("zero3", "llama", "pp2xdp2"), ("megatron_sequence", "gpt2", "pp2xtp2"), ("zero3", "llama", EIGHT)],
+    [("zero2", "llama", "pp2xdp2"), ("megatron_sequence", "gpt2", "pp2xtp2"), ("zero3", "llama", EIGHT)],
 )
 def test_presets_go_with_a_pipeline(ranks: Ranks, strategy: str, family: str, mesh: str) -> None:
     check(ranks, PipelineCase(family, mesh, options={"strategy": strategy}, steps=2))
