@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     ("errors",),
+    ("runtime.face",),
     ("units", "files", "timeline"),
     ("progress",),
     ("program.operators",),

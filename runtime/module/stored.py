@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
+from autopar.runtime.face.model_class import also_of_the_class_of
+from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.module.inputs import (
     Arguments,
     call_signature,
@@ -48,7 +50,7 @@ Runs = TypeVar("Runs", bound=Captured)
 """What runs one kind of input."""
 
 
-class StoredModule(nn.Module, Generic[Runs]):
+class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
     """A module that gets its parameters when its first inputs are known, as `lay_out` stores them.
 
     Its submodules are copies of the model's own, in a `Tree`; the tree's root stands beside it and has the same
@@ -64,6 +66,8 @@ class StoredModule(nn.Module, Generic[Runs]):
     """
     compilation: Compilation | None = None
     """What `compile` was told."""
+    _compiled: ClassVar[type]
+    """This class, where that of an instance is the model's, too."""
 
     def __init__(
         self,
@@ -114,7 +118,12 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.compilation = Compilation(lambda graph: torch.compile(graph, *args, **kwargs), regional)
 
     def follow(self, original: nn.Module) -> None:
-        """Let what is set in attributes of the original count, too, as long as somebody holds it."""
+        """Be a module of the model's class, and let what is set in attributes of the original count, too.
+
+        That is so as long as somebody holds the original.
+        """
+        refuse_composable_functions(self, self.tree.root)
+        self.__class__ = also_of_the_class_of(self.tree.root, type(self))
         self._python.follow(original)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +139,7 @@ class StoredModule(nn.Module, Generic[Runs]):
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""
         python = vars(self).get("_python")
-        if python is None or not python.shown or name in vars(self) or not python.takes(type(self), name, value):
+        if python is None or not python.shown or name in vars(self) or not python.takes(self._compiled, name, value):
             super().__setattr__(name, value)
         else:
             setattr(python.root, name, value)
@@ -145,6 +154,7 @@ class StoredModule(nn.Module, Generic[Runs]):
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The call with every argument by name, and DTensors for parts of the batch."""
+        check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
 
