@@ -50,7 +50,7 @@ ORDER = (
     ("formulas", "pipeline.stages"),
     ("inspection", "pipeline", "runtime.collectives"),
     ("runtime.implementations", "runtime.ranks"),
-    ("runtime.recompute",),
+    ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),
     ("runtime.module",),
     ("runtime.pipeline",),

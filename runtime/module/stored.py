@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
+from autopar.runtime.checkpoints.read import give_values, read
+from autopar.runtime.checkpoints.write import write, write_configs
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.module.inputs import (
@@ -35,6 +38,7 @@ from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
+from autopar.units import parse_bytes
 
 
 class Captured(Protocol):
@@ -88,7 +92,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         self._forward_signature = call_signature(tree.root)
         self._given = given
         self._input_mesh = stage_devices or mesh
-        self._device = mesh.device_type
+        self._mesh, self._device = mesh, mesh.device_type
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
         self._prepare = prepare
@@ -264,6 +268,43 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         tie(self, ties)
         self._held = self.tree.held()
         return result
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Read all parameters and persistent buffers from safetensors: each rank its own parts, one after the other.
+
+        `path` is a file, or a folder as Hugging Face writes it. Buffers without values that no checkpoint has are
+        computed again where the model is one of transformers.
+        Raises InputError where names or shapes are others.
+        """
+        self._ready()
+        give_values(self.tree.root, self.unset_buffers.names(self))
+        names = dict(nn.Module.named_parameters(self, remove_duplicate=False)) | self._persistent_buffers()
+        read(names, self.tree.first_name, path)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: None = None,
+        max_shard_size: str | int = "5GB",
+    ) -> None:
+        """Write parameters and persistent buffers as Hugging Face does, to be read by `from_pretrained` and `load`.
+
+        Called by all ranks of the mesh. Tensors are gathered one by one and written in files of at most
+        `max_shard_size`; tied ones under their first name; beside them the model's `config` and `generation_config`,
+        where it has them. `is_main_process` is there for callers that give it, and does not count.
+        Raises InputError for a `state_dict`, and on every rank where one cannot write.
+        """
+        self._ready()
+        if state_dict is not None:
+            raise InputError("save_pretrained of a compiled module gathers its own parameters; leave state_dict out.")
+        stored = dict(nn.Module.named_parameters(self)) | self._persistent_buffers()
+        write(stored, self._mesh, save_directory, parse_bytes(max_shard_size))
+        write_configs(self.tree.root, self._mesh, save_directory)
+
+    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
+        left_out = dict(not_persistent(self))
+        return {name: each for name, each in nn.Module.named_buffers(self) if name not in left_out}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""
