@@ -57,7 +57,7 @@ ORDER = (
     ("runtime", "report"),
     ("compiler", "calibration"),
     ("api",),
-    ("benchmarking", "demo"),
+    ("benchmarking", "demo", "integrations"),
     ("", "cli"),
 )
 """Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""

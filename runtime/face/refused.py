@@ -56,5 +56,5 @@ def refusal(wrapper: str) -> InputError:
     return InputError(
         f"{wrapper} around a model that autopar.compile returned: its plan already divides and replicates it over its "
         f"mesh, and its backward sums gradients. Leave {wrapper} out; give each rank its part of the batch with "
-        'autopar.compile(..., inputs="local").'
+        'autopar.compile(..., inputs="local"); for transformers there is autopar.integrations.trainer.Trainer.'
     )

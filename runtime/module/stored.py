@@ -156,6 +156,11 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         else:
             super().__delattr__(name)
 
+    @property
+    def axes_of_parts(self) -> tuple[str, ...]:
+        """The axes of the mesh over which ranks give different parts of the batch, as `inputs=` said."""
+        return self._given.axes
+
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The call with every argument by name, and DTensors for parts of the batch."""
         check_not_inside_ddp()
