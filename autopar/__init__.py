@@ -5,7 +5,7 @@ rewrites the graph into one readable per-rank program with collectives, and trai
 """
 
 from autopar.annotations.annotate import annotate, annotate_plan, constrain
-from autopar.api import compile, plan
+from autopar.api import compile, load, plan
 from autopar.benchmarking.bench import bench
 from autopar.errors import (
     AnnotationError,
@@ -52,6 +52,7 @@ __all__ = [
     "check_rule",
     "compile",
     "constrain",
+    "load",
     "plan",
     "record_dropped_rows",
     "register_rule",

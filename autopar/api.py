@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -25,6 +26,7 @@ from autopar.compiler.arguments import (
 from autopar.compiler.offline import plan_offline
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.whole import compile_whole
+from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
@@ -170,6 +172,34 @@ def compile(
         module = compile_pipeline(model, mesh, axis, request, run)
     if example_inputs is not None:
         module.prepare(*example_arguments(example_inputs))
+    return module
+
+
+def load(
+    model: nn.Module, mesh: DeviceMesh, path: str | Path, example_inputs: ExampleInputs, **options: Any
+) -> ParallelModule | Any:
+    """`compile` of a model on the meta device, with the values of a checkpoint: each rank reads its own parts alone.
+
+    A rank holds what it stores, and one tensor's part as it is read (docs/checkpoints.md).
+
+    Args:
+        model: made with its parameters on the meta device: `with torch.device("meta"): model = …`.
+        mesh, example_inputs, options: as `compile` takes them.
+        path: a safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+
+    Raises:
+        InputError: parameters have values already, or names and shapes are others than those of the checkpoint.
+        What `compile` raises.
+    """
+    filled = next((name for name, each in model.named_parameters() if not each.is_meta), None)
+    if filled is not None:
+        raise InputError(
+            f"{filled} has values, and memory, on every rank; make the model on the meta device, "
+            'with torch.device("meta"): model = …, or compile it and call model.load_safetensors(path).'
+        )
+    module = compile(model, mesh, example_inputs, **options)
+    module.to_empty(device=mesh.device_type)
+    module.load_safetensors(path)
     return module
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     ("errors",),
+    ("runtime.face",),
     ("units", "files", "timeline"),
     ("progress",),
     ("program.operators",),
@@ -49,14 +50,14 @@ ORDER = (
     ("formulas", "pipeline.stages"),
     ("inspection", "pipeline", "runtime.collectives"),
     ("runtime.implementations", "runtime.ranks"),
-    ("runtime.recompute",),
+    ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),
     ("runtime.module",),
     ("runtime.pipeline",),
     ("runtime", "report"),
     ("compiler", "calibration"),
     ("api",),
-    ("benchmarking", "demo"),
+    ("benchmarking", "demo", "integrations"),
     ("", "cli"),
 )
 """Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""

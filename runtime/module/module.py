@@ -50,7 +50,6 @@ class ParallelModule(StoredModule[Executable]):
         given: Given = GIVEN_WHOLE,
     ) -> None:
         super().__init__(tree, mesh, prepare, random_state, Exception, given)
-        self._mesh = mesh
         self._whole_outputs = whole_outputs
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}

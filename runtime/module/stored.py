@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
+from autopar.runtime.checkpoints.read import give_values, read
+from autopar.runtime.checkpoints.write import write, write_configs
+from autopar.runtime.face.model_class import also_of_the_class_of
+from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.module.inputs import (
     Arguments,
     call_signature,
@@ -33,6 +38,7 @@ from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
+from autopar.units import parse_bytes
 
 
 class Captured(Protocol):
@@ -48,7 +54,7 @@ Runs = TypeVar("Runs", bound=Captured)
 """What runs one kind of input."""
 
 
-class StoredModule(nn.Module, Generic[Runs]):
+class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
     """A module that gets its parameters when its first inputs are known, as `lay_out` stores them.
 
     Its submodules are copies of the model's own, in a `Tree`; the tree's root stands beside it and has the same
@@ -64,6 +70,8 @@ class StoredModule(nn.Module, Generic[Runs]):
     """
     compilation: Compilation | None = None
     """What `compile` was told."""
+    _compiled: ClassVar[type]
+    """This class, where that of an instance is the model's, too."""
 
     def __init__(
         self,
@@ -84,7 +92,7 @@ class StoredModule(nn.Module, Generic[Runs]):
         self._forward_signature = call_signature(tree.root)
         self._given = given
         self._input_mesh = stage_devices or mesh
-        self._device = mesh.device_type
+        self._mesh, self._device = mesh, mesh.device_type
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
         self._prepare = prepare
@@ -114,7 +122,12 @@ class StoredModule(nn.Module, Generic[Runs]):
         self.compilation = Compilation(lambda graph: torch.compile(graph, *args, **kwargs), regional)
 
     def follow(self, original: nn.Module) -> None:
-        """Let what is set in attributes of the original count, too, as long as somebody holds it."""
+        """Be a module of the model's class, and let what is set in attributes of the original count, too.
+
+        That is so as long as somebody holds the original.
+        """
+        refuse_composable_functions(self, self.tree.root)
+        self.__class__ = also_of_the_class_of(self.tree.root, type(self))
         self._python.follow(original)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +143,7 @@ class StoredModule(nn.Module, Generic[Runs]):
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""
         python = vars(self).get("_python")
-        if python is None or not python.shown or name in vars(self) or not python.takes(type(self), name, value):
+        if python is None or not python.shown or name in vars(self) or not python.takes(self._compiled, name, value):
             super().__setattr__(name, value)
         else:
             setattr(python.root, name, value)
@@ -143,8 +156,14 @@ class StoredModule(nn.Module, Generic[Runs]):
         else:
             super().__delattr__(name)
 
+    @property
+    def axes_of_parts(self) -> tuple[str, ...]:
+        """The axes of the mesh over which ranks give different parts of the batch, as `inputs=` said."""
+        return self._given.axes
+
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The call with every argument by name, and DTensors for parts of the batch."""
+        check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
 
@@ -254,6 +273,43 @@ class StoredModule(nn.Module, Generic[Runs]):
         tie(self, ties)
         self._held = self.tree.held()
         return result
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Read all parameters and persistent buffers from safetensors: each rank its own parts, one after the other.
+
+        `path` is a file, or a folder as Hugging Face writes it. Buffers without values that no checkpoint has are
+        computed again where the model is one of transformers.
+        Raises InputError where names or shapes are others.
+        """
+        self._ready()
+        give_values(self.tree.root, self.unset_buffers.names(self))
+        names = dict(nn.Module.named_parameters(self, remove_duplicate=False)) | self._persistent_buffers()
+        read(names, self.tree.first_name, path)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: None = None,
+        max_shard_size: str | int = "5GB",
+    ) -> None:
+        """Write parameters and persistent buffers as Hugging Face does, to be read by `from_pretrained` and `load`.
+
+        Called by all ranks of the mesh. Tensors are gathered one by one and written in files of at most
+        `max_shard_size`; tied ones under their first name; beside them the model's `config` and `generation_config`,
+        where it has them. `is_main_process` is there for callers that give it, and does not count.
+        Raises InputError for a `state_dict`, and on every rank where one cannot write.
+        """
+        self._ready()
+        if state_dict is not None:
+            raise InputError("save_pretrained of a compiled module gathers its own parameters; leave state_dict out.")
+        stored = dict(nn.Module.named_parameters(self)) | self._persistent_buffers()
+        write(stored, self._mesh, save_directory, parse_bytes(max_shard_size))
+        write_configs(self.tree.root, self._mesh, save_directory)
+
+    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
+        left_out = dict(not_persistent(self))
+        return {name: each for name, each in nn.Module.named_buffers(self) if name not in left_out}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""

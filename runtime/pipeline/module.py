@@ -61,7 +61,6 @@ class PipelineModule(StoredModule[Pipeline]):
         given: Given = GIVEN_WHOLE,
     ) -> None:
         super().__init__(tree, mesh, prepare, random_state, AutoparError, given, stage_devices)
-        self._mesh = mesh
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches
         self._whole_outputs = whole_outputs

@@ -50,7 +50,7 @@ def on_all_ranks(
         result = work()
     except BaseException as found:  # an interrupt, too: the others wait
         error = found
-    outcomes = _gathered((dist.get_rank(), error and _portable(error), "" if error else describe(result)), mesh)
+    outcomes = gathered((dist.get_rank(), error and _portable(error), "" if error else describe(result)), mesh)
     if error is not None:
         raise error
     for _, failure, _ in outcomes:
@@ -61,7 +61,7 @@ def on_all_ranks(
     if differing is None:
         return result
     rank, _, other = outcomes[differing]
-    lines = _gathered(details(result), mesh)
+    lines = gathered(details(result), mesh)
     raise InputError(
         f"the ranks were called differently: rank {first_rank} with {first}; rank {rank} with {other}."
         f"{_difference(lines[0], lines[differing])} Every rank needs the same model and inputs of the same global "
@@ -87,7 +87,7 @@ def _portable(error: BaseException) -> AutoparError:
     return PlanError(f"preparing the model failed on rank {rank}: {type(error).__name__}: {error}")
 
 
-def _gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
+def gathered(value: Any, mesh: DeviceMesh) -> list[Any]:
     """The values of all ranks, in the order of the mesh."""
     values = [value]
     for axis in reversed(range(mesh.ndim)):

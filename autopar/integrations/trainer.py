@@ -1,0 +1,132 @@
+"""The Trainer of transformers on a compiled module: no wrapper, the loss of the whole batch, checkpoints of all ranks.
+
+What differs from a plain `Trainer` on many processes: the model's loss is that of the whole batch already, so it is not
+scaled by their number; every rank takes part in saving and loading; outputs are this rank's part of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from autopar.errors import InputError
+from autopar.runtime.module.module import ParallelModule
+
+STATE = "parallel_state"
+"""Folder of a checkpoint: the optimizer's state in shards, and the model's random numbers."""
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` for a model from `autopar.compile(model, mesh, example_inputs, inputs="local")`.
+
+    Takes the same arguments. `bf16=True` is an autocast region around the forward, as ever; a model with a `precision=`
+    needs none. Checkpoints have the model as safetensors, and `resume_from_checkpoint` takes them on another mesh.
+    Raises InputError for what would be wrong in silence.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, **others: Any) -> None:
+        if not isinstance(model, ParallelModule):
+            raise InputError(
+                f'model is a {type(model).__name__}; give what autopar.compile returns, with inputs="local" and on a '
+                "mesh without a pipeline, or use transformers.Trainer."
+            )
+        if model.axes_of_parts != tuple(model.mesh.mesh_dim_names or ()):
+            raise InputError(
+                'the Trainer gives every rank its own samples; compile the model with inputs="local", found parts over '
+                f"{', '.join(model.axes_of_parts) or 'no axis'}."
+            )
+        refused = {
+            "fp16": "needs a loss scale that ranks agree on; use bf16=True, or your own loop with ShardedGradScaler",
+            "label_smoothing_factor": "computes a loss beside the model's; put it into the model's forward",
+            "load_best_model_at_end": "loads weights on one rank; load that checkpoint with model.load_safetensors",
+        }
+        for name, why in refused.items():
+            if getattr(args, name, None):
+                raise InputError(f"{name}={getattr(args, name)} {why}.")
+        if others.get("compute_loss_func") is not None:
+            raise InputError("compute_loss_func computes a loss beside the model's; put it into the model's forward.")
+        model._is_accelerate_prepared = True  # accelerate leaves it as it is
+        super().__init__(model=model, args=args, **others)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of the batch of all ranks, and this rank's part of the outputs."""
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        with self.accelerator.autocast():
+            outputs = model(**inputs)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return (loss, pytree.tree_map(own_part, outputs)) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """As the Trainer's, with this rank's part of the outputs where there are no labels, too."""
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return pytree.tree_map(own_part, found)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as safetensors; called by all ranks."""
+        folder = output_dir or self.args.output_dir or "."
+        self._model.save_pretrained(folder)
+        if self.args.should_save:
+            processing: Any = self.processing_class
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    @property
+    def _model(self) -> ParallelModule:
+        assert isinstance(self.model, ParallelModule)
+        return self.model
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(self._state(), checkpoint_id=os.path.join(output_dir, STATE))
+        if self.args.should_save:
+            torch.save(self._scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = self._state()
+        load(state, checkpoint_id=os.path.join(checkpoint, STATE))
+        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+        self._scheduler.load_state_dict(scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._model.load_safetensors(resume_from_checkpoint)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        found: Any = self.optimizer
+        return getattr(found, "optimizer", found)  # accelerate's stands around the one that there was
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.lr_scheduler
+
+    def _state(self) -> dict[str, Any]:
+        moments = get_optimizer_state_dict(self._model, self._optimizer)
+        return {"optimizer": moments, "random": self._model.random_state}
+
+
+def own_part(value: Any) -> Any:
+    """Of an output this rank's samples: the part along dim 0 that it has given of the inputs."""
+    if not isinstance(value, DTensor):
+        return value
+    if value.ndim == 0 or value.shape[0] % value.device_mesh.size():
+        return value.full_tensor()
+    found: Tensor = value.redistribute(placements=[Shard(0)] * value.device_mesh.ndim).to_local()
+    return found

@@ -1,0 +1,62 @@
+"""The Trainer of transformers on a compiled module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import autopar
+from tests.integrations.scripts import alone, on_two_ranks
+from tests.support.ranks import Ranks, mesh
+
+pytest.importorskip("accelerate")
+
+
+@pytest.mark.slow  # three processes of which each imports transformers and its Trainer
+def test_the_trainer_trains_evaluates_predicts_and_resumes_as_on_one_process(tmp_path: Path) -> None:
+    expected, changed = alone("trainer.py", tmp_path, tmp_path / "alone")
+    found = on_two_ranks("trainer.py", tmp_path / "ranks")
+    resumed = on_two_ranks("trainer.py", tmp_path / "again", tmp_path / "ranks" / "checkpoint-2")
+    assert changed == 7
+    for each in (found, resumed):
+        assert_close(each["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
+        assert_close((each["eval"], each["sum"]), (expected["eval"], expected["sum"]), rtol=1e-4, atol=1e-5)
+    assert expected["losses"][-1] != expected["losses"][0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def _refused() -> None:
+    from types import SimpleNamespace
+
+    from autopar.integrations.trainer import Trainer
+
+    def compiled(inputs: Any) -> Any:
+        return autopar.compile(Model(), mesh((2,), ("dp",)), (torch.zeros(4, 4),), inputs=inputs)
+
+    with pytest.raises(autopar.InputError, match=r"model is a Model; give what autopar.compile returns"):
+        Trainer(Model())
+    with pytest.raises(autopar.InputError, match='compile the model with inputs="local", found parts over no axis'):
+        Trainer(compiled("whole"))
+    local = compiled("local")
+    for name in ("fp16", "label_smoothing_factor", "load_best_model_at_end"):
+        with pytest.raises(autopar.InputError, match=rf"^{name}=1 "):
+            Trainer(local, SimpleNamespace(**{name: 1}))
+    with pytest.raises(autopar.InputError, match="compute_loss_func computes a loss beside the model's"):
+        Trainer(local, None, compute_loss_func=max)
+
+
+def test_what_would_be_wrong_in_silence_is_refused(ranks: Ranks) -> None:
+    ranks.run(_refused)
