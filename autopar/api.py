@@ -237,7 +237,8 @@ def plan(
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
-    With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned.
+    With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned;
+    with `pipeline` the name of an axis, every length of a pipeline outside of these, too.
     On a mesh with a pipeline axis the plan is a `PipelinePlan`.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP

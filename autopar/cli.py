@@ -174,7 +174,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
     parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
     parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
-    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for the solver (120)")
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
 
 
 def _tiles(text: str) -> int | Literal["auto", False]:

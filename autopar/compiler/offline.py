@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,17 +17,18 @@ from autopar.compiler.arguments import (
     check_tiles_of_stages,
     example_arguments,
 )
+from autopar.compiler.arranging import of_pipeline, of_plan
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.tiles import plan_as_memory_asks, tiles_asked
-from autopar.errors import PipelineError
+from autopar.errors import InfeasibleError, PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.planning.mesh_search import best_mesh
+from autopar.planning.mesh_search import Candidate, best_mesh, meshes_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -36,6 +38,7 @@ from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.space.space import Space
 
 
@@ -51,12 +54,14 @@ def plan_offline(
     check_planned_mesh(mesh, devices)
     planner = _Planner(model, example_inputs, request)
     if isinstance(mesh, str):
-        if request.pipeline is not None:
-            raise PipelineError(
-                f'mesh="{mesh}" arranges devices for plans without a pipeline, and pipeline="{request.pipeline}" is '
-                f'given; give the mesh, as in Mesh({{"{request.pipeline}": 4, "tp": 8}}).'
-            )
-        return best_mesh(planner.on, mesh, devices, request.hardware, max_axes)
+        meshes = meshes_of(mesh, devices, request.hardware, max_axes, request.pipeline)
+        if request.pipeline is None:
+            try:
+                check_no_pipeline(request, meshes[0])
+            except PipelineError as error:
+                raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
+        searched = best_mesh(planner.candidate, meshes, request.settings.time_limit)
+        return replace(searched.best, notes=(*searched.best.notes, searched.note))
     abstract = Mesh.of(mesh)
     axis = pipeline_axis(abstract, request.pipeline)
     return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
@@ -103,28 +108,53 @@ class _Planner:
         program = self.captured(count, math.prod(map(mesh.size, axes)), tiles)
         return program, layouts_of_parts(program, self.batch, mesh, axes)
 
-    def on(self, mesh: Mesh) -> Plan:
-        """The best plan on a mesh without a pipeline."""
-        check_no_pipeline(self.request, mesh)
-        count, tiles = self.request.microbatches or 1, tiles_asked(self.request)
+    def candidate(self, mesh: Mesh, time_limit: float) -> Candidate[Plan | PipelinePlan]:
+        """The best plan on one of the meshes that are compared.
+
+        Where a pipeline has no part in it and the whole batch does not fit, it is halved until its micro-batches do.
+        """
+        hurried = replace(self.request.settings, time_limit=time_limit)
+        request, deadline = replace(self.request, settings=hurried), after(time_limit)
+        if request.pipeline is not None and request.pipeline in mesh.axes:
+            return of_pipeline(self.in_stages(mesh, request.pipeline, request))
+        count = request.microbatches or 1
+        while True:
+            left = replace(request.settings, time_limit=seconds_until(deadline))
+            try:
+                plan = self.on(mesh, replace(request, microbatches=count, settings=left))
+            except InfeasibleError as error:
+                if request.microbatches or request.settings.memory is None:
+                    raise
+                if batch_size(self.batch) % (2 * count) or is_over(deadline):
+                    raise InfeasibleError(f"also in {count} micro-batches: {error}") from error
+                count *= 2
+            else:
+                return of_plan(plan if count == 1 else _saying(plan, count), count)
+
+    def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
+        """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
+        request = request or self.request
+        check_no_pipeline(request, mesh)
+        count, tiles = request.microbatches or 1, tiles_asked(request)
         program, _ = self.arriving(count, mesh, tiles)
         self.warned = self.warned or warn_of_batch_statistics(program, count)
 
         def space_of(tiles: Tiles) -> Space:
             program, arriving = self.arriving(count, mesh, tiles)
-            return self.request.space(program, mesh, arriving)
+            return request.space(program, mesh, arriving)
 
         with progress(f"planning on {mesh}", 2) as step, uncollected():
             step("strategies and costs")
             space = space_of(tiles)
             step("solving")
-            return plan_as_memory_asks(self.request, space, space_of)
+            return plan_as_memory_asks(request, space, space_of)
 
     @uncollected()
-    def in_stages(self, mesh: Mesh, axis: str) -> PipelinePlan:
-        """The best plan on a mesh with a pipeline."""
-        check_tiles_of_stages(self.request)
-        request, inner = self.request.on(mesh), stage_mesh(mesh, axis)
+    def in_stages(self, mesh: Mesh, axis: str, request: PlanRequest | None = None) -> PipelinePlan:
+        """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it."""
+        request = (request or self.request).on(mesh)
+        check_tiles_of_stages(request)
+        inner = stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:
             program, arriving = self.arriving(schedule.num_microbatches, inner, tiles_asked(request))
@@ -133,6 +163,12 @@ class _Planner:
         limited = request.settings.memory is not None
         size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
         chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
-        asked = requested(chosen)
-        warn_of_batch_statistics(asked.program, chosen.num_microbatches)
-        return plan_pipeline(asked)
+        asked = requested(chosen.schedule)
+        warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
+        return chosen.plan or plan_pipeline(asked)
+
+
+def _saying(plan: Plan, count: int) -> Plan:
+    """The plan, with what it has to be asked for: of one micro-batch it does not say how many there are."""
+    note = f"the batch fits in {count} micro-batches: give microbatches={count}, and train with model.train_step"
+    return replace(plan, notes=(*plan.notes, note))

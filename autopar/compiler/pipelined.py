@@ -100,7 +100,7 @@ class _Compiler:
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
             wish = Wish.of(self.request)
-            return asdict(best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited))
+            return asdict(best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited).schedule)
 
         if self.schedule is None:
             self.schedule = Schedule(**from_first_rank(choice, self.mesh))

@@ -31,7 +31,7 @@ from autopar.pipeline.schedules.simulation import simulate
 from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import refined
-from autopar.pipeline.stages.splitting import split
+from autopar.pipeline.stages.splitting import split, stage_between
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -117,12 +117,10 @@ class _StagePlanner:
         problem = CutProblem(planned.costs, planned.cut_seconds, request.schedule, planned.places())
         if request.settings.memory is None:
             return refined(problem, best_cuts(problem).starts)
-        num_blocks = len(planned.blocks)
         until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
 
         def seconds_of(first: int, end: int, stage: int) -> float:
-            cuts = sorted({0, first, end} - {num_blocks})
-            program = split(request.program, planned.blocks, cuts)[cuts.index(first)]
+            program = stage_between(request.program, planned.blocks, first, end)
             # Alone a stage may cost a little less than its share of the whole, which bounds the search.
             return max(self._seconds(program, stage), float(until[end] - until[first]))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, PipelineError
+from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.planner import plan_pipeline
 from autopar.pipeline.request import PipelineRequest
@@ -132,7 +134,14 @@ def _between(
     return costs, [line(m, f) for m, f in zip(measured[many][1], measured[few][1], strict=True)]
 
 
-def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf, limited: bool) -> Schedule:
+class Chosen(NamedTuple):
+    """A schedule, and the plan that it was tried with, if it had to be."""
+
+    schedule: Schedule
+    plan: PipelinePlan | None = None
+
+
+def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf, limited: bool) -> Chosen:
     """The schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
 
     Micro-batches stay as large as all devices of a stage can share, where the batch is.
@@ -142,19 +151,17 @@ def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of
     num_ranks = mesh.size(axis)
     known = wish.schedule(num_ranks)
     if known is not None:
-        return known
+        return Chosen(known)
     share = mesh.num_devices // num_ranks
     per_device = batch_size // share if batch_size % share == 0 else batch_size
     options = recommended(wish, per_device, num_ranks, request_of)
     if not limited:
-        return options[0].schedule
+        return Chosen(options[0].schedule)
     reason: Exception | None = None
     for option in options[:TRIED]:
         try:
-            plan_pipeline(request_of(option.schedule))
+            return Chosen(option.schedule, plan_pipeline(request_of(option.schedule)))
         except (InfeasibleError, PipelineError) as error:
             reason = error
-        else:
-            return option.schedule
     assert reason is not None
     raise reason

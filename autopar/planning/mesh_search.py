@@ -1,61 +1,131 @@
 """mesh="auto": the best arrangement of a number of devices in axes, found by planning on every one.
 
 An arrangement is an ordered factorization of the number. The order is the assignment of axes to the topology: the last
-axis lies on neighbouring devices, the first one across nodes. None is left out, for there is no bound to skip it by.
+axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost,
+and every length of it is tried. None is left out, for there is no bound to skip it by; once the time is over, those
+that are left are listed as not tried.
+
+Two arrangements whose plans take the same time and memory are one plan, with its mesh written in two ways (data
+parallelism over dp=64 and over dp=2 × tp=32): they are one line of the table, and the simplest mesh stands for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from tabulate import tabulate
 
-from autopar.errors import AnnotationError, InfeasibleError, MeshError
+from autopar.errors import AnnotationError, InfeasibleError, MeshError, PipelineError, TimeLimitError
 from autopar.hardware.profile import Hardware
-from autopar.plans.plan import Plan
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import NEVER, after, is_over, seconds_until
 from autopar.units import format_bytes, format_seconds, format_share
 
-AXIS_NAMES = ("dp", "tp", "sp")
+AXIS_NAMES: tuple[str, ...] = ("dp", "tp", "sp")
 SHOWN_REASON = 100  # characters
 MAX_DEVICES = 10**6
+EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
+"""Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
+NOT_TRIED = "not tried: the time limit passed"
+
+
+class Found(Protocol):
+    """The plan of a mesh, in one piece or in stages."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Found)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Candidate(Generic[P]):
+    """A plan with what the table says of it."""
+
+    plan: P
+    seconds: float
+    """Of a step of all its micro-batches."""
+    gap: float | None
+    """How far its step may be from the best on its mesh, as a share; None: nothing is proven, as for pipelines."""
+    runs: str
+    """Schedule and micro-batches, in words."""
+    stored_bytes: int
+    """Of parameters, on the device that has the most."""
+    again: str
+    """What is computed again, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried(Generic[P]):
     """One mesh, with its plan or the reason why it has none."""
 
     mesh: Mesh
-    plan: Plan | None
+    found: Candidate[P] | None
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Searched(Generic[P]):
+    """What a search found: lines of equal plans, best first, the simplest mesh of each first; then what has no plan."""
+
+    devices: int
+    lines: tuple[tuple[Tried[P], ...], ...]
+    without: tuple[Tried[P], ...]
+
+    @property
+    def best(self) -> P:
+        """The plan that is taken."""
+        found = self.lines[0][0].found
+        assert found is not None
+        return found.plan
+
+    @property
+    def note(self) -> str:
+        """The table of all that was tried, for the notes of the best plan."""
+        count = sum(map(len, self.lines)) + len(self.without)
+        return f"the best of {count} meshes of {self.devices} devices:\n{mesh_table(self)}"
+
+
 def best_mesh(
-    make: Callable[[Mesh], Plan],
-    mesh: str,
-    devices: int | None,
-    hardware: str | Hardware | None = None,
-    max_axes: int = 2,
-) -> Plan:
-    """The fastest of the plans that `make` finds for `devices` in up to `max_axes` axes, with the others in its notes.
+    make: Callable[[Mesh, float], Candidate[P]], meshes: Sequence[Mesh], time_limit: float = NEVER
+) -> Searched[P]:
+    """What `make` finds on each of the meshes, in at most so many seconds; `make` is told how many are left.
 
-    The axes are named dp, tp and sp, outermost first. A tie goes to the mesh with fewer axes.
-    Raises MeshError where the arguments name no meshes, and InfeasibleError where no mesh has a plan.
+    Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, TimeLimitError where
+    none was found in time.
     """
-    tried = try_meshes(make, meshes_of(mesh, devices, hardware, max_axes))
-    found = [each.plan for each in tried if each.plan is not None]
-    if not found:
+    tried = try_meshes(make, meshes, time_limit)
+    late = sum(each.reason.startswith(NOT_TRIED) for each in tried)
+    searched = Searched(meshes[0].num_devices, merged(tried), tuple(each for each in tried if each.found is None))
+    if not searched.lines:
         reasons = "\n".join(f"  {each.mesh}: {each.reason}" for each in tried)
-        raise InfeasibleError(f"no mesh of {devices} devices has a plan; on each of them:\n{reasons}")
-    best = min(found, key=lambda plan: plan.seconds)
-    note = f"the best of {len(tried)} meshes of {devices} devices:\n{mesh_table(tried)}"
-    return replace(best, notes=(*best.notes, note))
+        error = TimeLimitError if late else InfeasibleError
+        raise error(f"no mesh of {searched.devices} devices has a plan; on each of them:\n{reasons}")
+    if late:
+        warnings.warn(
+            f"the time limit of {time_limit:g} s passed when {len(tried) - late} of {len(tried)} meshes had been "
+            "tried; the best of these is taken, and nothing is known of the others. Raise time_limit to try them.",
+            stacklevel=2,
+        )
+    return searched
 
 
-def meshes_of(mesh: str, devices: int | None, hardware: str | Hardware | None, max_axes: int) -> tuple[Mesh, ...]:
-    """Every mesh of so many devices, those of fewer axes first; MeshError where the arguments do not say which."""
+def meshes_of(
+    mesh: str, devices: int | None, hardware: str | Hardware | None, max_axes: int, pipeline: str | None = None
+) -> tuple[Mesh, ...]:
+    """Every mesh of so many devices, those of fewer axes first; MeshError where the arguments do not say which.
+
+    The axes are named dp, tp and sp, outermost first; before them lies the `pipeline` axis, where one is offered, which
+    does not count among them.
+    """
     if mesh != "auto":
         raise MeshError(f'mesh={mesh!r}; give a DeviceMesh, an autopar.Mesh, or "auto" with the number of devices.')
     if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
@@ -65,12 +135,27 @@ def meshes_of(mesh: str, devices: int | None, hardware: str | Hardware | None, m
         )
     if not isinstance(max_axes, int) or isinstance(max_axes, bool) or not 1 <= max_axes <= len(AXIS_NAMES):
         raise MeshError(f"max_axes={max_axes!r}; a mesh is searched for in 1 to {len(AXIS_NAMES)} axes.")
+    if pipeline in AXIS_NAMES:
+        raise MeshError(
+            f'pipeline={pipeline!r} is one of the axes that mesh="auto" arranges ({", ".join(AXIS_NAMES)}); '
+            'call the axis of the pipeline otherwise, as in pipeline="pp".'
+        )
     name = hardware.name if isinstance(hardware, Hardware) else hardware or Mesh({"dp": 1}).hardware
-    return tuple(
-        Mesh(dict(zip(AXIS_NAMES, sizes, strict=False)), name)
+    inner = [
+        dict(zip(AXIS_NAMES, sizes, strict=False))
         for count in range(1, max_axes + 1)
         for sizes in factorizations(devices, count)
-    )
+    ]
+    found = [Mesh(axes, name) for axes in inner]
+    for length in (each for each in range(2, devices + 1) if pipeline is not None and devices % each == 0):
+        stages = {str(pipeline): length}
+        if length == devices:
+            found.append(Mesh(stages, name))
+            continue
+        for count in range(1, max_axes + 1):
+            for sizes in factorizations(devices // length, count):
+                found.append(Mesh(stages | dict(zip(AXIS_NAMES, sizes, strict=False)), name))
+    return tuple(sorted(found, key=lambda each: each.ndim))
 
 
 def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -87,33 +172,77 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in factorizations(number // first, count - 1))
 
 
-def try_meshes(make: Callable[[Mesh], Plan], meshes: tuple[Mesh, ...]) -> tuple[Tried, ...]:
-    """Plan on each mesh; one where the pins or the memory limit leave nothing keeps the reason."""
-    found = []
-    for mesh in progress(meshes, "meshes"):
+def try_meshes(
+    make: Callable[[Mesh, float], Candidate[P]], meshes: Sequence[Mesh], time_limit: float = NEVER
+) -> tuple[Tried[P], ...]:
+    """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
+    found: list[Tried[P]] = []
+    deadline = after(time_limit)
+    for number, mesh in enumerate(progress(meshes, "meshes")):
+        if number and is_over(deadline):
+            found.append(Tried(mesh, None, NOT_TRIED))
+            continue
+        # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
+        left, some = seconds_until(deadline), any(each.found for each in found)
         try:
-            found.append(Tried(mesh, make(mesh)))
-        except (InfeasibleError, AnnotationError) as error:
+            found.append(Tried(mesh, make(mesh, left / (len(meshes) - number) if some else left)))
+        except TimeLimitError:
+            found.append(Tried(mesh, None, f"{NOT_TRIED} before a plan was found"))
+        except (InfeasibleError, AnnotationError, PipelineError) as error:
             found.append(Tried(mesh, None, str(error)))
     return tuple(found)
 
 
-def mesh_table(tried: tuple[Tried, ...]) -> str:
-    """What was tried, fastest first, those without a plan last."""
-    planned = sorted((each for each in tried if each.plan is not None), key=lambda each: _plan(each).seconds)
-    table = [
-        [str(each.mesh), format_seconds(plan.seconds), format_bytes(plan.peak_bytes), format_share(plan.gap)]
-        for each in planned
-        for plan in [_plan(each)]
-    ]
-    for each in tried:
-        if each.plan is None:
-            reason = each.reason.splitlines()[0]
-            short = reason if len(reason) <= SHOWN_REASON else f"{reason[: SHOWN_REASON - 1]}…"
-            table.append([str(each.mesh), "-", "-", short])
-    return tabulate(table, headers=["mesh", "step", "memory", "gap, or why not"], disable_numparse=True)
+def merged(tried: Sequence[Tried[P]]) -> tuple[tuple[Tried[P], ...], ...]:
+    """Meshes with a plan, equal ones together: each group's fastest decides its place, its simplest mesh stands first.
+
+    Pipelines are equal to none but those of the same length, schedule and micro-batches.
+    """
+    left = sorted((each for each in tried if each.found is not None), key=lambda each: _candidate(each).seconds)
+    lines: list[list[Tried[P]]] = []
+    for each in left:
+        line = next((line for line in lines if _are_equal(line[0], each)), None)
+        if line is None:
+            lines.append([each])
+        else:
+            line.append(each)
+    return tuple(tuple(sorted(line, key=lambda each: each.mesh.ndim)) for line in lines)
 
 
-def _plan(tried: Tried) -> Plan:
-    assert tried.plan is not None
-    return tried.plan
+def _are_equal(one: Tried[Any], other: Tried[Any]) -> bool:
+    first, second = _candidate(one), _candidate(other)
+    return (
+        first.runs == second.runs
+        and math.isclose(first.seconds, second.seconds, rel_tol=EQUAL_SECONDS)
+        and math.isclose(first.plan.peak_bytes, second.plan.peak_bytes, rel_tol=EQUAL_BYTES)
+    )
+
+
+def mesh_table(searched: Searched[Any]) -> str:
+    """What was tried, best first with the meshes that come to the same, those without a plan last."""
+    table = []
+    for line in searched.lines:
+        first = _candidate(line[0])
+        table.append(
+            [
+                str(line[0].mesh),
+                format_seconds(first.seconds),
+                format_bytes(first.plan.peak_bytes),
+                first.runs,
+                format_bytes(first.stored_bytes),
+                first.again,
+                "-" if first.gap is None else format_share(first.gap),
+                ", ".join(str(each.mesh) for each in line[1:]),
+            ]
+        )
+    for each in searched.without:
+        reason = each.reason.splitlines()[0]
+        short = reason if len(reason) <= SHOWN_REASON else f"{reason[: SHOWN_REASON - 1]}…"
+        table.append([str(each.mesh), *["-"] * 5, short, ""])
+    headers = ["mesh", "step", "memory", "runs", "parameters", "computed again", "gap, or why not", "the same on"]
+    return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 1) + [48])
+
+
+def _candidate(tried: Tried[P]) -> Candidate[P]:
+    assert tried.found is not None
+    return tried.found

@@ -27,6 +27,10 @@ class StepSeconds(NamedTuple):
         """Of a step of one micro-batch."""
         return self.forward + self.backward + self.once
 
+    def of(self, count: int) -> float:
+        """Of a step of `count` micro-batches, one after the other."""
+        return count * (self.forward + self.backward) + self.once
+
     def per_microbatch(self, count: int) -> float:
         """Seconds of one of `count` micro-batches, with its share of what is done once: what the search makes least."""
         return self.forward + self.backward + self.once / count

@@ -12,7 +12,7 @@ has the parameter. A changed buffer belongs to the one stage whose calls read it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -41,14 +41,16 @@ def split(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> t
     Raises PipelineError where a buffer that the forward changes is read on one stage and changed on another.
     """
     placed = _placed(program, blocks, starts)
-    stages: list[Program] = []
-    outputs: tuple[object, ...] = program.output[: program.num_outputs]
-    sent: tuple[fx.Node, ...] = ()
-    for stage in reversed(range(len(starts))):
-        made, sent = _stage(placed, stage, sent, outputs if stage == placed.last else ())
-        stages.append(made)
-    assert not sent, f"the first stage receives {sent}"
+    stages = [_program(placed, parts) for parts in _parts(placed)]
+    assert not stages[-1].received, f"the first stage receives {stages[-1].received}"
     return tuple(reversed(stages))
+
+
+def stage_between(program: Program, blocks: Sequence[Block], first: int, end: int) -> Program:
+    """The program of a stage with the blocks from `first` to before `end`, as `split` makes it."""
+    starts = sorted({0, first, end} - {len(blocks)})
+    placed, wanted = _placed(program, blocks, starts), starts.index(first)
+    return next(_program(placed, parts) for parts in _parts(placed) if parts.stage == wanted)
 
 
 def _placed(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> _Placed:
@@ -89,10 +91,31 @@ def _new_values(program: Program) -> tuple[object, ...]:
     return program.output[program.num_outputs :]
 
 
-def _stage(
-    placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]
-) -> tuple[Program, tuple[fx.Node, ...]]:
-    """The program of a stage that must give `sent` and `outputs`, and what it receives for that."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is in the program of a stage, in the order of the whole."""
+
+    stage: int
+    computed: list[fx.Node]
+    received: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    outputs: tuple[object, ...]
+    mutations: list[int]
+    """The numbers of those that stand here."""
+
+
+def _parts(placed: _Placed) -> Iterator[_Parts]:
+    """The parts of every stage, the last one first: a stage sends what those behind it receive."""
+    sent: tuple[fx.Node, ...] = ()
+    for stage in reversed(range(placed.last + 1)):
+        outputs = placed.program.output[: placed.program.num_outputs] if stage == placed.last else ()
+        parts = _stage(placed, stage, sent, outputs)
+        yield parts
+        sent = parts.received
+
+
+def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]) -> _Parts:
+    """What a stage takes and computes to give `sent` and `outputs`."""
     program = placed.program
     numbers = [number for number, each in enumerate(placed.mutations) if each == stage]
     mutations = [_new_values(program)[number] for number in numbers]
@@ -103,9 +126,16 @@ def _stage(
     needed = _needed(placed, stage, roots)
     received = tuple(node for node in program.graph.nodes if node in needed and _arrives(placed, stage, node))
     computed = [node for node in program.graph.nodes if node in needed and node not in received]
-    graph = _graph(computed, received, set(program.inputs), (*sent, *outputs, *mutations))
+    return _Parts(stage, computed, received, sent, outputs, numbers)
+
+
+def _program(placed: _Placed, parts: _Parts) -> Program:
+    """The program of these parts."""
+    program, computed, received = placed.program, parts.computed, parts.received
+    mutations = [_new_values(program)[number] for number in parts.mutations]
+    graph = _graph(computed, received, set(program.inputs), (*parts.sent, *parts.outputs, *mutations))
     taken = {node.name for node in computed if node.op == "placeholder"}
-    made = Program(
+    return Program(
         graph=graph,
         parameters=_kept(program.parameters, taken),
         tied={name: first for name, first in program.tied.items() if _placeholder(program, first) in taken},
@@ -115,17 +145,16 @@ def _stage(
         input_values=program.input_values,
         in_spec=program.in_spec,
         out_spec=program.out_spec,
-        num_outputs=len(outputs),
-        mutations=tuple(program.mutations[number] for number in numbers),
+        num_outputs=len(parts.outputs),
+        mutations=tuple(program.mutations[number] for number in parts.mutations),
         training=program.training,
         input_names=program.input_names,
         received=tuple(node.name for node in received),
-        num_sent=len(sent),
+        num_sent=len(parts.sent),
         reduced=program.reduced,
         assumed=program.assumed,
         python=program.python,
     )
-    return made, received
 
 
 def _graph(

@@ -1,0 +1,59 @@
+"""What `mesh="auto"` compares: plans in one piece and in stages, by the step of all their micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.stage_seconds import step_parts
+from autopar.planning.mesh_search import Candidate
+from autopar.plans.plan import Plan
+from autopar.program.recompute_segments import MODES
+
+PARAMETERS = "parameters"
+
+
+def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
+    """A plan whose step is of so many micro-batches, one after the other."""
+    parts = step_parts(plan)
+    return Candidate(
+        plan=plan,
+        seconds=plan.seconds if count == 1 else parts.of(count),
+        gap=plan.gap,
+        runs=_micro_batches(count),
+        stored_bytes=_stored(plan),
+        again=_again(plan.recompute),
+    )
+
+
+def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
+    """A plan of a pipeline; how far it is from the best is not known."""
+    schedule = plan.schedule
+    chunks = f", {schedule.chunks} stages a rank" if schedule.chunks > 1 else ""
+    on_ranks = (schedule.stages_of(rank) for rank in range(schedule.num_ranks))
+    every = {(stage.number, name): mode for stage in plan.stages for name, mode in stage.plan.recompute.items()}
+    return Candidate(
+        plan=plan,
+        seconds=plan.seconds,
+        gap=None,
+        runs=f"{schedule.name}, {_micro_batches(schedule.num_microbatches)}{chunks}",
+        stored_bytes=max(sum(_stored(plan.stages[stage].plan) for stage in stages) for stages in on_ranks),
+        again=_again(every),
+    )
+
+
+def _micro_batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
+
+
+def _stored(plan: Plan) -> int:
+    return plan.memory.parts.get(PARAMETERS, 0) if plan.memory else 0
+
+
+def _again(recompute: Mapping[Any, str]) -> str:
+    """How many segments are computed again, and how."""
+    modes = Counter(recompute.values())
+    found = [f"{mode} in {modes[mode]} of {len(recompute)}" for mode in MODES[1:] if modes[mode]]
+    return ", ".join(found) or "-"
