@@ -38,7 +38,7 @@ from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.deadline import after, interruptible, is_over, seconds_until
 from autopar.space.space import Space
 
 
@@ -60,7 +60,8 @@ def plan_offline(
                 check_no_pipeline(request, meshes[0])
             except PipelineError as error:
                 raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
-        searched = best_mesh(planner.candidate, meshes, request.settings.time_limit)
+        with interruptible():
+            searched = best_mesh(planner.candidate, meshes, request.settings.time_limit)
         return replace(searched.best, notes=(*searched.best.notes, searched.note))
     abstract = Mesh.of(mesh)
     axis = pipeline_axis(abstract, request.pipeline)
@@ -147,7 +148,8 @@ class _Planner:
             step("strategies and costs")
             space = space_of(tiles)
             step("solving")
-            return plan_as_memory_asks(request, space, space_of)
+            with interruptible():
+                return plan_as_memory_asks(request, space, space_of)
 
     @uncollected()
     def in_stages(self, mesh: Mesh, axis: str, request: PlanRequest | None = None) -> PipelinePlan:
@@ -162,10 +164,11 @@ class _Planner:
 
         limited = request.settings.memory is not None
         size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
-        chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
-        asked = requested(chosen.schedule)
-        warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
-        return chosen.plan or plan_pipeline(asked)
+        with interruptible():
+            chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
+            asked = requested(chosen.schedule)
+            warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
+            return chosen.plan or plan_pipeline(asked)
 
 
 def _saying(plan: Plan, count: int) -> Plan:

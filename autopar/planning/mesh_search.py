@@ -23,7 +23,7 @@ from autopar.errors import AnnotationError, InfeasibleError, MeshError, Pipeline
 from autopar.hardware.profile import Hardware
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import NEVER, after, is_over, seconds_until
+from autopar.solver.deadline import NEVER, after, is_over, seconds_until, why_over
 from autopar.units import format_bytes, format_seconds, format_share
 
 AXIS_NAMES: tuple[str, ...] = ("dp", "tp", "sp")
@@ -31,7 +31,7 @@ SHOWN_REASON = 100  # characters
 MAX_DEVICES = 10**6
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
-NOT_TRIED = "not tried: the time limit passed"
+NOT_TRIED = "not tried: "
 
 
 class Found(Protocol):
@@ -110,9 +110,10 @@ def best_mesh(
         error = TimeLimitError if late else InfeasibleError
         raise error(f"no mesh of {searched.devices} devices has a plan; on each of them:\n{reasons}")
     if late:
+        why = why_over(f"the time limit of {time_limit:g} s passed")
         warnings.warn(
-            f"the time limit of {time_limit:g} s passed when {len(tried) - late} of {len(tried)} meshes had been "
-            "tried; the best of these is taken, and nothing is known of the others. Raise time_limit to try them.",
+            f"{why} when {len(tried) - late} of {len(tried)} meshes had been tried; the best of these is taken, and "
+            "nothing is known of the others. Give it longer to try them.",
             stacklevel=2,
         )
     return searched
@@ -180,14 +181,14 @@ def try_meshes(
     deadline = after(time_limit)
     for number, mesh in enumerate(progress(meshes, "meshes")):
         if number and is_over(deadline):
-            found.append(Tried(mesh, None, NOT_TRIED))
+            found.append(Tried(mesh, None, NOT_TRIED + why_over()))
             continue
         # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
         left, some = seconds_until(deadline), any(each.found for each in found)
         try:
             found.append(Tried(mesh, make(mesh, left / (len(meshes) - number) if some else left)))
         except TimeLimitError:
-            found.append(Tried(mesh, None, f"{NOT_TRIED} before a plan was found"))
+            found.append(Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found"))
         except (InfeasibleError, AnnotationError, PipelineError) as error:
             found.append(Tried(mesh, None, str(error)))
     return tuple(found)

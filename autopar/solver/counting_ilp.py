@@ -26,6 +26,7 @@ from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
 from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
+from autopar.solver.ilp import solved
 from autopar.solver.min_marginals import outside_steps
 from autopar.solver.problem import Problem
 
@@ -108,7 +109,7 @@ class _Counting:
         solver.parameters.max_time_in_seconds = seconds_until(self.deadline)
         solver.parameters.relative_gap_limit = 0.0
         solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
-        status = solver.solve(self.model)
+        status = solved(solver, self.model)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:
             return Counted(None, self.limit, True)

@@ -1,19 +1,27 @@
-"""When a search has to end: a moment of `time.monotonic`, which whatever takes long looks at step by step.
+"""When a search has to end: a moment of `time.monotonic`, which whatever takes long looks at step by step, or Ctrl-C.
 
 A search that has something to show begins nothing new once its time is over; what has begun by then may take a moment
-more, and is broken off after that.
+more, and is broken off after that. Inside an `interruptible` block Ctrl-C ends a search as its time does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 from autopar.errors import TimeLimitError
 
 NEVER = math.inf
-NOTHING_FOUND = "the time limit passed before any choice of strategies was found; raise it, or forbid strategies."
 GRACE = 1.0  # seconds beyond the deadline in which what has begun may end
+
+_interrupted = NEVER
+"""When Ctrl-C was pressed."""
+_listening = False
+"""Whether an `interruptible` block is open."""
 
 
 def after(seconds: float) -> float:
@@ -23,15 +31,68 @@ def after(seconds: float) -> float:
 
 def is_over(deadline: float) -> bool:
     """Whether nothing new may begin."""
-    return time.monotonic() > deadline
+    return time.monotonic() > min(deadline, _interrupted)
 
 
 def seconds_until(deadline: float) -> float:
     """What is left, at least 0."""
-    return max(deadline - time.monotonic(), 0.0)
+    return max(min(deadline, _interrupted) - time.monotonic(), 0.0)
 
 
 def check(deadline: float) -> None:
     """Raise TimeLimitError where what has begun has to be broken off."""
-    if is_over(deadline + GRACE):
-        raise TimeLimitError(NOTHING_FOUND)
+    if time.monotonic() > min(deadline, _interrupted) + GRACE:
+        raise TimeLimitError(nothing_found())
+
+
+def nothing_found() -> str:
+    """What to say where a search has ended without anything to show."""
+    return f"{why_over()} before any choice of strategies was found; give it longer, or forbid strategies."
+
+
+def why_over(time_passed: str = "the time limit passed") -> str:
+    """What ended a search whose time is over, in words."""
+    return time_passed if _interrupted == NEVER else "the search was interrupted"
+
+
+def is_interruptible() -> bool:
+    """Whether the caller runs inside an `interruptible` block."""
+    return _listening
+
+
+def interrupt() -> None:
+    """End the searches of the `interruptible` block around the caller, as Ctrl-C does."""
+    global _interrupted
+    assert _listening, "nothing would ever search again"
+    _interrupted = min(_interrupted, time.monotonic())
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the searches inside with the best that they have found; a second one is a KeyboardInterrupt.
+
+    So is the first, where nothing was found. In threads, and where a program handles Ctrl-C itself, nothing changes.
+    """
+    global _interrupted, _listening
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # also in a block of a block: the outer one hears of it
+        return
+    signal.signal(signal.SIGINT, _handled)
+    _listening = True
+    try:
+        yield
+    except TimeLimitError as error:
+        if _interrupted < NEVER:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _listening = False
+        _interrupted = NEVER
+
+
+def _handled(number: int, frame: object) -> None:
+    if _interrupted < NEVER:
+        signal.default_int_handler(number, None)
+    interrupt()

@@ -12,14 +12,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
 
+from autopar.solver.deadline import NEVER, is_interruptible, is_over
 from autopar.solver.problem import Edge, Problem
 
 COST_BITS = 40  # the largest cost is 2**40 units: sums over thousands of nodes stay far below 2**62
+LOOK = 0.05  # seconds between two looks at whether CP-SAT is to stop
 MAX_VARIABLES = 20_000_000  # a model of more takes over ten minutes and 16 GB to build
 
 
@@ -85,7 +89,7 @@ def solve_ilp(
         solver.parameters.max_time_in_seconds = time_limit
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.absolute_gap_limit = max(0.999, tolerance / unit)
-    status = solver.solve(model.cp)
+    status = solved(solver, model.cp)
     if status == cp_model.INFEASIBLE:
         return IlpResult(None, math.inf, "infeasible")
     assert status != cp_model.MODEL_INVALID, model.cp.validate()
@@ -94,6 +98,23 @@ def solve_ilp(
         return IlpResult(None, -math.inf, "timeout")
     choices = tuple(next(i for i, s in node.items() if solver.boolean_value(s)) for node in model.strategies)
     return IlpResult(choices, bound, "optimal" if status == cp_model.OPTIMAL else "timeout")
+
+
+def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
+    """The status of a model that was solved; inside an `interruptible` block Ctrl-C ends that with what was found."""
+    solver.parameters.catch_sigint_signal = False  # else CP-SAT leaves it to end the process ever after
+    if not is_interruptible():
+        return solver.solve(model)
+    with ThreadPoolExecutor(1) as thread:  # Python hears of signals between calls of its main thread alone
+        status = thread.submit(solver.solve, model)
+        try:
+            while not wait([status], timeout=LOOK).done:
+                if is_over(NEVER):
+                    solver.stop_search()
+        except BaseException:
+            solver.stop_search()
+            raise
+        return status.result()
 
 
 def _choose_one_strategy(model: _Model, problem: Problem, by_bytes: bool) -> None:

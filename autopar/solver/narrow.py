@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
-from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.deadline import is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, choices_of, evaluate, narrow_elimination
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
@@ -42,7 +42,7 @@ from autopar.units import format_share
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
-TIME_PASSED = "the time limit passed before the plan was proven best"
+UNPROVEN = "before the plan was proven best"
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
@@ -226,7 +226,9 @@ def solution_of(found: Point, bound: float, solver: str, multiplier: float = 0.0
     return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
 
 
-def warn(seconds: float, bound: float, why: str = TIME_PASSED) -> None:
+def warn(seconds: float, bound: float, why: str = "") -> None:
+    """Warn that a plan is not proven best; by default since the time was over."""
+    why = why or f"{why_over()} {UNPROVEN}"
     share = (seconds - bound) / abs(seconds) if seconds else 0.0
     warnings.warn(
         f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "

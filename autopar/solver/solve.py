@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
-from autopar.solver.deadline import NOTHING_FOUND, after, is_over, seconds_until
+from autopar.solver.deadline import after, is_over, nothing_found, seconds_until
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
@@ -259,7 +259,7 @@ def _from_ilp(problem: Problem, result: IlpResult, solver: str, deadline: float)
             smallest_bytes(problem, seconds_until(deadline))  # raises where the pins alone contradict each other
         raise MemoryLimitError(problem, deadline)
     if result.choices is None:
-        raise TimeLimitError(NOTHING_FOUND)
+        raise TimeLimitError(nothing_found())
     solution = solution_of(point(problem, result.choices), result.bound, solver)
     if result.status == "timeout":
         warn(solution.seconds, solution.bound)

@@ -42,7 +42,7 @@ def test_what_has_begun_may_take_a_moment_more(monkeypatch: pytest.MonkeyPatch) 
     assert is_over(until) and seconds_until(until) == 0.0
     check(until)
     shown[0] += 0.1
-    with pytest.raises(TimeLimitError, match="the time limit passed before any choice of strategies was found; raise"):
+    with pytest.raises(TimeLimitError, match="the time limit passed before any choice of strategies was found; give"):
         check(until)
     check(NEVER)
 

@@ -36,7 +36,7 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, Found, full, share
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
 from autopar.program.recompute_segments import MODES
-from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.solver.infeasibility import Conflict, MemoryLimitError
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.nearly_best import nearly_best
@@ -87,7 +87,7 @@ def best_within(
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
         found = search.at_every_moment(found, limit, modes)
     if share(found) > gap:
-        why = "the time limit passed: " if is_over(search.deadline) else ""
+        why = f"{why_over()}: " if is_over(search.deadline) else ""
         warnings.warn(
             f"{why}the plan is within the limit at every moment, but not proven best: at most "
             f"{format_share(share(found))} of its step could be saved.",
@@ -189,7 +189,7 @@ class _Search:
                 raise TimeLimitError
         except TimeLimitError:
             raise TimeLimitError(
-                f"the time limit passed before a plan within the memory limit, {format_bytes(limit)} per device, was "
+                f"{why_over()} before a plan within the memory limit, {format_bytes(limit)} per device, was "
                 f"found: {least}. Raise the time limit or the memory limit, or use more devices."
             ) from None
         if smallest.peak_bytes > limit:
