@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ortools.sat.python import cp_model
@@ -60,14 +61,15 @@ def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
 def test_meshes_that_are_left_are_not_tried() -> None:
     meshes = [Mesh({"dp": number}) for number in (2, 4, 8)]
 
-    def make(mesh: Mesh, seconds: float) -> Candidate[Mesh]:
+    def make(mesh: Mesh, seconds: float) -> Candidate[Any]:
         if mesh is meshes[1]:
             signal.raise_signal(signal.SIGINT)
             assert is_over(NEVER) and seconds_until(NEVER) == 0
-        return Candidate(mesh, 1.0, 0.0, "", 0, "")
+        plan: Any = mesh
+        return Candidate(plan, 1.0, 0.0, "", 0, "")
 
     with interruptible():
-        tried = try_meshes(make, meshes)  # type: ignore[arg-type]
+        tried = try_meshes(make, meshes)
     assert [each.found is None for each in tried] == [False, False, True]
     assert tried[-1].reason == "not tried: the search was interrupted"
 
@@ -80,7 +82,7 @@ class _Searching:
         self.stopped = threading.Event()
         self.stop_search = self.stopped.set
 
-    def solve(self, model: cp_model.CpModel) -> int:
+    def solve(self, model: cp_model.CpModel) -> Any:
         signal.raise_signal(signal.SIGINT)
         assert self.stopped.wait(30)
         return cp_model.FEASIBLE
