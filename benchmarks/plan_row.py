@@ -22,13 +22,13 @@ import autopar
 from autopar.compiler import offline
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
-from autopar.planning import request
+from autopar.planning import planner, request
 from autopar.sharding.mesh import Mesh
 from benchmarks.unet import unet
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
-STAGES = {"trace": offline, "build_space": request, "make_plan": request}
+STAGES = {"trace": offline, "build_space": request, "make_plan": planner}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
