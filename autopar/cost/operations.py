@@ -4,9 +4,9 @@
 
 where the bandwidth is that of products of few rows for contractions, which read what they need once, and for other
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
-memory bounds all of them), and the peak is that of matmuls, of which fused attention reaches the share that the
-hardware states; forward once, backward once per input that needs a gradient (a matmul has one matmul for each of them)
-unless its rule says otherwise, as that of fused attention.
+memory bounds all of them), and the peak is what matmuls reach of it by the hardware's `product_efficiency`, of which
+fused attention reaches the share that the hardware states; forward once, backward once per input that needs a gradient
+(a matmul has one matmul for each of them) unless its rule says otherwise, as that of fused attention.
 What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
 """
 
@@ -43,7 +43,8 @@ def peak_flops(call: Call, op: OpRule, hardware: Hardware, implementation: Imple
     """The FLOP/s that a call may reach, by the ATen call or by an implementation."""
     peak = hardware.flops_of(_computed_in(call, op))
     reached = (implementation and implementation.efficiency) or op.efficiency
-    return peak * hardware.attention_efficiency if reached == "attention" else peak
+    share = hardware.attention_efficiency if reached == "attention" else 1.0
+    return peak * hardware.product_efficiency * share
 
 
 def _computed_in(call: Call, op: OpRule) -> torch.dtype:

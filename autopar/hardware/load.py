@@ -64,6 +64,7 @@ PROFILE = Record(
         "overlap": _numbers_of(Overlap),
         "elementwise_bytes_per_s": _NUMBER,
         "product_bytes_per_s": _NUMBER,
+        "product_efficiency": _NUMBER,
         "attention_efficiency": _NUMBER,
         "launch_s": _NUMBER,
         "communication_share": _NUMBER,
@@ -138,6 +139,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
         _number(profile, "launch_s") if "launch_s" in profile else 0.0,
         _number(profile, "communication_share") if "communication_share" in profile else 1 - hidden,
+        _number(profile, "product_efficiency") if "product_efficiency" in profile else 1.0,
     )
 
 

@@ -161,6 +161,8 @@ class Hardware:
     """Seconds of the host for each call that it launches, ahead of the device; 0: the device is the host."""
     communication_share: float = 1.0
     """Share of the device that a running collective takes from what is computed beside it; 1: nothing is gained."""
+    product_efficiency: float = 1.0
+    """Share of the peak FLOP/s that products reach, differentiated; 1: the peak was measured so."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -177,11 +179,11 @@ class Hardware:
                 raise PlanError(f"hardware {self.name!r} has {what} = {value}; give a number above 0.")
         if "float32" not in self.flops:
             raise PlanError(f"hardware {self.name!r} has no flops for float32, to which other dtypes fall back.")
-        if not 0 < self.attention_efficiency <= 1:
-            raise PlanError(
-                f"hardware {self.name!r} has attention_efficiency = {self.attention_efficiency}; give a share above 0, "
-                "at most 1."
-            )
+        for name in ("product_efficiency", "attention_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise PlanError(
+                    f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
+                )
         for name in ("op_latency_s", "launch_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")

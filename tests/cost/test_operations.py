@@ -192,6 +192,13 @@ def test_attention_reaches_the_share_of_a_matmul_that_the_hardware_states() -> N
     assert peak_flops(linear(), PLAIN, hardware) == hardware.flops_of(torch.float32)
 
 
+def test_products_and_attention_reach_the_share_of_the_peak_that_the_hardware_states() -> None:
+    hardware = replace(load("cpu"), product_efficiency=0.5, attention_efficiency=0.25)
+    call = attention(8, 8)
+    assert peak_flops(linear(), PLAIN, hardware) == 0.5 * hardware.flops_of(torch.float32)
+    assert peak_flops(call, rule_of(call) or PLAIN, hardware) == 0.125 * hardware.flops_of(torch.float32)
+
+
 def attention(queries: int, keys: int, mask: TensorInfo | None = None, **said: Any) -> Call:
     q, k, v = info(2, 4, queries, 16), info(2, 4, keys, 16), info(2, 4, keys, 8)
     given = {"query": q, "key": k, "value": v, "attn_mask": mask, "dropout_p": 0.0, "is_causal": False}

@@ -40,7 +40,8 @@ from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import SLOW_LINKS, X_BD, Planned, TwoLinears, planned, space_of
 
 ITEMSIZE = 4
-HARDWARE = {each.name: each for each in (SLOW_LINKS, replace(SLOW_DEVICES, attention_efficiency=0.3))}
+REACHED = {"attention_efficiency": 0.3, "product_efficiency": 0.8}
+HARDWARE = {each.name: each for each in (SLOW_LINKS, replace(SLOW_DEVICES, **REACHED))}
 
 
 def formulated(found: Planned) -> Plan:

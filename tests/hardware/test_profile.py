@@ -148,6 +148,7 @@ def test_a_dtype_the_profile_does_not_list_computes_as_float32() -> None:
         ({"memory_bytes": 0}, "memory_bytes = 0; give a number above 0"),
         ({"op_latency_s": -1.0}, "op_latency_s = -1.0"),
         ({"launch_s": -1.0}, "launch_s = -1.0; give at least 0"),
+        ({"product_efficiency": 0.0}, "product_efficiency = 0.0; give a share above 0, at most 1"),
         ({"communication_share": 1.5}, "communication_share = 1.5; give a share, from 0 to 1"),
         ({"links": (INNER,)}, "needs a last link that joins any number"),
         ({"links": (INNER, INNER, OUTER)}, "list them innermost first"),
@@ -266,6 +267,8 @@ def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
     profile = json.loads((PROFILES / "cpu.json").read_text())
     assert parse(profile).attention_efficiency == 1.0
     assert parse({**profile, "attention_efficiency": 0.3}).attention_efficiency == 0.3
+    assert parse(profile).product_efficiency == 1.0
+    assert parse({**profile, "product_efficiency": 0.7}).product_efficiency == 0.7
     for share in (0, 1.5):
         with pytest.raises(
             PlanError, match=rf"has attention_efficiency = {share:.1f}; give a share above 0, at most 1"
