@@ -253,8 +253,8 @@ def use_gathered(
     where, number = axis_of(axis), len(dims)
     shards, wholes = shards_and_wholes[:number], shards_and_wholes[number:]
     learning = _learning(shards)
-    if where.size == 1 or not learning:
-        return shards if where.size == 1 else wholes
+    if not learning:
+        return wholes
     pending, behind = _enter([shards[i] for i in learning])
     recipe = Recipe(where, dims, sizes, ())
     used = _UseGathered.apply(recipe, tuple(learning), pending, reduce, *_replaced(shards, learning, behind), *wholes)
