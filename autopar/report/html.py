@@ -17,6 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow, is_main
+from autopar.report.table import REDUCED_EACH
 from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -64,6 +65,8 @@ def _header(plan: Plan) -> str:
         facts["timeline"], _ = timeline_words(plan)
     if plan.prefetch:
         facts["weights"] = f"gathered {plan.prefetch} layer{'s' * (plan.prefetch > 1)} ahead of their use"
+    if plan.reduce_each:
+        facts["gradients"] = REDUCED_EACH.removeprefix("gradients ")
     return "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
 
 

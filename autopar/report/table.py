@@ -21,6 +21,7 @@ from autopar.program.paths import is_number
 from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
+REDUCED_EACH = "gradients reduced by every micro-batch, and added up in parts"
 MODULE_WIDTH = 42
 MOVED_WIDTH = 30
 SHORT_NAMES = {"scaled_dot_product_attention": "sdpa", "attention_by_mask": "attention"}
@@ -67,7 +68,7 @@ def _header(plan: Plan) -> str:
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),
             *_recomputed(plan),
-            *_fetched_ahead(plan),
+            *_moved_weights(plan),
             f"  solver   {plan.solver}",
         )
     )
@@ -106,10 +107,11 @@ def _recomputed(plan: Plan) -> list[str]:
     return [f"  computed again in the backward: {', '.join(words)}"] if words else []
 
 
-def _fetched_ahead(plan: Plan) -> list[str]:
-    """How far ahead weights are gathered."""
+def _moved_weights(plan: Plan) -> list[str]:
+    """How far ahead weights are gathered, and that every micro-batch reduces gradients."""
     layers = "1 layer" if plan.prefetch == 1 else f"{plan.prefetch} layers"
-    return [f"  weights gathered {layers} ahead of their use"] if plan.prefetch else []
+    found = [f"  weights gathered {layers} ahead of their use"] if plan.prefetch else []
+    return [*found, f"  {REDUCED_EACH}"] if plan.reduce_each else found
 
 
 def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:

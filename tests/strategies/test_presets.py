@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,7 +190,7 @@ def test_a_warning_says_that_zero1_of_one_batch_is_zero2() -> None:
     assert other.memory == plan.memory and other.traffic == plan.traffic
 
 
-def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2() -> None:
+def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2(tmp_path: Path) -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.zeros(8, 64),)
     first, second = (autopar.plan(model, ONE, batch, strategy=each, microbatches=4) for each in ("zero1", "zero2"))
     assert first.choices == second.choices and (first.reduce_each, second.reduce_each) == (False, True)
@@ -198,6 +199,10 @@ def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2(
     # Whole, and a new one is there besides; or in two parts, with those that one backward has reduced, and one layer's.
     assert first.memory.parts["gradients"] > 2 * stored > 0.75 * second.memory.parts["gradients"]
     assert second.peak_bytes < first.peak_bytes
+    said = "gradients reduced by every micro-batch, and added up in parts"
+    assert said in str(second) and said not in str(first)
+    second.to_html(tmp_path / "plan.html")
+    assert said.removeprefix("gradients ") in (tmp_path / "plan.html").read_text()
     parts = [step_parts(plan) for plan in (first, second)]
     assert parts[0].once > parts[1].once and parts[0].backward < parts[1].backward
     assert parts[0].seconds == pytest.approx(parts[1].seconds)
