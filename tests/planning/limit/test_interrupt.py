@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,14 @@ from autopar.solver import deadline
 from autopar.solver.deadline import NEVER, interrupt, interruptible, is_interruptible, is_over, seconds_until
 from autopar.solver.ilp import solved
 from tests.planning.limit.test_time_limit import TICK, _layers
+
+
+@pytest.fixture(autouse=True)
+def _python_hears_of_it() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _pressed_at(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
