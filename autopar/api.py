@@ -55,7 +55,7 @@ def compile(
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,
-    gap: float = 0.0,
+    gap: float | None = None,
     deterministic: bool = False,
     seed: int | None = None,
     check_inputs: bool | None = None,
@@ -100,7 +100,8 @@ def compile(
         time_limit: seconds after which the solver returns the best plan that it has, with its bound and a warning;
             TimeLimitError where it has none. Each plan has as many: every stage of a pipeline, every mesh of "auto".
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
-            memory limit, and where the graph is too wide for elimination.
+            memory limit, and where the graph is too wide for elimination. By default 0.1%, and only where a search
+            that goes on takes long; 0 goes on until the best is proven or time is over.
         deterministic: random numbers equal to one device's, at the price of drawing whole tensors.
         check_inputs: compare the values of inputs that ranks must hold alike: in every call (True), never (False), or
             in the first, second, tenth, hundredth … call of a kind.
@@ -221,7 +222,7 @@ def plan(
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,
-    gap: float = 0.0,
+    gap: float | None = None,
     microbatches: int | None = None,
     pipeline: str | None = None,
     schedule: str | None = None,

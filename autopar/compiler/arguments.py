@@ -61,7 +61,7 @@ def plan_request(
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,
-    gap: float = 0.0,
+    gap: float | None = None,
     microbatches: int | None = None,
     pipeline: str | None = None,
     schedule: str | None = None,

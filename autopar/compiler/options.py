@@ -110,7 +110,7 @@ OPTIONS: Mapping[str, Schema] = {
     "hardware": Maybe(_PROFILE),
     "solver": _WORD,
     "time_limit": _SECONDS,
-    "gap": Real(0),
+    "gap": Maybe(Real(0)),
     "imbalance": Real(1),
     "deterministic": Flag(),
     "seed": Maybe(Whole(-(2**63), 2**64 - 1)),

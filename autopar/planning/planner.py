@@ -12,9 +12,8 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
-from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer
+from autopar.planning.limit.answers import Answer, smaller_ones
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings, context_of
@@ -34,9 +33,10 @@ def make_plan(
     solver: str = "auto",
     time_limit: float = TIME_LIMIT,
     recompute: str = "auto",
-    gap: float = 0.0,
+    gap: float | None = None,
     microbatches: Microbatches | None = None,
     prefetch: int | str = "auto",
+    hurried: bool = False,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
@@ -49,9 +49,9 @@ def make_plan(
 
     Raises InfeasibleError where there is none.
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch)
+    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried)
     formulation = formulation_of(MemoryModel(space, microbatches), settings)
-    answer, model = fetched_ahead(answer_of(formulation, pins, settings), formulation.memory, settings)
+    answer, model = _searched(formulation, pins, settings)
     context = PlanContext(space, model, pins, answer.choices, answer.problem, settings)
     return written_down(context, answer), answer.choices
 
@@ -96,7 +96,7 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
     """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
     settings = settings or context.settings
     formulation = formulation_of(context.memory_model, settings)
-    answer, model = fetched_ahead(answer_of(formulation, pins, settings), formulation.memory, settings)
+    answer, model = _searched(formulation, pins, settings)
     changed = replace(
         context, memory_model=model, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings
     )
@@ -109,7 +109,11 @@ def formulation_of(memory: MemoryModel, settings: Settings) -> Formulation:
 
 
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """The answer with as many layers fetched ahead as there is room for and use of, and the model of its memory."""
+    """The answer with as many layers fetched ahead as there is room for and use of, and the model of its memory.
+
+    Where the fastest choices leave no room, those that are nearly as fast and take less memory may: what waits for no
+    weights makes more good than they cost.
+    """
     if not memory.weights.gathers(answer.choices):
         return answer, memory.fetching_ahead(0)
     if settings.prefetch != "auto" or settings.memory is None:
@@ -117,28 +121,50 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
     found, model = answer, memory
     for depth in DEPTHS[1:]:
         ahead = memory.fetching_ahead(depth)
-        peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
-        if peak > settings.memory or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
+        fitting = next((each for each in smaller_ones(found, ahead) if each.peak_bytes <= settings.memory), None)
+        if fitting is None:
             break
-        found, model = replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
+        is_other = fitting.choices != found.choices
+        if (is_other or depth > USUAL_DEPTH) and not _is_faster(ahead, fitting, model, found):
+            break
+        found, model = fitting, ahead
     return found, model
 
 
-def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
+def _is_faster(further: MemoryModel, one: Answer, less: MemoryModel, other: Answer) -> bool:
     """Whether a step is faster, as a timeline, that fetches weights further ahead."""
     if further.space.hardware.communication_share == 1:
         return False  # nothing passes beside computing
-    one, other = (step_timeline(each, answer.choices, answer.modes).seconds for each in (further, less))
-    return one < (1 - WORTH) * other
+    with_more, with_less = (
+        step_timeline(memory, answer.choices, answer.modes).seconds
+        for memory, answer in ((further, one), (less, other))
+    )
+    return with_more < (1 - WORTH) * with_less
 
 
 def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; InfeasibleError where there are none. A formulation may be asked again and again."""
+    return _of_a_microbatch(_best(formulation, pins, settings), formulation.memory)
+
+
+def _searched(formulation: Formulation, pins: Pins, settings: Settings) -> tuple[Answer, MemoryModel]:
+    """The best choices under pins, weights fetched ahead where there is room, and the model of their memory."""
+    answer, model = fetched_ahead(_best(formulation, pins, settings), formulation.memory, settings)
+    return _of_a_microbatch(answer, model), model
+
+
+def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
+    """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
     segments, asked = formulation.memory.lifetimes.segments, settings.recompute
     modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
-    answer = best_within(formulation, pins, settings.memory, modes, settings.solver, settings.time_limit, settings.gap)
-    if not formulation.memory.microbatches.several:
+    solver, time_limit = settings.solver, settings.time_limit
+    return best_within(formulation, pins, settings.memory, modes, solver, time_limit, settings.gap, settings.hurried)
+
+
+def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:
+    """The answer with the seconds of a step of one micro-batch."""
+    if not memory.microbatches.several:
         return answer
-    # What the search made least is a micro-batch's share; what could be saved of that is no more in a whole step.
-    seconds = parts_of(formulation.memory, answer.choices, answer.modes).seconds
+    # What could be saved of a micro-batch's share of a step is no more in the whole of it.
+    seconds = parts_of(memory, answer.choices, answer.modes).seconds
     return replace(answer, seconds=seconds, bound=seconds - (answer.seconds - answer.bound))

@@ -27,10 +27,13 @@ class Settings:
     recompute: str = "auto"
     solver: str = "auto"
     time_limit: float = TIME_LIMIT
-    gap: float = 0.0
-    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be."""
+    gap: float | None = None
+    """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be; None: it is the
+    best, or within a thousandth of it where more would be dear."""
     prefetch: int | str = "auto"
     """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room."""
+    hurried: bool = False
+    """Whether this is one of many plans, of which none is worth a long search."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):
@@ -39,7 +42,7 @@ class Settings:
             raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
         if self.prefetch not in ("auto", *DEPTHS):
             raise PlanError(f"prefetch={self.prefetch!r}; give {', '.join(map(repr, ('auto', *DEPTHS)))}.")
-        if not 0 <= self.gap < 1:
+        if self.gap is not None and not 0 <= self.gap < 1:
             raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
 
     @property

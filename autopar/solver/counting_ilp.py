@@ -60,15 +60,21 @@ class _StepVariables:
 
 
 def best_counts(
-    problems: Sequence[Problem], prices: Sequence[float], limit: float, tolerance: float, deadline: float
+    problems: Sequence[Problem],
+    prices: Sequence[float],
+    limit: float,
+    tolerance: float,
+    deadline: float,
+    effort: float = math.inf,
 ) -> Counted:
     """The choices of least seconds within all budgets, if they cost no more than `limit` seconds, up to `tolerance`.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` are those of the rows; the
-    nearer to the best, the fewer variables. Raises TooManyChoicesError, and TimeLimitError where not even the variables
-    are known by the deadline.
+    nearer to the best, the fewer variables. The ILP ends with what it has after so much `effort`, which is counted in
+    CP-SAT's deterministic seconds: the answer is the same on every machine. Raises TooManyChoicesError, and
+    TimeLimitError where not even the variables are known by the deadline.
     """
-    return _Counting(problems, prices, limit, deadline).solve(tolerance)
+    return _Counting(problems, prices, limit, deadline).solve(tolerance, effort)
 
 
 class _Counting:
@@ -96,7 +102,7 @@ class _Counting:
         self.model = cp_model.CpModel()
         self.steps: list[_StepVariables] = []
 
-    def solve(self, tolerance: float) -> Counted:
+    def solve(self, tolerance: float, effort: float) -> Counted:
         if self.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.elimination.buckets:
@@ -107,6 +113,7 @@ class _Counting:
         solver.parameters.linearization_level = 2
         solver.parameters.random_seed = 0
         solver.parameters.max_time_in_seconds = seconds_until(self.deadline)
+        solver.parameters.max_deterministic_time = effort
         solver.parameters.relative_gap_limit = 0.0
         solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
         status = solved(solver, self.model)

@@ -3,14 +3,14 @@
 L is concave and each evaluation is one elimination. Between a solution that is too large and one that fits, the next
 λ is where both cost the same (a secant step); when nothing is cheaper there, L(λ) is the best bound a price can prove.
 Both solutions are then optimal at λ, and so is every mixture of them that swaps whole connected regions: the mixture
-that fills the budget best is the incumbent.
+that fills the budget best is the incumbent; mixtures of fewer regions take less memory, and cost little more.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import TimeLimitError
@@ -39,10 +39,13 @@ class Relaxation:
     multiplier: float
     bound: float
     incumbent: Point
+    smaller: tuple[Point, ...] = ()
+    """Other solutions that fit, each of fewer bytes than the one before."""
 
-    def with_incumbent(self, found: Point) -> Relaxation:
-        """The same with another solution that fits, if that is faster."""
-        return replace(self, incumbent=found) if found.seconds < self.incumbent.seconds else self
+    def with_mixtures(self, found: Sequence[Point]) -> Relaxation:
+        """The same with further solutions that fit, those of more bytes first."""
+        best = min(self.incumbent, found[0], key=lambda each: each.seconds)
+        return replace(self, incumbent=best, smaller=tuple(found[1:]))
 
     def or_better(self, other: Relaxation) -> Relaxation:
         """The better bound with its price, and the faster solution."""
@@ -121,10 +124,10 @@ def maximise_bound(
             break
         large, small = (large, met) if met.num_bytes <= budget else (met, small)
         if near:
-            best = best.with_incumbent(mixture(problem, large, small))
+            best = best.with_mixtures(mixtures(problem, large, small))
             if is_closed(best.incumbent.seconds, best.bound, near):
                 return best
-    return best.with_incumbent(mixture(problem, large, small))
+    return best.with_mixtures(mixtures(problem, large, small))
 
 
 def priced(reached: float, price: float, budget: int, met: Point | None) -> Relaxation:
@@ -138,10 +141,11 @@ def _slack(reached: float, price: float, budget: int) -> float:
     return TOLERANCE * (abs(reached) + price * budget)
 
 
-def mixture(problem: Problem, large: Point, small: Point) -> Point:
+def mixtures(problem: Problem, large: Point, small: Point) -> list[Point]:
     """Start at `small` and take over connected regions of `large`, those that buy most seconds per byte first.
 
-    No edge joins two regions, so their gains add up.
+    First with all regions that fit, then with one less, two, four …, and `small` itself. No edge joins two regions, so
+    their gains add up.
     """
     assert problem.budget is not None
     region_of = _regions(problem, large, small)
@@ -158,12 +162,18 @@ def mixture(problem: Problem, large: Point, small: Point) -> Point:
             saved[region] += float(edge.seconds[before] - edge.seconds[after])
             if edge.num_bytes is not None:
                 added[region] += int(edge.num_bytes[after] - edge.num_bytes[before])
-    taken: set[int] = set()
+    taken: list[int] = []
     num_bytes = small.num_bytes
     for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / added[r] if added[r] > 0 else -math.inf, r)):
         if saved[region] > 0 and num_bytes + added[region] <= problem.budget:
             num_bytes += added[region]
-            taken.add(region)
+            taken.append(region)
+    fewer = [0, *(2**power for power in range(len(taken).bit_length()) if 2**power < len(taken)), len(taken)]
+    return [_mixed(problem, large, small, region_of, set(taken[: len(taken) - less])) for less in dict.fromkeys(fewer)]
+
+
+def _mixed(problem: Problem, large: Point, small: Point, region_of: Mapping[int, int], taken: set[int]) -> Point:
+    """The smaller solution with some regions of the larger one."""
     choices = (
         large.choices[node] if region_of.get(node) in taken else choice for node, choice in enumerate(small.choices)
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,10 +43,12 @@ from autopar.units import format_share
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
 UNPROVEN = "before the plan was proven best"
+NEAR = 0.01  # of the seconds: of a solution that is not so near the bound, little can be left out
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
 SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the next ones are looked at
+EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
 FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
 
 
@@ -65,6 +67,24 @@ class Start:
 COLD = Start()
 
 
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """How near the bound a solution has to be, as a share of its seconds, where more would be dear."""
+
+    dear: float = 0.0
+    """Where elimination takes seconds."""
+    counted: float = 0.0
+    """Where counts of equal parts take long: they are broken off. Infinite: wherever they do."""
+
+    def effort(self, seconds: float, bound: float) -> float:
+        """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
+        is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
+        return EFFORT if is_near else math.inf
+
+
+EXACT = Enough()
+
+
 def by_elimination(
     problem: Problem,
     tables: Tables,
@@ -73,12 +93,15 @@ def by_elimination(
     gap: float,
     price: float = 0.0,
     known: Point | None = None,
+    enough: Enough = EXACT,
 ) -> Solution:
     """The graph is narrow: everything but a small residual is dynamic programming.
 
-    `price` is one that nearly fits, where it is known, and `known` a solution that fits.
+    `price` is one that nearly fits, where it is known, and `known` a solution that fits. A solution that is `enough`
+    ends the search where more would be dear.
     """
-    start = Start(price, known, FIXABLE if elimination.work > CHEAP_WORK else 0.0)
+    is_dear = elimination.work > CHEAP_WORK
+    start = Start(price, known, FIXABLE if is_dear else 0.0)
 
     def smallest() -> Point:
         evaluated = evaluate(elimination, tables.bytes_only(), deadline)
@@ -92,24 +115,27 @@ def by_elimination(
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return solution_of(relaxed.incumbent, relaxed.bound, "elimination")
-    if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap)):
-        return solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+    if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if is_dear else 0.0)):
+        found = solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
+        return replace(found, smaller=tuple(each.choices for each in relaxed.smaller))
+    is_near = is_closed(relaxed.incumbent.seconds, relaxed.bound, NEAR)
     try:
-        near = _near(problem, elimination, least, relaxed, deadline)
+        near = _near(problem, elimination, least, relaxed, deadline) if is_near else None
     except TimeLimitError:
         warn(relaxed.incumbent.seconds, relaxed.bound)
         return solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
     if near is None:
-        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap)
+        return _close_the_gap(problem, elimination, least, relaxed, deadline, gap, enough)
     # What is left out costs more than the best so far.
     tables = Tables(near.problem)
     smaller = narrow_elimination(near.problem, tables)
     assert smaller is not None
     seen = point(near.problem, near.restrict(relaxed.incumbent.choices))
-    left = by_elimination(near.problem, tables, smaller, deadline, gap, known=seen)
+    left = by_elimination(near.problem, tables, smaller, deadline, gap, known=seen, enough=enough)
     best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
     bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)
-    return solution_of(best, bound, left.solver, left.multiplier or relaxed.multiplier)
+    found = solution_of(best, bound, left.solver, left.multiplier or relaxed.multiplier)
+    return replace(found, smaller=tuple(map(near.extend, left.smaller)))
 
 
 def _near(
@@ -170,6 +196,7 @@ def _close_the_gap(
     relaxed: Relaxation,
     deadline: float,
     gap: float,
+    enough: Enough,
 ) -> Solution:
     """From the bound of a price to the optimum: fixing by min-marginals, and counts of what is left."""
     incumbent, bound = relaxed.incumbent, relaxed.bound
@@ -196,7 +223,8 @@ def _close_the_gap(
             result = Counted(None, math.inf, True)
             if constant < np.inf:
                 below = limit - constant
-                result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, deadline)
+                effort = enough.effort(incumbent.seconds, bound)
+                result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, deadline, effort)
         except TimeLimitError:
             continue  # the time is over
         if result.choices is not None:
@@ -206,18 +234,23 @@ def _close_the_gap(
         # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
         bound = max(bound, min(constant + result.bound, limit))
         if not result.is_proven:
-            warn(incumbent.seconds, bound)
+            if not is_closed(incumbent.seconds, bound, enough.counted):
+                warn(incumbent.seconds, bound)
             break
         epsilon *= GROWTH
     return solution_of(incumbent, bound, "multiplier + counts", relaxed.multiplier)
 
 
-def _best_below(problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float) -> Counted:
+def _best_below(
+    problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float, effort: float
+) -> Counted:
     """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
     try:
-        return best_counts((problem,), (multiplier,), limit, tolerance, deadline)
+        return best_counts((problem,), (multiplier,), limit, tolerance, deadline, effort)
     except TooManyChoicesError:
-        result = solve_ilp(problem, seconds_until(deadline), tolerance=tolerance)
+        counts_work = effort < math.inf
+        left = effort if counts_work else seconds_until(deadline)
+        result = solve_ilp(problem, left, tolerance=tolerance, repeatable=counts_work)
         return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
 
 

@@ -222,6 +222,8 @@ class Solution:
     """What produced it, for reports: "elimination", "multiplier + counts", "relaxation", "ilp" …"""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
+    smaller: tuple[tuple[int, ...], ...] = ()
+    """Other choices that fit and cost little more, each of fewer bytes than the one before; of some solvers alone."""
 
     def __post_init__(self) -> None:
         assert self.bound <= self.seconds, f"bound {self.bound} lies above the solution's {self.seconds} s"

@@ -35,6 +35,7 @@ from autopar.solver.elimination import (
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.fixing import Remaining, remaining
@@ -52,7 +53,6 @@ FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
-DEAR_GAP = 1e-4  # of the seconds: what is left open of problems whose evaluation takes seconds
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes
 
 
@@ -63,16 +63,23 @@ class Best:
     choices: tuple[int, ...] | None
     bound: float
     prices: tuple[float, ...]
+    is_searched: bool = True
+    """Whether all was looked at that could be better; else a count was broken off."""
 
 
 def solve_rows(
-    problems: Sequence[Problem], prices: Sequence[float], known: float, time_limit: float, gap: float = 0.0
+    problems: Sequence[Problem],
+    prices: Sequence[float],
+    known: float,
+    time_limit: float,
+    gap: float = 0.0,
+    enough: Enough = EXACT,
 ) -> Best | None:
     """The best choice per node within all budgets, or better than `known` seconds; None where the graph is too wide.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
-    the search early, as `DEAR_GAP` does for problems whose evaluation takes seconds.
+    the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
@@ -80,7 +87,7 @@ def solve_rows(
     whole = _Rows.of([each.problem for each in contracted], deadline)
     if whole is None:
         return None
-    gap = max(gap, DEAR_GAP if whole.elimination.work > CHEAP_WORK else TOLERANCE)
+    gap = max(gap, enough.dear if whole.elimination.work > CHEAP_WORK else 0.0, TOLERANCE)
     best, bound, share, prices = None, -math.inf, FIRST_MARGIN, tuple(prices)
     try:
         while True:
@@ -90,7 +97,7 @@ def solve_rows(
             margin += TOLERANCE * abs(reached)
             below = reached + margin
             left = whole.within(prices, margin)
-            found = _best_of(left, prices, below, deadline, gap)
+            found = _best_of(left, prices, below, deadline, gap, enough, known)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
@@ -99,7 +106,8 @@ def solve_rows(
             bound, prices = max(bound, min(found.bound, below, known)), found.prices
             is_within = found.bound < below - 2 * gap * abs(below)  # and no wider margin proves more
             is_widest = share > (WIDEST if known < math.inf else WIDE)
-            if is_closed(known, bound, gap) or is_within or is_widest or is_over(deadline):
+            is_dear = not found.is_searched and enough.effort(known, bound) < math.inf
+            if is_closed(known, bound, gap) or is_dear or is_within or is_widest or is_over(deadline):
                 break
             share *= WIDER
     except TimeLimitError:
@@ -108,7 +116,15 @@ def solve_rows(
     return Best(choices, bound, prices)
 
 
-def _best_of(left: Sequence[Remaining], start: Sequence[float], below: float, deadline: float, gap: float) -> Best:
+def _best_of(
+    left: Sequence[Remaining],
+    start: Sequence[float],
+    below: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
+    known: float,
+) -> Best:
     """The best of what is left that is below some seconds; its bound holds for what is left."""
     constant = left[0].constant
     if any(math.isinf(each.constant) for each in left):
@@ -116,20 +132,24 @@ def _best_of(left: Sequence[Remaining], start: Sequence[float], below: float, de
     rows = _Rows.of([each.problem for each in left], deadline)
     assert rows is not None, "an elimination that has become wider"
     scale = abs(below)
-    priced = rows.best_prices(tuple(start), scale)
+    priced = rows.best_prices(tuple(start), scale, constant, gap)
     prices, best, seconds = priced.prices, priced.choices, priced.seconds
     bound = reached = priced.bound
     epsilon = FIRST_EPSILON * scale
     most = min(seconds, below - constant)
     while not is_closed(most + constant, bound + constant, gap) and not is_over(deadline):
         limit = min(most, reached + epsilon)
-        result = rows.counted(prices, limit, limit - reached + TOLERANCE * scale, TOLERANCE / 2 * scale)
+        margin, effort = (
+            limit - reached + TOLERANCE * scale,
+            enough.effort(min(seconds + constant, known), bound + constant),
+        )
+        result = rows.counted(prices, limit, margin, TOLERANCE / 2 * scale, effort)
         if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
             best, seconds = result.choices, fast
             most = min(most, fast)
         bound = max(bound, min(result.bound, limit))
         if not result.is_proven:
-            break
+            return Best(best, bound + constant, prices, is_searched=False)
         epsilon *= GROWTH
     return Best(best, bound + constant, prices)
 
@@ -165,8 +185,11 @@ class _Rows:
         found = shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
         return [remaining(each, found, margin) for each in self.problems]
 
-    def best_prices(self, start: tuple[float, ...], scale: float) -> _Priced:
-        """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets."""
+    def best_prices(self, start: tuple[float, ...], scale: float, constant: float, gap: float) -> _Priced:
+        """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
+
+        With `constant` seconds beside all of them, one within the gap is enough.
+        """
         box = BOX * max(float(np.dot(start, self.budgets)), LEAST_BOX * scale)
         planes = _Planes(len(self.budgets), box / np.maximum(self.budgets, 1.0))
         prices, best = start, _Priced(start, -math.inf, None, math.inf)
@@ -179,12 +202,15 @@ class _Rows:
             if (over <= 0).all() and seconds < best.seconds:
                 best = replace(best, choices=met, seconds=seconds)
             most, wanted = planes.after(seconds, over)
-            if most - best.bound <= WORTHWHILE * scale or is_over(self.deadline):
+            is_near = is_closed(best.seconds + constant, best.bound + constant, gap)
+            if is_near or most - best.bound <= WORTHWHILE * scale or is_over(self.deadline):
                 break
             prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
         return best
 
-    def counted(self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float) -> Counted:
+    def counted(
+        self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float, effort: float
+    ) -> Counted:
         """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
         left = self.within(prices, margin)
         constant = left[0].constant
@@ -193,7 +219,7 @@ class _Rows:
         problems = [each.problem for each in left]
         try:
             soon = after(COUNTING * seconds_until(self.deadline))
-            result = best_counts(problems, prices, limit - constant, tolerance, soon)
+            result = best_counts(problems, prices, limit - constant, tolerance, soon, effort)
         except TooManyChoicesError:
             if sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
                 return Counted(None, -math.inf, False)

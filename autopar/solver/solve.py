@@ -30,7 +30,17 @@ from autopar.solver.lagrangian import (
     is_closed,
     point,
 )
-from autopar.solver.narrow import SHRUNK, TOLERANCE, best_bound, by_elimination, num_choices, solution_of, warn
+from autopar.solver.narrow import (
+    EXACT,
+    SHRUNK,
+    TOLERANCE,
+    Enough,
+    best_bound,
+    by_elimination,
+    num_choices,
+    solution_of,
+    warn,
+)
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune, reduce_problem
@@ -52,11 +62,13 @@ def solve(
     time_limit: float = 120.0,
     gap: float = 0.0,
     price: float = 0.0,
+    enough: Enough = EXACT,
 ) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
 
     Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
-    be within `gap` (a share of its seconds) of the best; else it is always the best. `price` is one of memory, in
+    be within `gap` (a share of its seconds) of the best, or within `enough` where more would be dear; else it is
+    always the best. `price` is one of memory, in
     seconds per byte, that is near that of the answer, where one is known: the search is shorter from there.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
@@ -71,18 +83,20 @@ def solve(
         if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem, deadline))
         return _from_ilp(problem, solve_ilp(problem, seconds_until(deadline)), "ilp", deadline)
-    solution = _by_reduction(problem, deadline, gap, only_narrow=False, price=price)
+    solution = _by_reduction(problem, deadline, gap, only_narrow=False, price=price, enough=enough)
     assert solution is not None
     return solution
 
 
-def solve_narrow(problem: Problem, time_limit: float = 120.0, gap: float = 0.0) -> Solution | None:
+def solve_narrow(
+    problem: Problem, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT
+) -> Solution | None:
     """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
-    return _by_reduction(problem, after(time_limit), gap, only_narrow=True)
+    return _by_reduction(problem, after(time_limit), gap, only_narrow=True, enough=enough)
 
 
 def _by_reduction(
-    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0
+    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
 ) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
     if problem.forbidden_node is not None:
@@ -92,7 +106,7 @@ def _by_reduction(
         raise InfeasibleError(describe_conflict(problem, deadline))
     contracted = contract(pruned.problem)
     try:
-        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow, price)
+        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow, price, enough)
     except MemoryLimitError:
         raise MemoryLimitError(problem, deadline) from None  # with the pins that were pruned away
     except InfeasibleError:
@@ -102,11 +116,12 @@ def _by_reduction(
     choices = pruned.extend(contracted.extend(solution.choices))
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
     bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
-    return replace(solution, choices=choices, seconds=seconds, bound=bound)
+    smaller = tuple(pruned.extend(contracted.extend(each)) for each in solution.smaller)
+    return replace(solution, choices=choices, seconds=seconds, bound=bound, smaller=smaller)
 
 
 def _solve_pruned(
-    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0
+    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
 ) -> Solution | None:
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
@@ -115,14 +130,14 @@ def _solve_pruned(
             return None
         loose = loosen(problem)
         if loose is not None:
-            return _by_relaxation(problem, loose, deadline, gap)
+            return _by_relaxation(problem, loose, deadline, gap, enough)
     if elimination is None:
         return _by_reduced_ilp(problem, deadline, gap)
-    return by_elimination(problem, tables, elimination, deadline, gap, price)
+    return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough)
 
 
 def _by_relaxation(
-    problem: Problem, loose: Loosened, deadline: float, gap: float, is_near_enough: bool = True
+    problem: Problem, loose: Loosened, deadline: float, gap: float, enough: Enough, is_near_enough: bool = True
 ) -> Solution:
     """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower.
 
@@ -133,7 +148,7 @@ def _by_relaxation(
     levelling = Levelling(problem, loose, searching, near)
     relaxed = best_bound(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)
     if relaxed is None:
-        return _by_dear_search(problem, None, deadline, gap)
+        return _by_dear_search(problem, None, deadline, gap, enough)
     best, price = relaxed.incumbent, relaxed.multiplier
     if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap)):
         return solution_of(best, relaxed.bound, "relaxation", price)
@@ -147,12 +162,12 @@ def _by_relaxation(
         return solution_of(best, relaxed.bound, "relaxation", price)
     is_smaller = num_choices(left.problem) <= SHRUNK * num_choices(problem)
     if near and not is_smaller:
-        return _by_relaxation(problem, levelling.loose, deadline, gap, is_near_enough=False)
+        return _by_relaxation(problem, levelling.loose, deadline, gap, enough, is_near_enough=False)
     if not is_smaller:
         start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
-        solution = _by_dear_search(left.problem, start, deadline, gap)
+        solution = _by_dear_search(left.problem, start, deadline, gap, enough)
     else:
-        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False)
+        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False, enough=enough)
         assert found is not None
         solution = found
     exact = point(problem, left.extend(solution.choices))
@@ -162,12 +177,14 @@ def _by_relaxation(
     return solution_of(best, bound, f"relaxation, {solution.solver}", solution.multiplier)
 
 
-def _by_dear_search(problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float) -> Solution:
+def _by_dear_search(
+    problem: Problem, relaxed: Relaxation | None, deadline: float, gap: float, enough: Enough
+) -> Solution:
     """The graph stays wide: a long elimination if there is time for one, or the ILP from what is known."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is not None and elimination.work < WORK_PER_S * seconds_until(deadline):
-        return by_elimination(problem, tables, elimination, deadline, gap)
+        return by_elimination(problem, tables, elimination, deadline, gap, enough=enough)
     return _by_reduced_ilp(problem, deadline, gap, relaxed)
 
 

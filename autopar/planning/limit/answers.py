@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
+from autopar.memory.peak import memory_use
 from autopar.planning.limit.least_peak import Moments
 from autopar.plans.rows import MemoryUse
+from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Problem
 
 MAX_AT_ONCE = 3  # moments that one answer adds to the rows
@@ -35,6 +38,8 @@ class Answer:
     """The problem on which the bound is proven with the multiplier."""
     row: MemoryRow | None = None
     """The moments that it was limited at."""
+    smaller: tuple[tuple[int, ...], ...] = ()
+    """Other choices, and modes, within that limit: of fewer bytes from one to the next, and of little more seconds."""
 
     @property
     def price(self) -> float:
@@ -46,6 +51,29 @@ def share(answer: Answer) -> float:
     """How much of the step could be saved at most; what rounding leaves is nothing."""
     share = (answer.seconds - answer.bound) / answer.seconds
     return share if share > ROUNDING else 0.0
+
+
+def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
+    """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
+    count = len(memory.space.decisions)
+    own = (*answer.choices, *(MODES.index(mode) for mode in answer.modes.values()))
+    for number, known in enumerate((own, *answer.smaller)):
+        choices = known[:count]
+        modes = {name: MODES[mode] for name, mode in zip(answer.modes, known[count:], strict=True)}
+        peak, use, place = memory_use(memory, choices, modes)
+        found = replace(
+            answer,
+            choices=choices,
+            modes=modes,
+            peak_bytes=peak,
+            memory=use,
+            fullest=place,
+            smaller=answer.smaller[number:],
+        )
+        if number:
+            seconds = answer.problem.cost_of(known)[0]
+            found = replace(found, seconds=seconds, bound=min(answer.bound, seconds))
+        yield found
 
 
 def full(taken: np.ndarray, limit: int) -> set[int]:

@@ -21,6 +21,7 @@ found.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping
@@ -33,11 +34,12 @@ from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, full, share
-from autopar.planning.limit.least_peak import LeastPeak, least_peak
+from autopar.planning.limit.answers import Answer, Found, full, share, smaller_ones
+from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
-from autopar.solver.infeasibility import Conflict, MemoryLimitError
+from autopar.solver.infeasibility import MemoryLimitError
+from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.nearly_best import nearly_best
 from autopar.solver.several_rows import solve_rows
@@ -53,14 +55,11 @@ MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
+ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
+FIRST_ENOUGH = 5e-3  # of the seconds: how far from the best an answer may be that is over the limit elsewhere
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
-LEAST_SECONDS = 1.0  # that a search has, however late it is
-MAX_NAMED = 6  # pins whose worth is worked out
-
-Modes = Mapping[str, str]
-"""Segment → its mode, "" where it is free to choose."""
 
 
 def best_within(
@@ -70,15 +69,20 @@ def best_within(
     modes: Modes | None,
     solver: str,
     time_limit: float,
-    gap: float,
+    gap: float | None,
+    hurried: bool = False,
 ) -> Answer:
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
-    Where the best could not be proven, the answer's bound is below its seconds, and a RuntimeWarning says so.
+    Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
+    elimination takes seconds, and counts of equal parts longer than that. Where the answer is not proven to be that
+    near, its bound is below its seconds, and a RuntimeWarning says so. A search that is `hurried` counts nowhere long.
     Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
     none was found in time.
     """
-    search = _Search(formulation, pins, solver, after(time_limit), gap, SPARE * time_limit)
+    enough = ENOUGH if gap is None else gap
+    counted = math.inf if hurried else enough
+    search = _Search(formulation, pins, after(time_limit), SPARE * time_limit, solver, gap or 0.0, enough, counted)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
     if limit is None or found.peak_bytes <= limit:
@@ -86,7 +90,7 @@ def best_within(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
         found = search.at_every_moment(found, limit, modes)
-    if share(found) > gap:
+    if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
         warnings.warn(
             f"{why}the plan is within the limit at every moment, but not proven best: at most "
@@ -98,14 +102,15 @@ def best_within(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    formulation: Formulation
-    pins: Pins
+class _Search(Asked):
     solver: str
-    deadline: float
     gap: float
-    spare: float
-    """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
+    enough: float
+    """As the gap, where more would be dear."""
+    counted: float
+    """Where counts take long (`Enough`)."""
+    floor: float = math.inf
+    """Seconds up to which the pins leave all that is there: it is of no use to prove more."""
 
     def solve(
         self,
@@ -119,7 +124,8 @@ class _Search:
         problem, gap = self._problem(row, limit, modes), max(gap, self.gap)
         left = self._seconds_left * (HALF if row else 1)
         price = 0.0 if row is None or near is None else near.price / row.total
-        solution = solve(problem, solver=self.solver, time_limit=left, gap=gap, price=price)  # type: ignore[arg-type]
+        enough, solver = Enough(max(gap, self.enough), max(gap, self.counted)), self.solver
+        solution = solve(problem, solver=solver, time_limit=left, gap=gap, price=price, enough=enough)  # type: ignore[arg-type]
         return self._answer(problem, solution, modes, row)
 
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
@@ -127,9 +133,12 @@ class _Search:
         found = Found(first)
         found.meet(self._bytes_of(first))
         is_narrow = first.row is not None
-        if is_narrow and not self.by_near_choices(found, limit, modes):
+        found.fitting += self.of_fewer_bytes(first, limit)
+        if self.gap and not found.is_proven(self.gap):  # many answers are near enough
+            found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
+        if is_narrow and not found.is_proven(self.enough) and not self.by_near_choices(found, limit, modes):
             self.by_all_rows(found, limit, modes)
-        if found.is_proven(max(self.gap, ROUGHLY if is_narrow else 0.0)):
+        if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
             return found.best
         try:
             self.by_sums(found, limit, modes)
@@ -146,6 +155,11 @@ class _Search:
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
 
+    def of_fewer_bytes(self, answer: Answer, limit: int) -> list[Answer]:
+        """The fastest that fits of the smaller choices that are known beside an answer; [] if none does."""
+        fitting = (each for each in smaller_ones(answer, self.formulation.memory) if each.peak_bytes <= limit)
+        return list(itertools.islice(fitting, 1))
+
     def by_near_choices(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look among choices that are nearly best under the sum that proves most; False where that is no easier."""
         nearness = NEAR
@@ -160,7 +174,7 @@ class _Search:
             if modes is not None:
                 masks = zip(modes.items(), near.left[count:], strict=True)
                 left = {name: MODES[int(mask.argmax())] if mask.sum() == 1 else mode for (name, mode), mask in masks}
-            among = replace(self, pins=pins, gap=max(self.gap, ROUGHLY))
+            among = replace(self, pins=pins, gap=max(self.gap, ROUGHLY), floor=near.floor)
             inner = Found(found.proof)
             inner.taken, inner.moments, inner.fitting = found.taken, found.moments, found.fitting
             if not among.by_all_rows(inner, limit, left) and not inner.fitting:
@@ -169,15 +183,10 @@ class _Search:
             if inner.proof.row is not None and min(inner.proof.bound, near.floor) > found.proof.bound:
                 problem = self._problem(inner.proof.row, limit, modes)  # the bound holds for all choices
                 found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
-            if found.is_proven(max(self.gap, ROUGHLY)) or is_over(self.deadline):
+            if found.is_proven(max(self.enough, ROUGHLY)) or is_over(self.deadline):
                 break
             nearness *= WIDER
         return True
-
-    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
-        """What takes the least at its fullest moment, or no more than enough, under pins."""
-        spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
 
     def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
         """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
@@ -200,29 +209,6 @@ class _Search:
         seconds, num_bytes = problem.cost_of(choices)
         return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)
 
-    def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:
-        """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""
-        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
-        start += str(smallest)
-        pinned = None if conflict is None else conflict.nodes
-        if not self.pins or pinned == ():
-            return f"{start}, whatever is pinned. Raise the limit, or use more devices."
-        if not pinned:
-            free = format_bytes(self.smallest({}, modes).peak_bytes)
-            return f"{start}; without any pin the least is {free}. Raise the limit, use more devices, or loosen a pin."
-        worth = []
-        for node in pinned[:MAX_NAMED]:
-            if is_over(self.deadline):
-                break
-            others = {number: mask for number, mask in self.pins.items() if number != node}
-            least = format_bytes(self.smallest(others, modes).peak_bytes)
-            worth.append(f"without the pin on {self.formulation.name(node)!r} the least is {least}")
-        more = f" ({len(pinned) - len(worth)} more pins take part)" if len(pinned) > len(worth) else ""
-        if not worth:
-            named = ", ".join(repr(self.formulation.name(node)) for node in pinned[:MAX_NAMED])
-            return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
-        return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
-
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
@@ -230,13 +216,25 @@ class _Search:
             return None
         row = MemoryRow(((last, 1),))
         problem = self._problem(row, limit, modes)
+        exact, rough = Enough(self.enough, self.counted), Enough(self.enough, max(self.counted, FIRST_ENOUGH))
         try:
-            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap)
+            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, rough)
+            if solution is not None and solution.gap > self.enough and self._fits(solution, limit, modes):
+                solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:
             return None  # how much is needed, the fullest moment of a plan without a limit says better
         except TimeLimitError:
             return None  # without the limit there may be time enough
         return None if solution is None else self._answer(problem, solution, modes, row)
+
+    def _fits(self, solution: Solution, limit: int, modes: Modes | None) -> bool:
+        choices, chosen = self._split(solution.choices, modes)
+        return bool(bytes_by_moment(self.formulation.memory, choices, chosen).max() <= limit)
+
+    def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
+        """Choices of decisions, and modes of segments."""
+        count = len(self.formulation.space.decisions)
+        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 
     def _bytes_of(self, answer: Answer) -> np.ndarray:
         return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
@@ -252,11 +250,9 @@ class _Search:
     def _answer(
         self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None
     ) -> Answer:
-        count = len(self.formulation.space.decisions)
-        chosen = {name: MODES[choice] for name, choice in zip(modes or (), solution.choices[count:], strict=True)}
-        choices = solution.choices[:count]
+        choices, chosen = self._split(solution.choices, modes)
         peak, use, place = memory_use(self.formulation.memory, choices, chosen)
-        certificate = solution.solver, solution.multiplier, problem, row
+        certificate = solution.solver, solution.multiplier, problem, row, solution.smaller
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
@@ -274,12 +270,13 @@ class _Search:
             at = [prices.get(place, 0.0) for place in sorted(places)]
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
             until = self.deadline if found.fitting else halfway
-            best = solve_rows(problems, at, known, max(seconds_until(until), LEAST_SECONDS), self.gap)
+            left = max(seconds_until(until), LEAST_SECONDS)
+            best = solve_rows(problems, at, known, left, self.gap, Enough(self.enough, self.counted))
             if best is None:
                 return False
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
-            if best.choices is None:
+            if best.choices is None or found.proof.bound > self.floor * (1 + self.enough):
                 return bool(found.fitting)
             seconds, num_bytes = problems[0].cost_of(best.choices)
             bound = min(best.bound, seconds)
@@ -366,6 +363,8 @@ class _Search:
             if over <= 0:
                 found.append(answer)
                 low = tighter
+            elif fitting := self.of_fewer_bytes(answer, limit):
+                return found + fitting
             else:
                 high = tighter
             tighter -= over

@@ -33,7 +33,7 @@ class NearlyBest:
 
 
 def nearly_best(problem: Problem, price: float, share: float, known: float, deadline: float) -> NearlyBest | None:
-    """The strategies of choices within a share of the bound of a price of memory, or of fewer than `known` seconds.
+    """The strategies of choices within a share of the bound of a price of memory, and of fewer than `known` seconds.
 
     None where that makes nothing easier, as elimination is cheap, where it is not possible, as the graph is too wide
     for it, and where there is no time for it.
@@ -48,7 +48,9 @@ def nearly_best(problem: Problem, price: float, share: float, known: float, dead
         weighted = evaluate(elimination, tables.weighted(price), deadline)
         least, paid = optimum(elimination, weighted), price * (problem.budget or 0)
         reached = least - paid - ROUNDING * (abs(least) + paid)
-        margin = share * abs(reached) if known == math.inf else known - reached + ROUNDING * abs(known)
+        margin = share * abs(reached)
+        if known < math.inf:
+            margin = min(margin, known - reached + ROUNDING * abs(known))
         found = shared_excesses(contracted.problem, elimination, tables, weighted, margin, deadline)
     except TimeLimitError:
         return None

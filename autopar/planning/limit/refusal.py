@@ -1,0 +1,57 @@
+"""Why there is no plan within a memory limit: the least that one takes, and what each pin is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.limit.least_peak import LeastPeak, least_peak
+from autopar.solver.deadline import after, is_over
+from autopar.solver.infeasibility import Conflict
+from autopar.units import format_bytes
+
+LEAST_SECONDS = 1.0  # that a search has, however late it is
+MAX_NAMED = 6  # pins whose worth is worked out
+
+Modes = Mapping[str, str]
+"""Segment → its mode, "" where it is free to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be planned, and until when."""
+
+    formulation: Formulation
+    pins: Pins
+    deadline: float
+    spare: float
+    """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
+
+    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
+        """What takes the least at its fullest moment, or no more than enough, under pins."""
+        spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
+        return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
+
+    def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:
+        """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""
+        start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
+        start += str(smallest)
+        pinned = None if conflict is None else conflict.nodes
+        if not self.pins or pinned == ():
+            return f"{start}, whatever is pinned. Raise the limit, or use more devices."
+        if not pinned:
+            free = format_bytes(self.smallest({}, modes).peak_bytes)
+            return f"{start}; without any pin the least is {free}. Raise the limit, use more devices, or loosen a pin."
+        worth = []
+        for node in pinned[:MAX_NAMED]:
+            if is_over(self.deadline):
+                break
+            others = {number: mask for number, mask in self.pins.items() if number != node}
+            least = format_bytes(self.smallest(others, modes).peak_bytes)
+            worth.append(f"without the pin on {self.formulation.name(node)!r} the least is {least}")
+        more = f" ({len(pinned) - len(worth)} more pins take part)" if len(pinned) > len(worth) else ""
+        if not worth:
+            named = ", ".join(repr(self.formulation.name(node)) for node in pinned[:MAX_NAMED])
+            return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
+        return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."

@@ -1,0 +1,88 @@
+"""Beside the fastest choices smaller ones are known: they are taken where those are over the limit at other moments, or
+leave no room to fetch weights ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.hardware.load import load
+from autopar.memory.model import MemoryModel
+from autopar.memory.peak import memory_use
+from autopar.planning import planner
+from autopar.planning.limit import memory_limit
+from autopar.planning.limit.answers import Answer, smaller_ones
+from autopar.planning.planner import answer_of, fetched_ahead, formulation_of, make_plan
+from autopar.planning.settings import Settings
+from autopar.solver import narrow
+from autopar.space.space import Space
+from tests.support.planned import space_of
+
+WIDTH, LAYERS = 32, 4
+ROUGHLY = 0.2
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """Equal layers whose weights are best whole and split where memory is short."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    return space_of(nn.Sequential(*layers), (torch.zeros(8, WIDTH),), load("cpu"), dp=4)
+
+
+def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0].peak_bytes
+    limits = [int(share * free) for share in (0.9, 0.8, 0.7, 0.6)]
+    best = [make_plan(space, {}, limit)[0] for limit in limits]
+    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
+    monkeypatch.setattr(memory_limit, "ENOUGH", ROUGHLY)
+    found = [make_plan(space, {}, limit)[0] for limit in limits]
+    for limit, one, other in zip(limits, found, best, strict=True):
+        assert one.peak_bytes <= limit and other.gap <= 1e-9
+        assert one.bound <= other.seconds * (1 + 1e-9) <= one.seconds * (1 + 2e-9)
+        assert one.gap <= ROUGHLY
+    assert any(each.gap > 0 for each in found), "nothing was left open: the test says nothing"
+    monkeypatch.undo()
+    exact = [make_plan(space, {}, limit, gap=0.0)[0] for limit in limits]
+    assert [each.seconds for each in exact] == [each.seconds for each in best]
+
+
+def _answer(space: Space, share: float) -> tuple[Answer, MemoryModel]:
+    """The best within a share of what the best without a limit takes, without weights that are fetched ahead."""
+    settings = Settings(memory=int(share * make_plan(space, {}, prefetch=0)[0].peak_bytes))
+    formulation = formulation_of(MemoryModel(space), settings)
+    return answer_of(formulation, {}, settings), formulation.memory
+
+
+def _with_smaller(space: Space) -> tuple[Answer, MemoryModel]:
+    """An answer with another one, of less memory, as a smaller one of its own."""
+    fast, memory = _answer(space, 0.8)
+    small, _ = _answer(space, 0.46)
+    assert small.peak_bytes < fast.peak_bytes and small.modes.keys() == fast.modes.keys()
+    modes = [memory_limit.MODES.index(each) for each in small.modes.values()]
+    return replace(fast, smaller=((*small.choices, *modes),)), memory
+
+
+def test_smaller_ones_say_what_they_take(space: Space) -> None:
+    answer, memory = _with_smaller(space)
+    one, other = smaller_ones(answer, memory)
+    assert one == answer
+    assert other.seconds > one.seconds and other.bound == answer.bound and not other.smaller[1:]
+    assert (other.peak_bytes, other.memory) == memory_use(memory, other.choices, other.modes)[:2]
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_smaller_ones_make_room_for_weights_fetched_ahead_where_that_is_faster(
+    space: Space, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, memory = _with_smaller(space)
+    other = list(smaller_ones(answer, memory))[1]
+    ahead = memory.fetching_ahead(1)
+    needed = [memory_use(ahead, each.choices, each.modes)[0] for each in (answer, other)]
+    assert needed[1] < needed[0] and memory.weights.gathers(answer.choices)
+    monkeypatch.setattr(planner, "_is_faster", lambda *_: is_faster)
+    found, model = fetched_ahead(answer, memory, Settings(memory=needed[0] - 1))
+    assert found.choices == (other.choices if is_faster else answer.choices)
+    assert model.prefetch == (1 if is_faster else 0)
