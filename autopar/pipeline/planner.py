@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import numpy as np
 from torch import fx
-from torch.fx.node import map_arg
 
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import message_seconds
@@ -32,6 +31,7 @@ from autopar.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import refined
 from autopar.pipeline.stages.splitting import split, stage_between
+from autopar.pipeline.structure import kinds, structure
 from autopar.planning.planner import make_plan
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -124,12 +124,12 @@ class _StagePlanner:
             # Alone a stage may cost a little less than its share of the whole, which bounds the search.
             return max(self._seconds(program, stage), float(until[end] - until[first]))
 
-        return best_cuts(problem, seconds_of, TOLERANCE).starts
+        return best_cuts(problem, seconds_of, TOLERANCE, kinds(self.planned)).starts
 
     def _seconds(self, program: Program, stage: int) -> float:
         """Seconds of one micro-batch within the memory limit; infinite where the stage does not fit."""
         request = self.planned.request
-        key = request.schedule.in_flight(stage), self._structure(program)
+        key = request.schedule.in_flight(stage), structure(self.planned, program)
         if key not in self.known:
             try:
                 plan = self.plan(program, stage, request.storage)
@@ -157,9 +157,10 @@ class _StagePlanner:
             settings.solver,
             settings.time_limit,
             settings.recompute,
-            settings.gap if settings.memory is None else max(settings.gap, TOLERANCE),
+            settings.gap if settings.memory is None else max(settings.gap or 0.0, TOLERANCE),
             Microbatches(schedule.num_microbatches, schedule.in_flight(stage), request.wanted.reduces_each),
             settings.prefetch,
+            hurried=True,
         )
         return found
 
@@ -203,25 +204,6 @@ class _StagePlanner:
                 stored = np.array([s.outputs[0] == layout for s in space.decisions[here].menu.strategies])
                 found[here] = stored & found.get(here, True)
         return found
-
-    def _structure(self, program: Program) -> object:
-        """What the plan of a stage follows from, without the names that its nodes have in the model."""
-        whole, pins = self.planned.whole.space, self.planned.pins
-        number = {node: i for i, node in enumerate(program.graph.nodes)}
-        parameters = program.parameter_names
-        described = []
-        for node in number:
-            there = whole.index.get(node.name, -1)
-            pinned = pins[there].tobytes() if there in pins else b""
-            stored = str(self.planned.request.storage.get(parameters.get(node.name, ""), ""))
-            received = str(self.planned.boundary(node.name)) if node.name in program.received else ""
-            args = str(map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}"))
-            described.append((node.op, str(node.target) if node.op == "call_function" else "", args))
-            described.append((str(node.meta.get("tensor")), pinned, stored, received, node.name in parameters))
-        sent = [
-            str(self.planned.boundary(v.name)) for v in program.output[: program.num_sent] if isinstance(v, fx.Node)
-        ]
-        return tuple(described), tuple(sent), program.num_outputs
 
 
 def _names(program: Program, stage: int) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ import numpy as np
 
 from autopar.errors import PipelineError
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stages.alike import raise_alike
 from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
 
 _EQUAL = 1e-12
@@ -167,7 +168,12 @@ class Cuts:
     bound: float
 
 
-def best_cuts(problem: CutProblem, stage_cost: StageCost | None = None, tolerance: float = 0.0) -> Cuts:
+def best_cuts(
+    problem: CutProblem,
+    stage_cost: StageCost | None = None,
+    tolerance: float = 0.0,
+    kinds: Sequence[int] | None = None,
+) -> Cuts:
     """The cut of least seconds, by the sums of its blocks or by `stage_cost`.
 
     With `stage_cost`, the sums of blocks are lower bounds (asserted). The best cut by what is known is found, its
@@ -175,11 +181,15 @@ def best_cuts(problem: CutProblem, stage_cost: StageCost | None = None, toleranc
     then, as the rest of the table is below the truth. A stage that does not fit (infinite) is taken not to fit with
     more blocks either. It ends sooner once a cut is within `tolerance` of the bound (relative).
 
+    With `kinds`, a number per block that is the same for equal blocks, what a stage takes beyond its blocks says of
+    other stages what these take at least (`alike`), if seconds may be too many by the tolerance.
+
     Raises:
         PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
     """
-    transfers = _transfers(problem)
-    table = _own_seconds(problem) + transfers
+    transfers, own = _transfers(problem), _own_seconds(problem)
+    least, table = own + transfers, own + transfers
+    in_flight = [problem.schedule.in_flight(stage) for stage in range(problem.schedule.num_stages)]
     asked: dict[tuple[int, int, int], float] = {}
     best: Cuts | None = None
     while True:
@@ -195,18 +205,28 @@ def best_cuts(problem: CutProblem, stage_cost: StageCost | None = None, toleranc
             return found
         for stage, first, end in missing:
             assert stage_cost is not None
-            least = table[stage, first, end]
             asked[stage, first, end] = seconds = stage_cost(first, end, stage)
-            table[stage, first, end] = seconds + transfers[stage, first, end]
-            assert table[stage, first, end] >= least * (1 - 1e-9), (
+            assert seconds >= own[stage, first, end] * (1 - 1e-9), (
                 f"stage {stage}, blocks {first}-{end}: below its blocks"
             )
+            if kinds is not None:
+                more = seconds / (1 + tolerance) - own[stage, first, end]
+                fuller = [other for other, held in enumerate(in_flight) if held >= in_flight[stage]]
+                raise_alike(table, least, max(more, 0.0), (first, end), kinds, fuller)
+                _keep(table, transfers, asked)
+            table[stage, first, end] = seconds + transfers[stage, first, end]
             if np.isinf(seconds):
                 table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
                 break
         exact = _cuts(problem, table, starts)
         if np.isfinite(exact.seconds) and (best is None or exact.seconds < best.seconds):
             best = exact
+
+
+def _keep(table: Floats, transfers: Floats, asked: Mapping[tuple[int, int, int], float]) -> None:
+    """What was asked for is known, whatever other stages say of it."""
+    for place, seconds in asked.items():
+        table[place] = seconds + transfers[place]
 
 
 def _cuts(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts:

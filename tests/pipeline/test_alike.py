@@ -1,0 +1,93 @@
+"""Stages with equal blocks are not asked for again: what one of them takes says what others take at least."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.pipeline.planned_blocks import planned_blocks
+from autopar.pipeline.request import PipelineRequest
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stages.alike import raise_alike
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
+from autopar.pipeline.structure import kinds
+from autopar.sharding.layout import Layout, S
+from tests.pipeline.test_planner import request
+
+STAGES, LAYERS = 4, 12
+
+
+def _problem(seconds: list[float]) -> CutProblem:
+    blocks = tuple(BlockCost(each, 0, 0) for each in seconds)
+    return CutProblem(blocks, (0.0,) * len(blocks), Schedule("1f1b", STAGES, 8))
+
+
+@given(
+    seconds=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2),
+    penalty=st.floats(0.0, 1.0),
+    room=st.integers(3, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_cut_is_the_same_and_fewer_stages_are_asked_for(seconds: list[float], penalty: float, room: int) -> None:
+    """Of blocks of two kinds whose activations cost time beyond a limit, the more the more are in flight."""
+    of_block = [seconds[0], *[seconds[1]] * LAYERS]
+    numbers = [0, *[1] * LAYERS]
+    problem = _problem(of_block)
+    asked: list[list[tuple[int, int, int]]] = [[], []]
+
+    def stage_cost(first: int, end: int, stage: int) -> float:
+        held = (end - first) * problem.schedule.in_flight(stage)
+        return sum(of_block[first:end]) + penalty * max(0, held - room)
+
+    def counted(which: int, first: int, end: int, stage: int) -> float:
+        asked[which].append((first, end, stage))
+        return stage_cost(first, end, stage)
+
+    plain = best_cuts(problem, lambda *span: counted(0, *span))
+    fast = best_cuts(problem, lambda *span: counted(1, *span), kinds=numbers)
+    assert abs(plain.seconds - fast.seconds) <= 1e-9 * plain.seconds
+    assert len(asked[1]) <= len(asked[0])
+
+
+def test_what_does_not_fit_fits_no_fuller_stage_of_the_same_blocks() -> None:
+    problem = _problem([1.0] * LAYERS)
+    asked: list[tuple[int, int, int]] = []
+
+    def stage_cost(first: int, end: int, stage: int) -> float:
+        asked.append((first, end, stage))
+        return float("inf") if (end - first) * problem.schedule.in_flight(stage) > 8 else float(end - first)
+
+    cuts = best_cuts(problem, stage_cost, kinds=[0] * LAYERS)
+    ends = (*cuts.starts[1:], LAYERS)
+    lengths = [end - first for first, end in zip(cuts.starts, ends, strict=True)]
+    assert lengths == [2, 2, 4, 4]
+    refused = [(end - first) for first, end, stage in asked if (end - first) * (STAGES - stage) > 8]
+    assert len(refused) <= 3
+
+
+def test_only_what_holds_the_blocks_is_raised() -> None:
+    kinds = [0, 1, 1, 2]
+    least = np.zeros((2, 5, 5))
+    table = least.copy()
+    raise_alike(table, least, 3.0, (1, 2), kinds, [1])
+    assert not table[0].any()
+    for first, end in combinations(range(5), 2):
+        assert table[1, first, end] == (3.0 if 1 in kinds[first:end] else 0.0)
+
+
+def test_equal_layers_are_of_one_kind_unless_one_is_stored_in_its_own_way() -> None:
+    asked = request({"pp": 2, "tp": 2}, Schedule("1f1b", 2, 4), num_layers=4)
+    found = _kinds_by_name(asked)
+    layers = {number for name, number in found.items() if name.startswith("layers.")}
+    assert len(layers) == 1 and len(set(found.values())) == len(found) - 3
+    other = _kinds_by_name(replace(asked, storage={"layers.2.up.weight": Layout((S(0),))}))
+    assert other["layers.2"] != other["layers.1"] == other["layers.0"]
+
+
+def _kinds_by_name(asked: PipelineRequest) -> dict[str, int]:
+    planned = planned_blocks(asked, 2)
+    return dict(zip([each.name for each in planned.blocks], kinds(planned), strict=True))
