@@ -23,18 +23,24 @@ from autopar.compiler import offline
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
 from autopar.planning import planner, request
+from autopar.planning.settings import TIME_LIMIT
 from autopar.sharding.mesh import Mesh
 from benchmarks.unet import unet
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
+IN_STAGES = ("pp", "dp", "tp")
+"""Those of a pipeline."""
 STAGES = {"trace": offline, "build_space": request, "make_plan": planner}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is planned: a model by name with so many layers (None: its own), inputs, mesh and bytes per device."""
+    """What is planned: a model by name with so many layers (None: its own), inputs, mesh and bytes per device.
+
+    With a schedule the outermost axis is a pipeline's; a mesh of one number that is searched is so many devices.
+    """
 
     model: str
     mesh: tuple[int, ...]
@@ -43,6 +49,10 @@ class Row:
     layers: int | None = None
     memory: int | None = None
     hardware: str = "h100"
+    schedule: str | None = None
+    microbatches: int | None = None
+    is_searched: bool = False
+    time_limit: float = TIME_LIMIT
 
     @classmethod
     def from_json(cls, text: str) -> Row:
@@ -54,12 +64,14 @@ class Row:
 class Measured:
     """Wall seconds of each stage, CPU seconds of the whole, and what was planned; None where a planner has no such.
 
+    Stages of pipelines are solved by calls of their own, which count in the whole alone.
+
     `step` is the predicted step in seconds, `rss_bytes` the most that the process had.
     """
 
-    capture: float
-    build: float
-    solve: float
+    capture: float | None
+    build: float | None
+    solve: float | None
     total: float
     cpu: float
     rss_bytes: int
@@ -76,27 +88,36 @@ def measure(row: Row) -> Measured:
     Imports and the making of the model are not counted; the first use of `torch.export` is.
     """
     model, inputs = example(row)
-    mesh = Mesh(dict(zip(AXES[len(row.mesh)], row.mesh, strict=True)), hardware=row.hardware)
     cpu, start = time.process_time(), time.perf_counter()
     with timed(STAGES) as (seconds, results), torch.autocast("cpu", torch.bfloat16):
         try:
-            plan = autopar.plan(model, mesh, inputs, memory=row.memory)
+            plan = _plan(row, model, inputs)
             outcome: dict[str, Any] = {
                 "step": plan.seconds,
-                "gap": plan.gap,
+                "gap": getattr(plan, "gap", None),
                 "peak_bytes": plan.peak_bytes,
-                "solver": plan.solver,
+                "solver": getattr(plan, "solver", row.schedule),
             }
         except InfeasibleError:
             outcome = {"solver": "infeasible"}
     return Measured(
-        *(seconds[name] for name in STAGES),
+        *(seconds[name] or None for name in STAGES),
         total=time.perf_counter() - start,
         cpu=time.process_time() - cpu,
         rss_bytes=peak_rss(),
-        nodes=len(results["build_space"].program.graph.nodes),
+        nodes=len(results["trace"].draft.graph.nodes),
         **outcome,
     )
+
+
+def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """A Plan, or a PipelinePlan, which has no gap."""
+    limits = {"memory": row.memory, "time_limit": row.time_limit, "microbatches": row.microbatches}
+    if row.is_searched:
+        return autopar.plan(model, "auto", inputs, devices=row.mesh[0], hardware=row.hardware, **limits)
+    names = IN_STAGES if row.schedule else AXES[len(row.mesh)]
+    mesh = Mesh(dict(zip(names, row.mesh, strict=True)), hardware=row.hardware)
+    return autopar.plan(model, mesh, inputs, schedule=row.schedule, **limits)
 
 
 def example(row: Row) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -1,7 +1,8 @@
 """Seconds and memory of `autopar.plan` on models as they are trained: captured whole, nothing synthetic.
 
 Models are Hugging Face's on the meta device (and a UNet), fp32 parameters under bf16 autocast, 64×4096 tokens or as
-many patches. Every row is planned in a process of its own, once without a memory limit and once with one.
+many patches. Every row is planned in a process of its own, once without a memory limit and once with one; rows of the
+group "limits" have limits of their own.
 
     python -m benchmarks.plan_speed                         all rows: a few minutes
     python -m benchmarks.plan_speed --quick                 two layers of each model
@@ -27,6 +28,7 @@ from tabulate import tabulate
 from benchmarks.plan_row import Measured, Row
 
 TEXTS, TOKENS = 64, 4096
+GB = 10**9
 ROOT = Path(__file__).parent.parent
 PEER = "https://github.com/meta-pytorch/autoparallel"
 
@@ -43,6 +45,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "layers": tuple(Row("llama-8b", (8, 8), TEXTS, TOKENS, layers) for layers in (8, 16, 32, 64)),
     "devices": tuple(Row("llama-8b", (side, side), TEXTS, TOKENS) for side in (2, 4, 8, 16, 32)),
+    "limits": (
+        Row("llama-8b", (8, 8), TEXTS, TOKENS, memory=20 * GB),
+        Row("llama-70b", (8, 8), TEXTS, TOKENS, memory=40 * GB),
+        Row("llama-70b", (4, 8, 8), TEXTS, TOKENS, memory=20 * GB),
+        *(Row("llama-405b", (16, 8, 8), TEXTS, TOKENS, memory=size * GB) for size in (80, 70, 60)),
+        Row("llama-405b", (16, 8, 8), 256, 8192, memory=80 * GB, schedule="1f1b", microbatches=32, time_limit=20),
+        Row("llama-8b", (64,), TEXTS, TOKENS, memory=40 * GB, is_searched=True),
+    ),
 }
 QUICK_LAYERS = 2
 PEER_LAYERS = (2, 32)
@@ -50,6 +60,7 @@ TITLES = {
     "models": "models",
     "layers": "the same model with more layers",
     "devices": "the same model on more devices",
+    "limits": "within so much memory: sharded, in a pipeline, and on the best of all meshes",
     "peer": "beside AutoParallel",
 }
 
@@ -64,7 +75,7 @@ class Line:
 
     def cells(self) -> tuple[object, ...]:
         """What the table shows of it."""
-        mesh = "×".join(map(str, self.row.mesh))
+        mesh = "×".join(map(str, self.row.mesh)) + (" devices" if self.row.is_searched else "")
         limit = "-" if self.row.memory is None else f"{self.row.memory / 1e9:.1f}"
         layers = "all" if self.row.layers is None else self.row.layers
         found = self.measured
@@ -76,7 +87,8 @@ class Line:
             layers,
             found.nodes,
             limit,
-            *(f"{seconds:.2f}" for seconds in (found.capture, found.build, found.solve, found.total, found.cpu)),
+            *(None if seconds is None else f"{seconds:.2f}" for seconds in (found.capture, found.build, found.solve)),
+            *(f"{seconds:.2f}" for seconds in (found.total, found.cpu)),
             f"{found.rss_bytes / 1e6:.0f}",
             None if found.step is None else f"{found.step * 1e3:.1f}",
             None if found.peak_bytes is None else f"{found.peak_bytes / 1e9:.1f}",
@@ -127,11 +139,11 @@ def selected(only: Sequence[str], quick: bool) -> dict[str, tuple[Row, ...]]:
 
 
 def lines(rows: Iterable[Row], share: float) -> Iterator[Line]:
-    """Each row without a limit and with one: `share` of what the plan without a limit takes."""
+    """Each row without a limit and with one, `share` of what the plan without a limit takes, unless it has its own."""
     for row in rows:
         free = planned(row)
         yield free
-        if share and free.measured is not None and free.measured.peak_bytes:
+        if row.memory is None and share and free.measured is not None and free.measured.peak_bytes:
             yield planned(replace(row, memory=int(share * free.measured.peak_bytes)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,28 @@ def test_a_name_that_is_neither_group_nor_model_ends_with_what_there_is() -> Non
 
 def test_a_row_measures_the_stages_of_a_plan() -> None:
     found = measure(SMALL)
-    assert min(found.capture, found.build, found.solve) > 0
+    assert found.capture and found.build and found.solve
     assert found.capture + found.build + found.solve <= found.total
     assert found.nodes > 50 and found.rss_bytes > 10**8
     assert found.step and found.peak_bytes and found.gap == 0 and found.solver
 
 
+def test_rows_of_pipelines_and_of_searched_meshes_are_measured() -> None:
+    staged = measure(replace(SMALL, mesh=(2, 2, 1), layers=2, schedule="1f1b", microbatches=4))
+    searched = measure(replace(SMALL, mesh=(4,), is_searched=True))
+    assert staged.step and staged.peak_bytes and staged.solver == "1f1b" and staged.gap is staged.solve is None
+    assert searched.step and searched.gap == 0 and searched.solve
+    assert Line(replace(SMALL, mesh=(4,), is_searched=True), searched).cells()[1] == "4 devices"
+
+
+def test_a_row_with_a_limit_of_its_own_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_speed, "planned", lambda row: Line(row, FOUND))
+    assert [line.row for line in plan_speed.lines(GROUPS["limits"], 0.9)] == list(GROUPS["limits"])
+
+
 def test_a_row_that_no_plan_satisfies_is_measured_as_such() -> None:
     found = measure(Row("demo", (2, 2), 4, 16, layers=1, memory=1, hardware="cpu"))
-    assert found.solver == "infeasible" and found.step is None and found.solve > 0
+    assert found.solver == "infeasible" and found.step is None and found.solve
 
 
 def test_a_row_survives_the_way_to_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
