@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
-from tests.integrations.scripts import EXAMPLES
+from tests.integrations.scripts import EXAMPLES, environment
 from tests.test_house import ROOT
 
 STEPS = 80
@@ -33,17 +33,11 @@ class Node:
         quick = "--rdzv-conf=last_call_timeout=2,read_timeout=60"
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2")
         script = (str(EXAMPLES / "elastic.py"), str(folder / "checkpoints"), str(STEPS))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
         with self.log.open("w") as log:
             self.agent = subprocess.Popen(
                 [*torchrun, "--max-restarts=2", *rendezvous, quick, *script],
                 cwd=ROOT,
-                env=environment,
+                env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -99,9 +93,10 @@ def test_a_run_that_loses_a_rank_and_a_node_has_the_losses_of_one_that_does_not(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(EXAMPLES / "elastic.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = [str(tmp_path / "alone"), str(STEPS)]
-    done = subprocess.run([*alone, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*alone, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     expected = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [each["step"] for each in expected] == list(range(STEPS))
