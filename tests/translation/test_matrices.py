@@ -179,6 +179,7 @@ def _llama(strategy: str) -> Plan:
     return _plan(family.build(), family.inputs(0)[1], BOTH, strategy=strategy)
 
 
+@pytest.mark.slow  # four ranks, two plans; what it adds to the small models is two axes
 def test_a_llama_trains_by_torch_as_planned(ranks: Ranks) -> None:
     plans = [_llama(strategy).parallelize_plan() for strategy in ("megatron", "hsdp")]
     axes = [(found.replicated, found.sharded) for found in plans]
