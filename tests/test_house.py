@@ -48,7 +48,7 @@ ORDER = (
     ("planning.limit",),
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
-    ("inspection", "pipeline", "runtime.collectives"),
+    ("inspection", "translation", "pipeline", "runtime.collectives"),
     ("runtime.implementations", "runtime.ranks"),
     ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from autopar.plans.difference import Difference
     from autopar.plans.explanation import Explanation
+    from autopar.plans.translated import ParallelizePlan, TensorParallelPlan, TorchtitanArguments
     from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
     from autopar.timeline.values import Timeline
@@ -221,3 +222,18 @@ class Plan:
     def attach(self, model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any], **options: Any) -> Plan:
         """A loaded plan with its model, so that it can be asked; options as `autopar.plan` had them (see `attach`)."""
         return view("Plan.attach")(self, model, example_inputs, **options)
+
+    def tp_plan(self, axis: str | None = None) -> TensorParallelPlan:
+        """The plan as a `tp_plan` of Hugging Face, for one mesh axis, with what is lost (docs/other-systems.md).
+
+        Raises PlanError where several axes split matrices and `axis` is not given, or for a plan that was loaded.
+        """
+        return view("Plan.tp_plan")(self, axis)
+
+    def parallelize_plan(self, axis: str | None = None) -> ParallelizePlan:
+        """The plan for torch's `parallelize_module` (on one mesh axis) and `fully_shard`; raises as `tp_plan`."""
+        return view("Plan.parallelize_plan")(self, axis)
+
+    def torchtitan_args(self) -> TorchtitanArguments:
+        """The arguments of torchtitan that come nearest to the plan, with what is lost."""
+        return view("Plan.torchtitan_args")(self)

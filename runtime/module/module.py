@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.plans.plan import Plan
+from autopar.program.program import Program
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
@@ -58,6 +59,16 @@ class ParallelModule(StoredModule[Executable]):
     def plan(self) -> Plan:
         """The plan of the most recent kind of input."""
         return self._ready().plan
+
+    @property
+    def program(self) -> Program:
+        """The captured program of the most recent kind of input: of a micro-batch, where the last was one."""
+        return self._ready().program
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many micro-batches `train_step` splits a batch."""
+        return self._num_microbatches
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -43,10 +43,19 @@ def alone(name: str, folder: Path, *arguments: object) -> tuple[Any, int]:
     return _run(str(script), *map(str, arguments)), changed
 
 
+def environment() -> dict[str, str]:
+    """That of this process, with the sources of this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def _run(*command: str) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return losses_in(done.stdout)
+
+
+def losses_in(printed: str) -> Any:
+    """The last object of JSON that begins with losses; what ranks print at once may share a line."""
+    return json.JSONDecoder().raw_decode(printed, printed.rindex('{"losses"'))[0]

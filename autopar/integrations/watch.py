@@ -1,0 +1,172 @@
+"""Watch a run: seconds, tokens per second, MFU and memory of every step, beside what the plan predicts.
+
+MFU = FLOPs that the model asks for / (seconds × devices × peak FLOP/s)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError, PlanError
+from autopar.hardware.load import load
+from autopar.integrations.flops import model_flops
+from autopar.planning.settings import context_of
+from autopar.planning.step_seconds import parts_of
+from autopar.plans.plan import Plan
+from autopar.program.program import Program, TensorInfo
+from autopar.runtime.module.module import ParallelModule
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One step as it was measured, beside its prediction; None is what is not known."""
+
+    step: int
+    seconds: float
+    predicted_seconds: float | None
+    samples_per_second: float
+    tokens_per_second: float | None
+    """Of the first input of whole numbers with two dims or more."""
+    flops: float
+    """Of all devices together, without what is computed again."""
+    mfu: float
+    peak_bytes: int | None
+    """The most that tensors have taken on this device in the step; None on a CPU, which keeps no account."""
+    predicted_bytes: int
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What `step` was given."""
+
+
+class Watch:
+    """Measures the time between calls of `step`, and writes a record of each to a JSON-lines file, or TensorBoard.
+
+    The first call starts the clock. The first rank of the mesh writes; all ranks may call.
+
+    >>> watch = Watch(model, "run.jsonl")  # doctest: +SKIP
+    >>> for batch in batches:  # doctest: +SKIP
+    ...     train(batch)
+    ...     watch.step(loss=loss)
+    """
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        path: str | Path | None = None,
+        *,
+        tensorboard: str | Path | None = None,
+        calls: int = 1,
+        peak_flops: float | None = None,
+    ) -> None:
+        """`calls` of the model, or of its `train_step`, make a step (gradient accumulation).
+
+        `peak_flops` is the peak of one device in FLOP/s; by default that of the plan's hardware profile for the dtype
+        of each product. Raises InputError for a pipeline, and where TensorBoard is asked for and not installed.
+        """
+        if not isinstance(model, ParallelModule):
+            raise InputError(
+                f"model is a {type(model).__name__}; give what autopar.compile returns on a mesh without a pipeline."
+            )
+        if calls < 1:
+            raise InputError(f"calls={calls}; give how many calls of the model make a step, 1 or more.")
+        self._model, self._calls, self._peak = model, calls, peak_flops
+        self._steps, self._since = 0, 0.0
+        self._writes = int(model.mesh.mesh.flatten()[0]) == dist.get_rank()
+        self._path = None if path is None else Path(path)
+        self._board = None if tensorboard is None else _writer(tensorboard, self._writes)
+
+    def step(self, **values: float | torch.Tensor) -> Record | None:
+        """Say that a step is done; what it took since the last one, None for the first. `values` are written, too."""
+        self._steps += 1
+        now, before = time.perf_counter(), self._since
+        self._since = now
+        peak_bytes = _peak_bytes(self._model.mesh.device_type)
+        if self._steps == 1:
+            return None
+        given = {name: float(value) for name, value in values.items()}
+        record = self._record(now - before, peak_bytes, given)
+        if self._writes:
+            self._write(record)
+        return record
+
+    def _record(self, seconds: float, peak_bytes: int | None, values: Mapping[str, float]) -> Record:
+        plan, program = self._model.plan, self._model.program
+        runs = self._model.num_microbatches * self._calls
+        flops = model_flops(program)
+        samples, tokens = batch_of(program)
+        ideal = sum(count / (self._peak or _peak_of(plan, dtype)) for dtype, count in flops.items())
+        return Record(
+            step=self._steps,
+            seconds=seconds,
+            predicted_seconds=_predicted(plan, self._model.num_microbatches, self._calls),
+            samples_per_second=samples * runs / seconds,
+            tokens_per_second=None if tokens is None else tokens * runs / seconds,
+            flops=sum(flops.values()) * runs,
+            mfu=ideal * runs / (seconds * plan.mesh.num_devices),
+            peak_bytes=peak_bytes,
+            predicted_bytes=plan.peak_bytes,
+            values=values,
+        )
+
+    def _write(self, record: Record) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+        if self._board is not None:
+            numbers = {**asdict(record), **record.values}
+            for name, value in numbers.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(f"autopar/{name}", value, record.step)
+            self._board.flush()
+
+
+def batch_of(program: Program) -> tuple[int, int | None]:
+    """Samples of a batch, and its tokens: elements of the first input of whole numbers with two dims or more."""
+    tensors = [value for value in program.input_values if isinstance(value, TensorInfo) and value.shape]
+    tokens = (x.num_elements for x in tensors if len(x.shape) > 1 and not x.dtype.is_floating_point)
+    return (tensors[0].shape[0] if tensors else 1), next(tokens, None)
+
+
+def _predicted(plan: Plan, num_microbatches: int, calls: int) -> float | None:
+    """Seconds of a step of so many micro-batches and calls; None of several micro-batches by a plan that was loaded."""
+    if num_microbatches == 1:
+        return plan.seconds * calls
+    if plan.context is None:
+        return None
+    context = context_of(plan)
+    return parts_of(context.memory_model, context.choices, plan.recompute).of(num_microbatches) * calls
+
+
+def _peak_of(plan: Plan, dtype: torch.dtype) -> float:
+    try:
+        return load(plan.mesh.hardware).flops_of(dtype)
+    except PlanError:
+        raise InputError(
+            f"the plan's hardware {plan.mesh.hardware!r} is no profile that can be read here; give the peak of one "
+            "device in FLOP/s, as in peak_flops=989e12."
+        ) from None
+
+
+def _peak_bytes(device_type: str) -> int | None:
+    if device_type != "cuda":
+        return None
+    found = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _writer(folder: str | Path, writes: bool) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "tensorboard= needs the package tensorboard, which is not installed; install it, or give a path for JSON."
+        ) from None
+    return SummaryWriter(str(folder)) if writes else None
