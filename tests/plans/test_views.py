@@ -8,9 +8,10 @@ import pytest
 
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.plans.translated import ParallelizePlan
 from autopar.plans.views import VIEWS, view
 
-CLASSES = {"Plan": Plan, "PipelinePlan": PipelinePlan}
+CLASSES = {"Plan": Plan, "PipelinePlan": PipelinePlan, "ParallelizePlan": ParallelizePlan}
 
 
 @pytest.mark.parametrize("row", VIEWS)
