@@ -192,6 +192,20 @@ class _Pins:
             if any(strategy.kept for strategy in strategies) and number not in self.fixed:
                 mask = np.array([not s.outputs[0].is_split or s.kept != annotation.regather for s in strategies])
                 self._add(number, annotation, mask)
+        for number in filter(self._narrows, casts):
+            self._cast_in_parts(number, annotation)
+
+    def _narrows(self, cast: int) -> bool:
+        """Whether a cast makes a weight smaller, so that it is made before the weight moves."""
+        call = self._decision(cast).menu.call
+        assert call is not None, "a cast is a call"
+        return call.outputs[0].dtype.itemsize < call.inputs[0].dtype.itemsize
+
+    def _cast_in_parts(self, cast: int, annotation: Annotation) -> None:
+        axes = [self.space.mesh.index(axis) for axis in annotation.storage if self.space.mesh.size(axis) > 1]
+        mask = _mask(self._decision(cast), lambda strategy: all(strategy.outputs[0][a].is_split for a in axes))
+        if mask.any():
+            self._add(cast, annotation, mask)
 
     def constrain(self, number: int) -> None:
         """The pin that a call of `autopar.constrain` carries; every other call carries none."""

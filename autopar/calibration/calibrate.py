@@ -34,14 +34,6 @@ from autopar.runtime.ranks.launch import BACKENDS, RankError, World, on_ranks
 from autopar.sharding.mesh import Mesh, joined_name
 from autopar.units import format_bytes
 
-BUCKET_LATENCY = {
-    "value": 1.0,
-    "source": "derived: the latency of a message is the time of threads, which ranks that compute wait for",
-}
-WEIGHT_GATHERING = {
-    "value": 0.0,
-    "source": "derived: runtime.buckets gathers weights right before their use and waits for them",
-}
 PROTOCOLS = {1: ("messages",), 2: ("small messages", "large messages")}
 IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
 
@@ -158,8 +150,8 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
     # A collective over several links uses one protocol: all links list the same.
     protocols = max((PROTOCOLS[len(level.fit.lines)] for level in levels), key=len)
     innermost = next(axis for axis in reversed(mesh.names) if mesh.size(axis) > 1)
-    hidden = stamp.number(
-        timer.hidden_share(device_mesh.get_group(innermost)),
+    taken = stamp.number(
+        1 - timer.hidden_share(device_mesh.get_group(innermost)),
         f"all_reduce of {format_bytes(effort.message_bytes[-1])} beside matmuls that take as long",
     )
     profile = {
@@ -169,12 +161,7 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
             _link(level, f"{BACKENDS[device]} {level.name}", protocols, stamp, None if level is levels[-1] else node)
             for level in levels
         ],
-        "overlap": {
-            "gradient_reduction": hidden,
-            "ring": hidden,
-            "weight_gathering": WEIGHT_GATHERING,
-            "bucket_latency": BUCKET_LATENCY,
-        },
+        "communication_share": taken,
     }
     answer = [profile]
     dist.broadcast_object_list(answer, device=torch.device(device))  # memory and load differ between ranks

@@ -64,8 +64,7 @@ def summary(profile: Profile) -> str:
             start = f"{format_seconds(each.base_latency_s)} + {format_seconds(each.step_latency_s)} a step"
             rows.append((f"  {each.name}", f"{start}, {each.efficiency:.1%} of the bandwidth"))
         rows += [(f"  {what}", _percents(written[field])) for field, what in PER_COLLECTIVE.items() if field in written]
-    rows.append(("gradient reduction hidden", f"{hardware.overlap.gradient_reduction:.0%}"))
-    rows.append(("weight gathering hidden", f"{hardware.overlap.weight_gathering:.0%}"))
+    rows.append(("a running collective", f"takes {hardware.communication_share:.0%} of what computes beside it"))
     source = profile["op_latency_s"]["source"].removeprefix("measured: ").rpartition(":")[0]
     return f"{source}\n{tabulate(rows, tablefmt='plain')}"
 

@@ -8,10 +8,9 @@ equal parts:
 
     parameters that share a message = parameters / messages, at least 1
 
-which adds up to the latency of the step, and is equal for layers that are equal. A gather counts as shared by no more
-parameters than a reduction: where messages of gradients are small, a weight that is gathered instead of reduced leaves
-a message that goes all the same, for one of its layer that would not go without it, and must gain nothing by that.
-What travels with another layer's weights adds no message and pays least, so that this layer stays equal to others.
+which adds up to the latency of the step, and is equal for layers that are equal. What travels with another layer's
+weights adds no message and pays least, so that this layer stays equal to others. What computing hides of messages
+(`hardware.beside`) it hides of all but those of the first layer.
 A weight that is gathered in a message of its own (`gathered_alone`) pays no more: that latency is less than the time of
 the copy that it saves, and that copy is not priced either.
 """
@@ -22,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.hardware.beside import NOTHING, Beside
 from autopar.hardware.collectives import pieces
 from autopar.hardware.profile import Hardware
 from autopar.program.paths import layer_of, layer_or_owner
@@ -41,13 +41,18 @@ class Sharing:
 
     gathered: int = 1
     reduced: int = 1
+    beside: Beside = NOTHING
+    """What computes beside them."""
 
 
 ALONE = Sharing()
 
 
-def sharing(program: Program) -> dict[str, Sharing]:
-    """The sharing of each parameter, by its placeholder."""
+def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") -> dict[str, Sharing]:
+    """The sharing of each parameter, by its placeholder.
+
+    Beside its messages a program computes, but for those of one layer, which are waited for.
+    """
     wanted = set(program.parameters.values())
     infos = {name: info_of(node) for name, node in program.placeholders().items() if name in wanted}
     reduced = [info.num_bytes for info in infos.values() if info.requires_grad]
@@ -55,9 +60,18 @@ def sharing(program: Program) -> dict[str, Sharing]:
     layers = {weight: layer_or_owner(name) for name, weight in program.parameters.items()}
     joined, in_layer = joined_layers(program), Counter(layers.values())
     return {
-        weight: Sharing(min(in_layer[layer], each) if joined[layer] == layer else each, each)
+        weight: Sharing(
+            in_layer[layer] if joined[layer] == layer else max(each, in_layer[layer]),
+            each,
+            NOTHING if joined[layer] == waited_for else beside,
+        )
         for weight, layer in layers.items()
     }
+
+
+def first_layer(program: Program) -> str:
+    """The layer whose weights are used first; "" where there is none."""
+    return next(iter(layers_in_order(joined_layers(program))), "")
 
 
 def gathered_alone(before: Layout, after: Layout, num_bytes: int, mesh: Mesh, hardware: Hardware) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.cost.messages import ALONE, Sharing
+from autopar.hardware.beside import Message
 from autopar.hardware.collectives import Transfer
 from autopar.sharding.layout import I, Layout, Placement, R, S
 from autopar.sharding.mesh import Mesh, joined_name
@@ -61,7 +62,7 @@ class MovedTensor:
     view: bool = False
     """Such a view: the weight is gathered before it is taken, never its views."""
     sharing: Sharing = ALONE
-    """With how many it shares its messages, where it is bucketed."""
+    """With how many it shares its messages, and what is computed beside these, where it is bucketed."""
     ragged: bool = False
     """Rows of experts: what dim 0 holds, and how much, each device knows alone, so that no move splits or joins it."""
     reduced: torch.dtype | None = None
@@ -142,13 +143,16 @@ def is_gather(move: Move, tensor: MovedTensor) -> bool:
     return move.source.is_split and (move.target is R or (move.target is I and not tensor.requires_grad))
 
 
-def in_bucket(move: Move, tensor: MovedTensor) -> int:
-    """How many parameters share the messages of the move (see `space.buckets`); 0 where it runs alone."""
-    if not tensor.bucketed:
-        return 0
-    if is_gather(move, tensor):
-        return tensor.sharing.gathered
-    return tensor.sharing.reduced if move.source is I and move.target is R else 0
+def in_bucket(move: Move, tensor: MovedTensor) -> Message | None:
+    """The message that the move shares with others (see `space.buckets`); None where it runs alone."""
+    gathers = is_gather(move, tensor)
+    if not tensor.bucketed or not (gathers or (move.source is I and move.target is R)):
+        return None
+    shared, elements = tensor.sharing, math.prod(tensor.shape)
+    sizes = elements * tensor.dtype.itemsize, elements * (tensor.reduced or tensor.dtype).itemsize
+    if gathers:
+        return Message(shared.gathered, *sizes, 1 + tensor.regather, shared.beside)
+    return Message(shared.reduced, *sizes, 1, shared.beside)
 
 
 def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:

@@ -101,11 +101,13 @@ def backward_share(call: Call, op: OpRule) -> float:
 
 
 def hidden_share(implementation: Implementation | None, hardware: Hardware, call: Call, local: LocalSizes) -> float:
-    """The share of an implementation's own collectives that pass while it computes, as far as it computes as long."""
+    """The share of an implementation's own collectives that pass while it computes, as far as it computes as long.
+
+    A running collective takes its `communication_share` of the device from what is computed.
+    """
     if implementation is None:
         return 0.0
-    overlapped = getattr(hardware.overlap, implementation.hidden_as) if implementation.hidden_as else 1.0
-    return share_beside(implementation, call, local) * overlapped
+    return share_beside(implementation, call, local) * (1 - hardware.communication_share)
 
 
 def share_beside(implementation: Implementation, call: Call, local: LocalSizes) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.moves import Move, MovedTensor, in_bucket, regathered, transfers
+from autopar.hardware.beside import Message
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
@@ -39,8 +40,8 @@ class ReshardPath:
     transfers: tuple[Transfer, ...]
     together: bool
     """Whether all moves run in buckets: the runtime leaves a path that has a move of another kind out of them."""
-    bucketed: tuple[int, ...]
-    """For each transfer, how many parameters share its message; 0 where it runs alone."""
+    messages: tuple[Message | None, ...]
+    """For each transfer, the message that it shares with others; None where it runs alone."""
 
     def __str__(self) -> str:
         if not self.moves:
@@ -90,12 +91,12 @@ class ReshardTable:
             here = after
         again = regathered(moves, self._tensor)
         moved = [
-            (t, in_bucket(move, self._tensor) if together else 0)
+            (t, in_bucket(move, self._tensor) if together else None)
             for move, twice in zip(moves, again, strict=True)
             for t in transfers(move, self._tensor, self._mesh, twice)
         ]
-        collectives, bucketed = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
-        return ReshardPath(tuple(moves), again, seconds, collectives, together, bucketed)
+        collectives, messages = tuple(t for t, _ in moved), tuple(shared for _, shared in moved)
+        return ReshardPath(tuple(moves), again, seconds, collectives, together, messages)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,7 +122,7 @@ def reshard_table(
             found = transfers(move, tensor, mesh, tensor.regather)
             shared = in_bucket(move, tensor)
             by_itself = math.inf if move.is_joined else sum(transfer_seconds(t, mesh, hardware) for t in found)
-            in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared else math.inf
+            in_it = sum(transfer_seconds(t, mesh, hardware, shared) for t in found) if shared is not None else math.inf
             priced[kind] = by_itself + LOCAL_MOVE_SECONDS, in_it + LOCAL_MOVE_SECONDS
         alone[i, j], together[i, j] = priced[kind]
     ways = _all_pairs(alone)

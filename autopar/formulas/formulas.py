@@ -6,6 +6,8 @@
     flops            floating point operations per device and step, forward, backward and recomputation
     parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts
     memory           bytes per device at the fullest moment, and "memory/activations" … (see `formulas.memory`)
+    forward_computing, forward_latency, weight_size, num_weights …
+                     what computes, and is moved, beside one another, whole, on one device (see `hardware.beside`)
     whole            what must be whole numbers for the plan to fit: dims, and their parts
 
 The cost is that of `cost` and `hardware.collectives`, of which the functions that count bytes run here on sizes that
@@ -22,23 +24,27 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar, cast
 
+from torch import fx
+
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
-from autopar.formulas.reprice import rate
+from autopar.formulas.reprice import exposed_share, rate
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
+from autopar.hardware.beside import GATHERING, Message
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
-from autopar.plans.formula_names import COLLECTIVES, FIXED, WHOLE, rate_name
+from autopar.plans.formula_names import BESIDE, COLLECTIVES, FIXED, WHOLE, rate_name
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
+from autopar.space.beside import beside_of, dtypes_of
 from autopar.space.menu import Strategy, num_launches, own_transfers
 from autopar.space.space import Decision, Space, Wire, without_gradient
 from autopar.strategies import rule_of
@@ -99,6 +105,8 @@ class _Work:
     launches: int = 1
     hidden: float = 0.0
     """Of its collectives' seconds, as far as it computes as long."""
+    whole: str = ""
+    """Seconds of the whole call on one device, without the latency."""
 
 
 class _Sum:
@@ -162,6 +170,7 @@ class _Ledger:
         self.stored: dict[str, _Sum] = defaultdict(_Sum)
         self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
         self.rates: dict[str, str] = {}
+        self.beside = {name: _Sum() for name in BESIDE}
 
     def formulas(self) -> dict[str, str]:
         unused = without_gradient(self.space)
@@ -181,6 +190,7 @@ class _Ledger:
             found[collective] = str(Polynomial.sum(over.values()))
             found.update({f"{collective}/{axis}": str(total) for axis, total in sorted(over.items())})
         found.update(sorted(self.rates.items()))
+        found.update(self._beside())
         return found
 
     def _same_decision(self, number: int) -> Hashable:
@@ -211,6 +221,7 @@ class _Ledger:
         }
         for name, size in each.items():
             self.stored[name].add(elements * (int(size) if size == int(size) else size))
+        self._moved_weight(decision.node, Size.of(info.num_elements).polynomial * count, count)
         moved = optimizer.step_bytes(info)
         if moved:
             self.seconds.add(elements * (moved / hardware.memory_bytes_per_s))
@@ -224,6 +235,12 @@ class _Ledger:
         work = self._work_of(call, menu.bound, menu.strategies[self.choices[number]])
         count = self.repetition.of_decision(number) * times
         passes = 1 + Fraction(operations.backward_share(menu.call, menu.op))
+        if work.whole:
+            latency = count * self.space.hardware.op_latency_s
+            self.beside["forward_computing"].add(count, work.whole)
+            self.beside["forward_latency"].add(latency)
+            self.beside["backward_computing"].add(count * (passes - 1), work.whole)
+            self.beside["backward_latency"].add(latency * (passes - 1))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
             computed = count * (passes + (number in self.rerun))
@@ -239,9 +256,9 @@ class _Ledger:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
         if not work.hidden:
             for transfer in work.transfers:
-                self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed=0)))
+                self.seconds.add(count, _times(share, self._seconds_of(transfer)))
         elif work.transfers:
-            total = " + ".join(self._seconds_of(transfer, bucketed=0) for transfer in work.transfers)
+            total = " + ".join(self._seconds_of(transfer) for transfer in work.transfers)
             computing = f"{passes}*({work.roofline} + {work.launches * self.space.hardware.op_latency_s!r})"
             self.seconds.add(count, _times(share, f"Max({1 - work.hidden!r}*({total}), {total} - {computing})"))
 
@@ -273,7 +290,25 @@ class _Ledger:
             roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
         launches = num_launches(strategy, call, bound.sizes, axes)
         hidden = operations.hidden_share(chosen, hardware, call, local)
-        return _Work(flops, roofline, own_transfers(strategy, call, bound.sizes, axes), launches, hidden)
+        return _Work(
+            flops,
+            roofline,
+            own_transfers(strategy, call, bound.sizes, axes),
+            launches,
+            hidden,
+            self._whole(call, op, bound),
+        )
+
+    def _whole(self, call: Call, op: OpRule, bound: BoundRule) -> str:
+        """Seconds of the whole call on one device, without the latency."""
+        hardware = self.space.hardware
+        read, written = (
+            sum(Size.of(i.num_elements) * i.dtype.itemsize for i in infos) for infos in (call.inputs, call.outputs)
+        )
+        moved = Size.of(operations.moved_bytes(op, read, written)).polynomial
+        flops = Size.of(operations.flops(call, op, bound)).polynomial
+        speed = float(operations.bandwidth(op, bound, hardware))
+        return f"Max(({flops})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Equal for wires whose terms are equal."""
@@ -295,17 +330,46 @@ class _Ledger:
         self.seconds.add(count * (len(path.moves) * LOCAL_MOVE_SECONDS), share)
         for move, twice in zip(path.moves, path.regathered, strict=True):
             for transfer in transfers(move, tensor, axes, tensor.regather):
-                bucketed = in_bucket(move, tensor) if path.together else 0
-                self.seconds.add(count, _times(share, self._seconds_of(transfer, bucketed)))
+                message = in_bucket(move, tensor) if path.together else None
+                self.seconds.add(count, _times(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
                     self._count(transfer, count)
 
+    def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:
+        used, summed = dtypes_of(self.space.program, node)
+        self.beside["weight_size"].add(elements * used.itemsize)
+        if summed is not None:
+            self.beside["gradient_size"].add(elements * summed.itemsize)
+        self.beside["num_weights"].add(count)
+
+    def _beside(self) -> dict[str, str]:
+        """What hides and is hidden; of a stage it is what the whole model computes and moves, as it is now."""
+        known = self.space.beside
+        if known == beside_of(self.space.program, self.space.hardware):
+            return {name: str(each) for name, each in self.beside.items()}
+        passes = (known.backward, known.forward)
+        each = [value for one in passes for value in (one.seconds, one.latency, one.num_bytes)]
+        return dict(zip(BESIDE, map(repr, (*each, known.num_weights)), strict=True))
+
     def _count(self, transfer: Transfer, count: Polynomial) -> None:
         self.traffic[transfer.collective, transfer.axis].append(Polynomial.of(transfer.num_bytes) * count)
 
-    def _seconds_of(self, transfer: Transfer, bucketed: int) -> str:
-        name = rate_name(transfer.collective, transfer.axis, bucketed)
+    def _seconds_of(self, transfer: Transfer, message: Message | None = None) -> str:
+        collective, axis, num_bytes = transfer.collective, transfer.axis, Polynomial.of(transfer.num_bytes)
+        mesh, hardware = self.space.mesh, self.space.hardware
+        name = rate_name(collective, axis)
         if name not in self.rates:
-            self.rates[name] = rate(transfer.collective, transfer.axis, bucketed, self.space.mesh, self.space.hardware)
-        return f"{name}({Polynomial.of(transfer.num_bytes)})"
+            self.rates[name] = rate(collective, axis, mesh, hardware)
+        if message is None:
+            return f"{name}({num_bytes})"
+        together, passes = message.num_parameters, message.passes
+        seconds = f"{name}({num_bytes * together})/{together}"
+        if hardware.communication_share == 1 or not message.beside.num_weights:
+            return seconds
+        passes = 1 if collective == GATHERING else passes
+        share = rate_name(collective, axis, together, passes)
+        if share not in self.rates:
+            self.rates[share] = exposed_share(collective, axis, together, passes, mesh, hardware)
+        whole = message.weight_bytes if collective == GATHERING else message.gradient_bytes
+        return f"{share}(({num_bytes})/({Polynomial.of(whole)}))*{seconds}"

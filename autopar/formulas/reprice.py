@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import PlanError
 from autopar.files.schema import MAX_WHOLE
 from autopar.formulas.symbols import axis_symbols
+from autopar.hardware.beside import GATHERING
 from autopar.hardware.collectives import pieces
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.planning.settings import context_of
 from autopar.plans.expressions import EXACT, Numbers, evaluate
-from autopar.plans.formula_names import COLLECTIVES, FIXED, MEMORY, is_rate, parts_of, public, rate_of, rates
+from autopar.plans.formula_names import COLLECTIVES, FIXED, MEMORY, SIDES, is_rate, parts_of, public, rate_of, rates
 from autopar.plans.repriced import Repriced
 from autopar.sharding.mesh import Mesh
 
@@ -25,11 +26,25 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
 
 
-def rate(collective: str, axis: str, bucketed: int, mesh: Mesh, hardware: Hardware) -> str:
+def rate(collective: str, axis: str, mesh: Mesh, hardware: Hardware) -> str:
     """The seconds of a collective in `bytes`: the least of its pieces."""
-    found = pieces(collective, mesh, axis, hardware, bucketed)
-    texts = [f"{latency!r} + {seconds_per_byte!r}*bytes" for latency, seconds_per_byte in found]
-    return texts[0] if len(texts) == 1 else f"Min({', '.join(texts)})"
+    return _least_of(pieces(collective, mesh, axis, hardware), "bytes")
+
+
+def exposed_share(collective: str, axis: str, together: int, passes: int, mesh: Mesh, hardware: Hardware) -> str:
+    """`Message.exposed` in the `part` of parameters that moves, and in what computes and moves (`BESIDE`)."""
+    computing, latency, size = SIDES[collective == GATHERING]
+    found = pieces(collective, mesh, axis, hardware)
+    if not any(map(any, found)):
+        return "1"
+    moving = f"{passes}/{together}*num_weights*{_least_of(found, f'({together}*part*{size}/num_weights)')}"
+    exposed = f"1 - ({computing}/{mesh.num_devices} + {latency})/({moving})"
+    return f"Max({hardware.communication_share!r}, {exposed})"
+
+
+def _least_of(found: Sequence[tuple[float, float]], num_bytes: str) -> str:
+    texts = [f"{latency!r} + {seconds_per_byte!r}*{num_bytes}" for latency, seconds_per_byte in found]
+    return f"({texts[0]})" if len(texts) == 1 else f"Min({', '.join(texts)})"
 
 
 def formula(plan: Plan, name: str) -> Any:
@@ -47,7 +62,7 @@ def formula(plan: Plan, name: str) -> Any:
     symbols = {each: sympy.Symbol(each, positive=True, integer=True) for each in plan.symbols}
     functions = {"Max": sympy.Max, "Min": sympy.Min, "ceiling": sympy.ceiling, "floor": sympy.floor}
     numbers = Numbers(lambda value: sympy.Integer(value) if isinstance(value, int) else sympy.Float(value), functions)
-    return evaluate(plan.formulas[name], symbols, numbers.with_functions(rates(plan.formulas, numbers)))
+    return evaluate(plan.formulas[name], symbols, numbers.with_functions(rates(plan.formulas, symbols, numbers)))
 
 
 def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
@@ -61,7 +76,7 @@ def reprice(plan: Plan, values: Mapping[str, int]) -> Repriced:
     exact = {name: Fraction(value) for name, value in at.items()}
     _check_whole(plan, exact)
     formulas = {**plan.formulas, **_new_rates(plan, at)}
-    numbers = EXACT.with_functions(rates(formulas, EXACT))
+    numbers = EXACT.with_functions(rates(formulas, exact, EXACT))
     found = {name: evaluate(formulas[name], exact, numbers) for name in public(formulas)}
     moved = [name.partition("/")[::2] for name in found if name.partition("/")[0] in COLLECTIVES and "/" in name]
     return Repriced(
@@ -121,8 +136,10 @@ def _new_rates(plan: Plan, at: Mapping[str, int]) -> dict[str, str]:
 
 
 def _rate_of(name: str, mesh: Mesh, hardware: Hardware) -> str:
-    collective, axis, bucketed = rate_of(name)
-    return rate(collective, axis, bucketed, mesh, hardware)
+    collective, axis, together, passes = rate_of(name)
+    if together:
+        return exposed_share(collective, axis, together, passes, mesh, hardware)
+    return rate(collective, axis, mesh, hardware)
 
 
 def _list(names: Mapping[str, object] | Sequence[str], quote: bool = True) -> str:

@@ -41,6 +41,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from autopar.hardware.beside import Message
 from autopar.hardware.profile import Hardware, Link
 from autopar.sharding.mesh import Mesh
 
@@ -48,8 +49,6 @@ Bytes = TypeVar("Bytes", int, float, np.ndarray)
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Passes around the ring; the other collectives are of messages."""
 MESSAGES = ("all_to_all", "permute")
-HIDDEN_AS = {"all_reduce": "gradient_reduction", "reduce_scatter": "gradient_reduction"}
-"""Collective of a bucketed parameter → field of `hardware.Overlap`; it is weight_gathering for the other ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,45 +74,43 @@ class Level:
     in_node: bool
 
 
-def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, bucketed: int = 0) -> float:
-    """Seconds of one transfer that no computation hides (see `pieces` for `bucketed`)."""
-    return float(collective_seconds(transfer.collective, transfer.num_bytes, mesh, transfer.axis, hardware, bucketed))
+def transfer_seconds(transfer: Transfer, mesh: Mesh, hardware: Hardware, message: Message | None = None) -> float:
+    """Seconds of one transfer, and of one in a message those of its part in it that no computation hides."""
+    collective, axis, num_bytes = transfer.collective, transfer.axis, transfer.num_bytes
+    if message is None:
+        return float(collective_seconds(collective, num_bytes, mesh, axis, hardware))
+    together = message.num_parameters
+
+    def seconds(num_bytes: float) -> float:
+        return float(collective_seconds(collective, num_bytes * together, mesh, axis, hardware)) / together
+
+    average = seconds(message.average(collective, num_bytes))
+    return message.exposed(collective, average, mesh.num_devices, hardware.communication_share) * seconds(num_bytes)
 
 
-def collective_seconds(
-    collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
-) -> Bytes | float:
+def collective_seconds(collective: str, num_bytes: Bytes, mesh: Mesh, axis: str, hardware: Hardware) -> Bytes | float:
     """Seconds of a collective of `num_bytes`, a number or an array of them: the least of its `pieces`."""
     times = [
-        latency + seconds_per_byte * num_bytes
-        for latency, seconds_per_byte in pieces(collective, mesh, axis, hardware, bucketed)
+        latency + seconds_per_byte * num_bytes for latency, seconds_per_byte in pieces(collective, mesh, axis, hardware)
     ]
     return functools.reduce(np.minimum, times) if isinstance(num_bytes, np.ndarray) else min(times)
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces(
-    collective: str, mesh: Mesh, axis: str, hardware: Hardware, bucketed: int = 0
-) -> tuple[tuple[float, float], ...]:
-    """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency.
-
-    A collective in a bucket joins as many parameters as `bucketed` says in one message, large enough that the protocols
-    for small messages do not matter, and they share its latency. The hardware's `overlap` states which share of the
-    latency, and which of the rest, is hidden.
-    """
-    levels = levels_of(hardware.links, mesh, axis)
-    if not levels:
-        return ((0.0, 0.0),)
-    found = [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
-    if bucketed:
-        exposed = 1 - getattr(hardware.overlap, HIDDEN_AS.get(collective, "weight_gathering"))
-        seconds_per_byte, latency = min((per_byte, latency) for latency, per_byte in found)
-        return ((hardware.overlap.bucket_latency * latency / bucketed, exposed * seconds_per_byte),)
+def pieces(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> tuple[tuple[float, float], ...]:
+    """(latency in seconds, seconds per byte) of every way that is best for some size, by growing latency."""
     best: list[tuple[float, float]] = []
-    for piece in sorted(found):
+    for piece in sorted(_all_ways(collective, mesh, axis, hardware)):
         if not best or piece[1] < best[-1][1]:
             best.append(piece)
     return tuple(best)
+
+
+def _all_ways(collective: str, mesh: Mesh, axis: str, hardware: Hardware) -> list[tuple[float, float]]:
+    levels = levels_of(hardware.links, mesh, axis)
+    if not levels:
+        return [(0.0, 0.0)]
+    return [piece for algorithm in _algorithms(collective) for piece in _ways(collective, algorithm, levels)]
 
 
 def message_seconds(num_bytes: int, mesh: Mesh, axis: str, hardware: Hardware) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.schema import ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
-from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol
+from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
 _WORDS = {"name": Text(), "algorithm": Text()}
@@ -61,7 +61,6 @@ PROFILE = Record(
         "links": ListOf(_LINK, most=100),
     },
     optional={
-        "overlap": _numbers_of(Overlap),
         "elementwise_bytes_per_s": _NUMBER,
         "product_bytes_per_s": _NUMBER,
         "product_efficiency": _NUMBER,
@@ -89,9 +88,9 @@ def load(name_or_path: str | Path) -> Hardware:
 
 
 def links_of(name_or_path: str | Path) -> dict[str, Any]:
-    """What a profile, which `load` reads, says of links and of what hides behind computing: its JSON, with sources."""
+    """What a profile, which `load` reads, says of links and of what collectives take: its JSON, with sources."""
     profile = _read(_path_of(name_or_path))
-    return {name: profile[name] for name in ("links", "overlap", "communication_share") if name in profile}
+    return {name: profile[name] for name in ("links", "communication_share") if name in profile}
 
 
 def _path_of(name_or_path: str | Path) -> Path:
@@ -124,8 +123,11 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         PROFILE.check(profile, "")
     except Malformed as error:
         raise PlanError(f"{error}; compare it with cpu.json.") from None
-    overlap = Overlap(**_numbers(profile.get("overlap", {})))
-    hidden = overlap.gradient_reduction
+    if "overlap" in profile:
+        raise PlanError(
+            "it has 'overlap', shares that are hidden; what is hidden follows from the program. Give "
+            "'communication_share' in its place, what a running collective takes of a device, or calibrate again."
+        )
     return Hardware(
         profile["name"],
         {dtype: _number(profile["flops"], dtype) for dtype in profile["flops"]},
@@ -133,12 +135,11 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
         tuple(map(_link, profile["links"])),
-        overlap,
         _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
         _number(profile, "product_bytes_per_s") if "product_bytes_per_s" in profile else 0.0,
         _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
         _number(profile, "launch_s") if "launch_s" in profile else 0.0,
-        _number(profile, "communication_share") if "communication_share" in profile else 1 - hidden,
+        _number(profile, "communication_share") if "communication_share" in profile else 1.0,
         _number(profile, "product_efficiency") if "product_efficiency" in profile else 1.0,
     )
 

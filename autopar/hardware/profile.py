@@ -115,30 +115,6 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """What collectives beside computation do not cost: those of parameters, which run in buckets, and of rings.
-
-    Assumptions of the profile, in [0, 1].
-    """
-
-    gradient_reduction: float = 0.0
-    """Share of the seconds that its bytes take which computation hides; the next is the same of gathers."""
-    weight_gathering: float = 0.0
-    bucket_latency: float = 0.0
-    """Share of a message's latency that is not hidden; the parameters of the message share it."""
-
-    ring: float = 0.0
-    """Share of the seconds in which keys and values travel around a ring that attending to others hides; the same of
-    chunks that travel while others are multiplied."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            share = getattr(self, field.name)
-            if not 0 <= share <= 1:
-                raise PlanError(f"overlap.{field.name} is {share}; give a share, from 0 to 1.")
-
-
-@dataclass(frozen=True, slots=True)
 class Hardware:
     """One kind of device and the links that join many of them, innermost first."""
 
@@ -150,7 +126,6 @@ class Hardware:
     op_latency_s: float
     """Seconds that any operation takes, however small."""
     links: tuple[Link, ...]
-    overlap: Overlap = Overlap()
     elementwise_bytes_per_s: float = 0.0
     """Of operations that are no contractions, differentiated; 0: `memory_bytes_per_s`, as where memory bounds them."""
     product_bytes_per_s: float = 0.0

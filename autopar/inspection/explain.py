@@ -146,10 +146,10 @@ def _reshard(context: PlanContext, wire: Wire, inbound: bool, num_consumers: int
                 t.collective,
                 t.axis,
                 t.num_bytes,
-                transfer_seconds(t, space.mesh, space.hardware, bucketed) * share,
+                transfer_seconds(t, space.mesh, space.hardware, message) * share,
                 t.backward,
             )
-            for t, bucketed in zip(path.transfers, path.bucketed, strict=True)
+            for t, message in zip(path.transfers, path.messages, strict=True)
         )
         before = layout_words(str(path.moves[0].before), space.mesh.names)
         after = layout_words(str(path.moves[-1].after), space.mesh.names)

@@ -109,9 +109,9 @@ class Accumulation:
             return 0.0
         # What is summed before it is gathered is summed once, as it is stored.
         behind = slice(collectives.index("all_gather"), None)
-        pairs = zip(path.transfers[behind], path.bucketed[behind], strict=True)
+        pairs = zip(path.transfers[behind], path.messages[behind], strict=True)
         mesh, hardware = self.space.mesh, self.space.hardware
-        return sum(transfer_seconds(t, mesh, hardware, bucketed) for t, bucketed in pairs if t.backward)
+        return sum(transfer_seconds(t, mesh, hardware, message) for t, message in pairs if t.backward)
 
     def shared_seconds(self, wire: Wire, seconds: np.ndarray) -> np.ndarray:
         """Seconds of a wire for one micro-batch, its share of what is done once a step."""

@@ -72,7 +72,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         key = space.kind(wire), ends, share
         if key not in paths:
             path = space.path(wire, choices)
-            each = zip(path.transfers, path.bucketed, strict=True)
+            each = zip(path.transfers, path.messages, strict=True)
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware, b) * share) for t, b in each]
             paths[key] = timed, path.seconds * share
         transfers, seconds = paths[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from autopar.hardware.beside import Message
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
@@ -54,8 +55,8 @@ def parts_by_decision(
     space, more = memory.space, memory.accumulation
     found: list[StepSeconds] = []
 
-    def seconds_of(transfer: Transfer, bucketed: int = 0) -> float:
-        return transfer_seconds(transfer, space.mesh, space.hardware, bucketed)
+    def seconds_of(transfer: Transfer, message: Message | None) -> float:
+        return transfer_seconds(transfer, space.mesh, space.hardware, message)
 
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         again = memory.recompute_seconds(number)
@@ -78,8 +79,8 @@ def parts_by_decision(
             each = more.reduction_seconds(wire, choices)
             found[wire.target] = parts._replace(backward=parts.backward + each, once=parts.once + path.seconds - each)
             continue
-        pairs = zip(path.transfers, path.bucketed, strict=True)
-        back = sum(seconds_of(t, bucketed) for t, bucketed in pairs if t.backward)
+        pairs = zip(path.transfers, path.messages, strict=True)
+        back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
         found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back * share)
     return found

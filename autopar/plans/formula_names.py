@@ -1,13 +1,17 @@
 """What the formulas of a plan are called, and whether those that a file gives are whole and have values.
 
 "seconds", "flops", "parameter_bytes", "memory"  what is formulated; "memory/activations", "all_reduce/dp": a part of it
-"all_reduce_over_dp", "bucketed3_…"              the seconds of a collective by its `bytes`, which others call
+"all_reduce_over_dp"                             the seconds of a collective by its `bytes`, which others call
+"exposed3x1_all_reduce_over_dp"                  the share of them that computing does not hide, of messages of three
+                                                 parameters, moved once, by the `part` of each that moves
+"forward_computing", … (`BESIDE`)                what computes and moves beside one another, which such shares name
 "whole"                                          a list of what must be whole
 "fixed: heads"                                   no formula: the reason why a symbol cannot vary
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,15 +24,21 @@ WHOLE, FIXED = "whole", "fixed: "
 """The formula of what must be whole; before a symbol, the reason why it cannot vary."""
 MEMORY = "memory"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+SIDES = (
+    ("backward_computing", "backward_latency", "gradient_size"),
+    ("forward_computing", "forward_latency", "weight_size"),
+)
+"""What is computed, divided by all devices, and on each, and what is moved: beside gradients, and beside weights."""
+BESIDE = (*SIDES[0], *SIDES[1], "num_weights")
 MAX_RATE, MAX_TOGETHER = 1000, 2**19
 """Characters of the formula of a collective's seconds, which is computed for each call of it, and of all formulas."""
-_RATE = re.compile(rf"(?:bucketed([0-9]{{1,6}})_)?({'|'.join(COLLECTIVES)})_over_(\w+)")
+_RATE = re.compile(rf"(?:exposed([0-9]{{1,6}})x([12])_)?({'|'.join(COLLECTIVES)})_over_(\w+)")
 _NEEDED = ("seconds", "flops", WHOLE, "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def rate_name(collective: str, axis: str, bucketed: int) -> str:
-    """The function that gives the seconds of a collective by its bytes, in a message of so many parameters."""
-    return f"{f'bucketed{bucketed}_' if bucketed else ''}{collective}_over_{axis}"
+def rate_name(collective: str, axis: str, together: int = 0, passes: int = 1) -> str:
+    """The function that gives the seconds of a collective by its bytes; of so many parameters, the exposed share."""
+    return f"{f'exposed{together}x{passes}_' if together else ''}{collective}_over_{axis}"
 
 
 def is_rate(name: str) -> bool:
@@ -36,16 +46,16 @@ def is_rate(name: str) -> bool:
     return _RATE.fullmatch(name) is not None
 
 
-def rate_of(name: str) -> tuple[str, str, int]:
+def rate_of(name: str) -> tuple[str, str, int, int]:
     """What `rate_name` was given.
 
-    >>> rate_of("bucketed3_all_reduce_over_dp")
-    ('all_reduce', 'dp', 3)
+    >>> rate_of("exposed3x2_all_gather_over_dp")
+    ('all_gather', 'dp', 3, 2)
     """
     found = _RATE.fullmatch(name)
     assert found is not None, f"{name} is the name of no rate"
-    bucketed, collective, axis = found.groups()
-    return collective, axis, int(bucketed or 0)
+    together, passes, collective, axis = found.groups()
+    return collective, axis, int(together or 0), int(passes or 1)
 
 
 def public(formulas: Mapping[str, str]) -> list[str]:
@@ -61,11 +71,15 @@ def parts_of(formulas: Mapping[str, str]) -> list[str]:
     return text[1:-1].split(", ") if text != "[]" else []
 
 
-def rates(formulas: Mapping[str, str], numbers: Numbers) -> dict[str, Callable[..., Any]]:
-    """The times of collectives as functions of their bytes."""
+def rates(formulas: Mapping[str, str], symbols: Mapping[str, Any], numbers: Numbers) -> dict[str, Callable[..., Any]]:
+    """The times of collectives by their bytes, and exposed shares by parts, at these values of the symbols."""
+
+    @functools.cache
+    def beside() -> dict[str, Any]:
+        return {name: evaluate(formulas[name], symbols, numbers) for name in BESIDE if name in formulas}
 
     def function(text: str) -> Callable[[Any], Any]:
-        return lambda num_bytes: evaluate(text, {"bytes": num_bytes}, numbers)
+        return lambda given: evaluate(text, {**beside(), "bytes": given, "part": given}, numbers)
 
     return {name: function(text) for name, text in formulas.items() if is_rate(name)}
 
@@ -79,8 +93,8 @@ def check_formulas(formulas: Mapping[str, str], symbols: Mapping[str, int], mesh
         raise PlanError(f"formulas lacks {missing[0]!r}")
     if sum(map(len, formulas.values())) > MAX_TOGETHER:
         raise PlanError(f"formulas has more than {MAX_TOGETHER} characters together")
-    numbers = EXACT.with_functions(rates(formulas, EXACT))
     values = {name: EXACT.of(value) for name, value in symbols.items()}
+    numbers = EXACT.with_functions(rates(formulas, values, EXACT))
     for name, text in formulas.items():
         try:
             _check(name, text, values, numbers, mesh, formulas)
@@ -100,6 +114,6 @@ def _check(
         mesh.positions(rate_of(name)[1])
         if len(text) > MAX_RATE:
             raise PlanError(f"it has {len(text)} characters; seconds of a collective may have {MAX_RATE}.")
-        evaluate(text, {"bytes": EXACT.of(1)})
+        rates({**formulas, name: text}, values, EXACT)[name](EXACT.of(1))
     else:
         evaluate(text, values, numbers)

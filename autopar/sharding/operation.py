@@ -100,8 +100,6 @@ class Implementation:
     """Bytes on one device that its backward works on beside outputs and gradients; None: what the call keeps beside."""
     hidden_share: float | Callable[[Call, LocalSizes], float] = 0.0
     """The share of its collectives' seconds that pass while it computes, as far as it computes as long."""
-    hidden_as: Literal["", "ring"] = ""
-    """Of which a device hides as much as this field of its profile's `overlap` says; all of it where there is none."""
     keywords: tuple[tuple[str, int], ...] = ()
     """What else it is called with, which tells apart implementations by one function."""
     choices: tuple[Choice, ...] = ()

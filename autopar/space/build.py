@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.cost.messages import ALONE, sharing
+from autopar.cost.messages import ALONE, first_layer, sharing
 from autopar.cost.moves import MovedTensor
 from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
@@ -29,6 +29,7 @@ from autopar.program.saved_tensors import backward_needs, saved_in
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import Layout, P, S, Z, dealt_in, replicated
 from autopar.sharding.mesh import Mesh
+from autopar.space.beside import beside_of
 from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, Turn, gathered_or_kept, hub_menu, menu_of, split_layouts, whole_menu
 from autopar.space.space import Decision, Roles, Space, Wire
@@ -66,7 +67,8 @@ def build_space(
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
     `asked` the names of implementations that are offered on demand.
     """
-    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)))
+    beside = beside_of(whole or program, hardware)
+    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside)
     return _Builder(space, whole_outputs, input_layouts or {}, whole, asked).build()
 
 
@@ -91,7 +93,7 @@ class _Builder:
         self._saved = saved_in(space.program)
         self.infinite = may_be_infinite(space.program)
         self._regathered: dict[fx.Node, bool] = {}
-        self.sharing = sharing(space.program)
+        self.sharing = sharing(space.program, space.beside, first_layer(whole or space.program))
         self.padded = Padding.of(self.roled).dims
         sizes = space.mesh.sizes
         self.dealt = dealt(self.roled, sizes) if whole is None else dealt_in_stage(self.program, whole, sizes)

@@ -18,6 +18,7 @@ from torch import fx
 from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
 from autopar.cost.reshard import ReshardPath, ReshardTable, reshard_table
+from autopar.hardware.beside import NOTHING, Beside
 from autopar.hardware.profile import Hardware
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -84,6 +85,8 @@ class Space:
     optimizer: Optimizer = ADAMW
     imbalance: float = 1.0
     """Rows of the busiest rank over the mean, where they are divided by expert."""
+    beside: Beside = NOTHING
+    """What the model, of which the program may be a stage, computes beside the moves of its parameters."""
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)

@@ -83,7 +83,6 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
         saved_bytes=_saved_bytes,
         unkept=_unkept,
         hidden_share=_hidden_share,
-        hidden_as="ring",
         choices=(choice(COLUMN, (rows, column), features, S(0)), choice(ROW, (features, row), rows, R)),
         launches=_launches,
         shared=frozenset({together(call, COLUMN)}),

@@ -17,7 +17,6 @@ from autopar.cost.messages import SMALLEST_MESSAGE, Sharing, joined_layers, mess
 from autopar.cost.moves import MovedTensor, in_bucket
 from autopar.cost.reshard import reshard_table
 from autopar.hardware.load import load
-from autopar.hardware.profile import Overlap
 from autopar.planning.settings import context_of
 from autopar.program.paths import layer_or_owner
 from autopar.sharding.layout import I, Layout, R, S
@@ -38,18 +37,6 @@ class _Layers(nn.Module):
         return sum((layer(x_BSH).sum() for layer in self.layers), torch.zeros(()))
 
 
-class _Wide(nn.Module):
-    """A matrix of 12 MB, and a layer of six small ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Linear(1024, 3072, bias=False)
-        self.layers = nn.ModuleList([nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))])
-
-    def forward(self, x_BK: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](self.large(x_BK)[:, :4])
-
-
 def _model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return _Layers(), (torch.zeros(4, 8, dtype=torch.int64),)
 
@@ -62,13 +49,6 @@ def test_a_layer_is_gathered_at_once_and_gradients_in_messages_of_megabytes() ->
     assert at["table.weight"] == Sharing(gathered=1, reduced=4)
     assert at["layers.1.1.weight"] == at["layers.1.0.bias"] == Sharing(gathered=4, reduced=4)
     assert {each.reduced for each in found.values()} == {4}, "equal layers stay equal"
-
-
-def test_to_gather_a_weight_is_shared_by_no_more_than_to_reduce_it() -> None:
-    """Of 7 parameters in 2 messages, 6 are of one layer: one of them gathered alone would pay a sixth of a message."""
-    program = capture(_Wide(), (torch.zeros(2, 1024),), {})
-    found = sharing(program)
-    assert {found[p] for name, p in program.parameters.items() if name.startswith("layers.0")} == {Sharing(4, 4)}
 
 
 class _Factor(nn.Module):
@@ -119,10 +99,10 @@ def test_shares_add_up_to_the_messages_of_the_runtime(strategy: str, collective:
     space, choices = context.space, context.choices
     paths = [space.path(wire, choices) for wire in space.wires]
     shares = sum(
-        1 / shared
+        1 / message.num_parameters
         for path in paths
-        for each, shared in zip(path.transfers, path.bucketed, strict=True)
-        if shared and each.collective == collective
+        for each, message in zip(path.transfers, path.messages, strict=True)
+        if message is not None and each.collective == collective
     )
     made = buckets.buckets_of(space, choices)
     twice = collective == "all_gather"
@@ -170,7 +150,7 @@ def test_a_layer_is_named_up_to_its_number_or_by_the_module_that_owns_the_parame
 
 
 def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
-    hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
+    hardware = load("cpu")
     mesh, seconds = Mesh({"dp": 2}), {}
     for shared in (Sharing(1, 1), Sharing(4, 2)):
         tensor = MovedTensor((4,), torch.float32, True, bucketed=True, sharing=shared)
@@ -183,20 +163,21 @@ def test_a_parameter_pays_its_part_of_a_message_that_it_shares() -> None:
 
 def test_a_path_with_a_move_that_no_bucket_takes_shares_no_message() -> None:
     """To gather what is then reduced with many others would be cheap, were it not that the runtime does that alone."""
-    hardware = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0))
+    hardware = load("cpu")
     tensor = MovedTensor((4,), torch.float32, True, bucketed=True, sharing=Sharing(gathered=1, reduced=100))
     table = reshard_table(tensor, frozenset((0,)), Mesh({"dp": 2}), hardware)
     gathered = table.path(Layout((S(0),)), Layout((R,)))
     assert [(move.source, move.target) for move in gathered.moves] == [(S(0), R)]
-    assert (gathered.together, gathered.bucketed) == (True, (1, 1))
+    assert gathered.together and [message and message.num_parameters for message in gathered.messages] == [1, 1]
     kept = table.path(Layout((S(0),)), Layout((I,)))
-    assert (kept.together, kept.bucketed) == (False, (0,)), "S → I runs alone"
-    assert table.path(Layout((I,)), Layout((R,))).bucketed == (100,)
+    assert (kept.together, kept.messages) == (False, (None,)), "S → I runs alone"
+    (message,) = table.path(Layout((I,)), Layout((R,))).messages
+    assert message is not None and message.num_parameters == 100
 
 
 @pytest.mark.parametrize("regather", [True, False])
 def test_a_parameter_pays_the_less_of_paths_alone_and_of_paths_in_buckets(regather: bool) -> None:
-    hardware, mesh = replace(load("cpu"), overlap=Overlap(bucket_latency=1.0)), Mesh({"dp": 2, "tp": 2})
+    hardware, mesh = load("cpu"), Mesh({"dp": 2, "tp": 2})
     shared = MovedTensor((8, 8), torch.float32, True, bucketed=True, regather=regather, sharing=Sharing(2, 4))
     alone = reshard_table(replace(shared, bucketed=False), frozenset((0,)), mesh, hardware)
     table = reshard_table(shared, frozenset((0,)), mesh, hardware)
@@ -207,5 +188,5 @@ def test_a_parameter_pays_the_less_of_paths_alone_and_of_paths_in_buckets(regath
         kinds = [in_bucket(move, shared) for move in path.moves]
         assert path.together == all(kinds), "in buckets altogether, or not at all"
         if not path.together:
-            assert not any(path.bucketed), "nor is any of its moves in a bucket"
+            assert not any(path.messages), "nor is any of its moves in a bucket"
             assert path.seconds == alone.path(source, target).seconds

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.cost.messages import Sharing
 from autopar.cost.moves import Move, MovedTensor, in_bucket, transfers
 from autopar.cost.reshard import ReshardPath, reshard_table
 from autopar.hardware.load import load
+from autopar.hardware.profile import Link
 from autopar.runtime.collectives.axes import use_mesh
 from autopar.runtime.rewrite.moves import move_call
 from autopar.sharding.layout import I, Layout, P, Placement, R, S, Z
@@ -185,14 +187,15 @@ def test_a_weight_to_be_gathered_again_is_gathered_where_sums_are_faster() -> No
 
 
 def test_a_parameter_pays_the_latency_of_a_move_that_no_bucket_takes() -> None:
-    alone, bucketed = (MovedTensor(SHAPE, torch.float32, True, bucketed=each) for each in (False, True))
+    alone = MovedTensor(SHAPE, torch.float32, True, sharing=Sharing(reduced=100))
+    bucketed = replace(alone, bucketed=True)
     seconds = {}
     for tensor in (alone, bucketed):
         paths = reshard_table(tensor, frozenset(), MESH, HARDWARE)
         for source, target in ((I, R), (P, I)):  # a gradient reduced in the backward, a sum made in the forward
             path = paths.path(Layout((source, I)), Layout((target, I)))
             seconds[tensor.bucketed, source] = path.seconds
-            assert path.bucketed == (int(tensor.bucketed and source is I),)
+            assert [message is not None for message in path.messages] == [tensor.bucketed and source is I]
     assert seconds[True, I] < seconds[False, I] / 10
     assert seconds[True, P] == seconds[False, P]
 
@@ -212,13 +215,19 @@ def test_buckets_take_gathers_for_use_and_reductions_of_gradients(
 CUBE = Mesh({"dp": 2, "cp": 2, "tp": 4})
 
 
-PARAMETER = MovedTensor((16, 32), torch.float32, True, bucketed=True)
+PARAMETER = MovedTensor(
+    (16, 32),
+    torch.float32,
+    True,
+    bucketed=True,
+)
+BYTES_ALONE = replace(HARDWARE, links=(Link("wire", None, 0.0, 1e9),))
 WHOLE_BYTES = 16 * 32 * 4
 GATHERED = ("all_gather", "reduce_scatter")
 
 
 def parameter_path(source: str, target: str, mesh: Mesh = MESH, tensor: MovedTensor = PARAMETER) -> ReshardPath:
-    return reshard_table(tensor, frozenset((0, 1)), mesh, HARDWARE).path(Layout.parse(source), Layout.parse(target))
+    return reshard_table(tensor, frozenset((0, 1)), mesh, BYTES_ALONE).path(Layout.parse(source), Layout.parse(target))
 
 
 def moved(path: ReshardPath) -> list[tuple[str, str, int]]:

@@ -462,9 +462,11 @@ def test_an_axis_that_is_called_as_a_size_or_a_keyword_has_a_symbol_of_its_own()
     assert "batch/batch_axis" in plan.formulas["whole"]
 
 
-@pytest.mark.parametrize(("axis", "bucketed"), [("dp", 0), ("dp", 12), ("left_over_right", 0), ("left_over_right", 3)])
-def test_the_name_of_a_rate_says_what_it_is_the_rate_of(axis: str, bucketed: int) -> None:
-    assert rate_of(rate_name("all_gather", axis, bucketed)) == ("all_gather", axis, bucketed)
+@pytest.mark.parametrize(
+    ("axis", "together", "passes"), [("dp", 0, 1), ("dp", 12, 2), ("left_over_right", 0, 1), ("left_over_right", 3, 1)]
+)
+def test_the_name_of_a_rate_says_what_it_is_the_rate_of(axis: str, together: int, passes: int) -> None:
+    assert rate_of(rate_name("all_gather", axis, together, passes)) == ("all_gather", axis, together, passes)
     assert not is_rate(f"all_gather/{axis}")
 
 

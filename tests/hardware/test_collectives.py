@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import MeshError
+from autopar.hardware.beside import Beside, Message, Pass
 from autopar.hardware.collectives import Level, Transfer, collective_seconds, levels_of, pieces, transfer_seconds
 from autopar.hardware.load import known_profiles, load
-from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Overlap, Protocol
+from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Protocol
 from autopar.sharding.mesh import Mesh
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -112,7 +113,8 @@ def test_an_axis_the_mesh_lacks_is_an_error() -> None:
 def test_a_link_with_a_latency_alone_costs_latency_and_share(collective: str, seconds: float) -> None:
     hardware = _hardware(Link("wire", None, 0.5, 2.0))
     assert transfer_seconds(Transfer(collective, "tp", 200), Mesh({"tp": 4}), hardware) == seconds
-    assert transfer_seconds(Transfer(collective, "tp", 200), Mesh({"tp": 4}), hardware, bucketed=True) == seconds - 0.5
+    ten = transfer_seconds(Transfer(collective, "tp", 200), Mesh({"tp": 4}), hardware, Message(10))
+    assert ten == pytest.approx(seconds - 0.45)
 
 
 @pytest.mark.parametrize(
@@ -208,26 +210,17 @@ def test_a_collective_that_the_library_starts_slowly_pays_more_latency_on_each_l
     assert gathered[0] == 1.0 + 0.5 * 3, "the others start as the protocol says"
 
 
-def test_a_bucketed_collective_pays_for_bytes_that_no_computation_hides() -> None:
-    overlap = Overlap(gradient_reduction=0.75, weight_gathering=0.5)
-    hardware = _hardware(*TWO.links, overlap=overlap)
-    exposed = {name: pieces(name, PAIR, "dp", hardware, bucketed=True) for name in COLLECTIVES}
-    assert exposed == {
-        "all_reduce": ((0.0, 0.25 * 1.0),),
-        "reduce_scatter": ((0.0, 0.25 * 0.5),),
-        "all_gather": ((0.0, 0.5 * 0.5),),
-        "all_to_all": ((0.0, 0.5 * 0.5),),
-    }
-    assert pieces("all_reduce", PAIR, "dp", hardware) == pieces("all_reduce", PAIR, "dp", TWO)
-
-
-def test_a_parameter_pays_its_share_of_the_latency_of_its_bucket() -> None:
+def test_a_parameter_pays_its_part_of_a_message_as_far_as_nothing_is_computed_beside_it() -> None:
     protocols = (Protocol("quick", "ring", 1.0, 0.0, 0.1), Protocol("wide", "ring", 8.0, 0.0, 1.0))
-    overlap = Overlap(gradient_reduction=0.5, bucket_latency=0.25)
-    hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), overlap=overlap)
-    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=1) == ((0.25 * 8.0, 0.5 * 1.0),)
-    assert pieces("all_reduce", PAIR, "dp", hardware, bucketed=4) == ((0.25 * 8.0 / 4, 0.5 * 1.0),)
-    assert pieces("all_reduce", PAIR, "dp", hardware)[0][0] == 1.0
+    hardware = _hardware(Link("wire", None, 0.0, 1.0, protocols), communication_share=0.25)
+    reduced = Transfer("all_reduce", "dp", 2)
+    assert transfer_seconds(reduced, PAIR, hardware) == 10.0  # 8 and 2 bytes, or 1 and 20
+    assert transfer_seconds(reduced, PAIR, hardware, Message(4)) == (8.0 + 8.0) / 4
+    # Ten such parameters take 40 s in messages of four, beside 10 s of each of two devices, 1 s of it of latencies.
+    for computing, exposed in ((18.0, 1 - 10 / 40), (1e9, 0.25), (0.0, 1 - 1 / 40)):
+        beside = Beside(Pass(1e9, 1e9, 1), Pass(computing, 1.0, 20), 10)
+        found = transfer_seconds(reduced, PAIR, hardware, Message(4, 1, 2, 1, beside))
+        assert found == pytest.approx(exposed * 4.0)
 
 
 def test_an_axis_of_one_device_costs_nothing() -> None:
@@ -250,16 +243,14 @@ AXES = st.sampled_from(
 )
 
 
-@given(
-    st.sampled_from(known_profiles()), AXES, st.lists(st.integers(0, 1 << 32), min_size=2, max_size=2), st.booleans()
-)
+@given(st.sampled_from(known_profiles()), AXES, st.lists(st.integers(0, 1 << 32), min_size=2, max_size=2))
 def test_costs_grow_with_the_bytes_and_are_those_of_the_transposed_collective(
-    name: str, axes: tuple[dict[str, int], str], sizes: list[int], bucketed: bool
+    name: str, axes: tuple[dict[str, int], str], sizes: list[int]
 ) -> None:
     hardware, mesh, axis = load(name), Mesh(axes[0]), axes[1]
     small, large = sorted(sizes)
     for collective in COLLECTIVES:
-        less, more = (collective_seconds(collective, size, mesh, axis, hardware, bucketed) for size in (small, large))
+        less, more = (collective_seconds(collective, size, mesh, axis, hardware) for size in (small, large))
         assert 0 <= less <= more < math.inf
     gather, scatter = (pieces(each, mesh, axis, hardware) for each in ("all_gather", "reduce_scatter"))
     assert gather == scatter

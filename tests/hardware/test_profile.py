@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.hardware.load import PROFILES, known_profiles, load, parse
-from autopar.hardware.profile import Efficiencies, Hardware, Link, Overlap, Protocol
+from autopar.hardware.profile import Efficiencies, Hardware, Link, Protocol
 from tests.support.mutations import mutated
 
 INNER, OUTER = Link("inner", 8, 1e-6, 1e11), Link("outer", None, 1e-5, 1e10)
@@ -84,11 +84,11 @@ def test_numbers_are_read_with_their_units() -> None:
     assert all([str(protocol) for protocol in link.protocols] == names for link in h100.links)
     assert h100.links[0].protocol("ring", "LL") == Protocol("LL", "ring", 6.6e-6, 6e-7, 0.195)
     assert h100.links[0].protocol("ring", "LL64") is None
-    assert h100.overlap == Overlap(0.5, 0.5, ring=1.0)
+    assert h100.communication_share == 0.15
 
 
 def test_the_ranks_of_a_host_hide_nothing() -> None:
-    assert load("cpu").overlap == Overlap(0.0, 0.0)
+    assert load("cpu").communication_share == 1.0
 
 
 def test_a_latency_alone_stands_for_one_ring_protocol() -> None:
@@ -200,29 +200,21 @@ def test_a_link_with_protocols_has_no_latency_of_its_own_and_each_protocol_once(
         Link("wire", None, 0.0, 1.0, (Protocol("LL"), Protocol("LL")))
 
 
-def test_hidden_shares_lie_between_nothing_and_all() -> None:
-    with pytest.raises(PlanError, match=r"overlap\.weight_gathering is 1.5; give a share, from 0 to 1"):
-        Overlap(weight_gathering=1.5)
-    with pytest.raises(PlanError, match=r"overlap\.gradient_reduction is -0.1"):
-        Overlap(gradient_reduction=-0.1)
-
-
 def _profile(link: dict[str, Any], **changes: Any) -> dict[str, Any]:
     numbers = {"memory_bytes_per_s": 1e11, "memory_bytes": 1000, "op_latency_s": 0}
     return {"name": "mine", "flops": {"float32": 1e12}, **numbers, "links": [link], **changes}
 
 
-def test_protocols_and_overlap_are_read(tmp_path: Path) -> None:
+def test_protocols_and_what_collectives_take_are_read(tmp_path: Path) -> None:
     numbers = {"base_latency_s": 1e-6, "step_latency_s": {"value": 2e-6, "source": "assumed"}, "efficiency": 0.5}
     link = {"name": "wire", "devices": None, "bytes_per_s": 1e9, "protocols": [PROTOCOL | numbers]}
     link["efficiencies"] = {"all_to_all": 0.5}
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(_profile(link, overlap={"gradient_reduction": 0.25})))
+    path.write_text(json.dumps(_profile(link)))
     hardware = load(path)
     protocol = Protocol("LL", "ring", 1e-6, 2e-6, 0.5)
     assert hardware.links == (Link("wire", None, 0.0, 1e9, (protocol,), Efficiencies(all_to_all=0.5)),)
-    assert hardware.overlap == Overlap(0.25, 0.0)
-    assert (hardware.communication_share, hardware.launch_s) == (0.75, 0.0)
+    assert (hardware.communication_share, hardware.launch_s) == (1.0, 0.0)
     path.write_text(json.dumps(_profile(link, communication_share=0.5, launch_s={"value": 2e-6, "source": "assumed"})))
     assert (load(path).communication_share, load(path).launch_s) == (0.5, 2e-6)
 
@@ -241,7 +233,11 @@ def test_an_efficiency_is_a_share() -> None:
             {},
             "protocols[0] has 'latency'; it may have 'name', 'algorithm', 'base",
         ),
-        ({}, {"overlap": {"gradients": 1}}, "overlap has 'gradients'; it may have 'gradient_reduction', 'weight_gath"),
+        (
+            {},
+            {"overlap": {"gradient_reduction": 0.5}},
+            "it has 'overlap', shares that are hidden; what is hidden follows from the program. Give 'communication_s",
+        ),
         (
             {"bytes_per_s": "fast"},
             {},

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.hardware.load import load
-from autopar.hardware.profile import Overlap
 from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.schedule import Schedule
@@ -164,7 +163,7 @@ def test_a_pipeline_plan_is_no_plan() -> None:
 
 
 def test_the_seconds_of_a_stage_are_those_of_its_plan() -> None:
-    in_turns = replace(load("h100"), launch_s=0.0, op_latency_s=0.0, communication_share=1.0, overlap=Overlap())
+    in_turns = replace(load("h100"), launch_s=0.0, op_latency_s=0.0, communication_share=1.0)
     space = space_of(Attention(False), (IDS_BS,), in_turns, dp=2, tp=2)
     plan, _ = make_plan(space, {}, microbatches=Microbatches(4, 2))
     found, parts = stage_seconds(plan, 0.1, 0.2), step_parts(plan)

@@ -18,6 +18,9 @@ from autopar.space.buckets import Bucket, buckets_of
 from autopar.space.space import Space
 from tests.support.parity import SLOW_DEVICES
 
+WIDE_LINKS = replace(SLOW_DEVICES, links=(Link("wire", None, 0.0, 1e9),))
+"""Without a latency, so that bytes alone count."""
+
 
 class _Model(nn.Module):
     """Parameters whose gradients are products or sums, or come from two uses."""
@@ -108,7 +111,9 @@ def test_a_norm_is_gathered_with_the_head_and_held_as_long() -> None:
 def test_a_bucket_moves_over_the_axes_that_its_parameters_have_in_common(
     strategy: str, axes: dict[str, int], moved: set[tuple[str, bool]]
 ) -> None:
-    context = context_of(autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy))
+    context = context_of(
+        autopar.plan(_Model(), Mesh(axes), (torch.zeros(8, 4, 8),), strategy=strategy, hardware=WIDE_LINKS)
+    )
     buckets = buckets_of(context.space, context.choices)
     assert {(step.axis, step.gathers) for bucket in buckets for step in bucket.steps} == moved
     assert sum(len(bucket.sources) for bucket in buckets) == 5

@@ -31,11 +31,15 @@ from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule
 from autopar.space.menu import Menu, Strategy
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.ruled import ruled
-from tests.support.parity import SLOW_DEVICES
-from tests.support.planned import SLOW_LINKS
+from tests.support import parity
+from tests.support import planned as support
 
 aten = torch.ops.aten
 OVERLAPPED = "overlapped"
+SLOW_DEVICES, SLOW_LINKS = (
+    replace(each, communication_share=0.0) for each in (parity.SLOW_DEVICES, support.SLOW_LINKS)
+)
+"""Whose collectives take nothing from what computes."""
 Change = Callable[[OpRule], OpRule]
 
 

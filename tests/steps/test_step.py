@@ -96,10 +96,11 @@ def test_only_the_first_gather_and_the_last_message_of_gradients_are_waited_for_
 def test_gradients_of_data_parallelism_are_reduced_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SMALLEST_MESSAGE", 1)  # two messages, the first of the layers that come last
     plan = _stack(BESIDE, strategy="data_parallel")
-    assert plan.seconds == pytest.approx(_stack(IN_TURNS, strategy="data_parallel").seconds)
+    in_turns = _stack(IN_TURNS, strategy="data_parallel").seconds
     first, last = (each for each in plan.timeline().events if each.task.num_bytes > 64)
     assert (first.waited, last.waited) == (0.0, pytest.approx(last.task.seconds))
-    assert plan.timeline().seconds == pytest.approx(plan.seconds - first.task.seconds, rel=LOCAL_MOVES)
+    assert plan.timeline().seconds == pytest.approx(in_turns - first.task.seconds, rel=LOCAL_MOVES)
+    assert plan.seconds < in_turns
 
 
 def test_a_host_that_launches_slowly_is_waited_for_and_views_take_a_launch_too() -> None:

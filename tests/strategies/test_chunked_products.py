@@ -14,7 +14,7 @@ import autopar
 from autopar.capture.export import capture
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
-from autopar.hardware.profile import Hardware, Link, Overlap
+from autopar.hardware.profile import Hardware, Link
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
@@ -26,7 +26,7 @@ from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, tra
 
 COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"
 OVERLAPPING = Hardware(
-    "overlapping", {"float32": 1e12}, 1e12, 10**12, 1e-6, (Link("wire", None, 1e-6, 1e10),), Overlap(ring=1.0)
+    "overlapping", {"float32": 1e12}, 1e12, 10**12, 1e-6, (Link("wire", None, 1e-6, 1e10),), communication_share=0.0
 )
 
 
@@ -199,7 +199,7 @@ def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
         plan.verify()
         return [name for name in plan.choices.values() if name in (COLUMN, ROW)]
 
-    sharing = replace(OVERLAPPING, name="nothing hidden", overlap=Overlap())
+    sharing = replace(OVERLAPPING, name="nothing hidden", communication_share=1.0)
     assert chosen(OVERLAPPING) == [COLUMN, ROW] and chosen(sharing) == []
     with_them, without = (
         request.plan(space).seconds
@@ -209,11 +209,10 @@ def test_the_solver_takes_them_where_computing_hides_what_travels() -> None:
 
 
 def test_the_timeline_has_chunks_travel_beside_products() -> None:
-    free = replace(OVERLAPPING, name="collectives take nothing", communication_share=0.0)
-    _, space = of_products(free)
+    _, space = of_products(OVERLAPPING)
 
     def seconds(strategy: str) -> float:
-        request = PlanRequest(hardware=free, strategy=strategy)
+        request = PlanRequest(hardware=OVERLAPPING, strategy=strategy)
         return request.plan(request.space(space.program, space.mesh)).timeline().seconds
 
     assert seconds(NAME) < seconds("megatron_sequence")

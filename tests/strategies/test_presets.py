@@ -19,6 +19,8 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import AnnotationError, InputError, StrategyError
+from autopar.hardware.load import load
+from autopar.hardware.profile import Link
 from autopar.models.catalogue import built_in
 from autopar.pipeline.stage_seconds import step_parts
 from autopar.planning.settings import context_of
@@ -212,10 +214,11 @@ def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2(
 
 def test_under_a_memory_limit_every_micro_batch_reduces_where_that_fits_and_no_better_plan_does() -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.zeros(8, 64),)
-    model = autopar.annotate(model, "*", storage="tp", regather=False)
-    whole = autopar.plan(model, ONE, batch, recompute="none", microbatches=4)
+    model = autopar.annotate(model, "*", tp="data", storage="tp", regather=False)
+    bytes_alone = replace(load("cpu"), links=(Link("wire", None, 0.0, 1e9),))
+    whole = autopar.plan(model, ONE, batch, hardware=bytes_alone, recompute="none", microbatches=4)
     limit = whole.peak_bytes - 1
-    plan = autopar.plan(model, ONE, batch, recompute="none", microbatches=4, memory=limit)
+    plan = autopar.plan(model, ONE, batch, hardware=bytes_alone, recompute="none", microbatches=4, memory=limit)
     assert plan.reduce_each and not whole.reduce_each
     assert plan.peak_bytes <= limit and plan.verify().ok
 

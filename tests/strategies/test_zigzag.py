@@ -116,7 +116,7 @@ def test_what_a_ring_sends_is_hidden_as_far_as_a_device_computes() -> None:
     def seconds(share: float, bytes_per_s: float) -> tuple[float, float]:
         (link,) = SLOW_DEVICES.links
         links = (replace(link, bytes_per_s=bytes_per_s),)
-        hardware = replace(SLOW_DEVICES, links=links, overlap=replace(SLOW_DEVICES.overlap, ring=share))
+        hardware = replace(SLOW_DEVICES, links=links, communication_share=1 - share)
         plan = autopar.plan(Text(), Mesh({"cp": 4}), batch(), hardware=hardware, strategy="ring")
         space, choices = context_of(plan).space, context_of(plan).choices
         number = space.index["scaled_dot_product_attention_default"]

@@ -112,7 +112,6 @@ def attention(call: Call) -> OpRule:
         saved_bytes=kept_bytes,
         unkept=unkept,
         hidden_share=1.0 if around else 0.0,
-        hidden_as="ring" if around else "",
     )
     ways = (by_blocks, ring_self_attention(served)) if around and not dropout else (by_blocks,)
     return OpRule(

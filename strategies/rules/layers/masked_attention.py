@@ -46,7 +46,6 @@ def attention_by_mask(call: Call) -> OpRule:
         saved_bytes=kept_bytes,
         unkept=unkept,
         hidden_share=1.0 if around else 0.0,
-        hidden_as="ring" if around else "",
     )
     return OpRule(
         rule([queries, term(keys), term(keys, "~"), *vectors], [queries]) + further,

@@ -43,7 +43,6 @@ def ring_self_attention(factors: frozenset[str]) -> Implementation:
         unkept=unkept,
         efficiency="matmul",
         hidden_share=HIDDEN_SHARE,
-        hidden_as="ring",
     )
 
 

@@ -1,0 +1,79 @@
+"""What of the moves of parameters passes beside computing, as far as can be said before there is a plan.
+
+Weights are gathered ahead of their use, beside the forward, and again beside the backward; gradients are reduced beside
+the backward. Every device of a mesh computes its part of the program, 1/n of n devices. Where other axes divide a
+parameter, each device moves a part of it, and so of the others. So over an axis
+
+    computing = seconds of the pass on one device / n      moving = such a part of all weights, or gradients, over it
+
+take the seconds that hide and are hidden. A running collective takes the `communication_share` of a device, so that
+moving costs this share of its seconds, and besides what lasts longer than computing:
+
+    exposed share = max(communication_share, 1 - computing / moving)
+
+where `moving` takes parameters to be of average size. Nothing computes beside the weights of the first layer: it waits
+for them, and its gradients are the last of the backward. What several axes move one after another hides behind the same
+computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GATHERING = "all_gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a program computes in one pass, whole, on one device, and what it moves beside."""
+
+    seconds: float = 0.0
+    """Of what devices divide among them."""
+    latency: float = 0.0
+    """Seconds that its calls take at least, on each of the devices."""
+    num_bytes: int = 0
+    """Of all weights, as they are gathered, or of their gradients, as they are summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The forward, which weights are gathered beside, and the backward, which their gradients are reduced beside."""
+
+    forward: Pass = Pass()
+    backward: Pass = Pass()
+    num_weights: int = 0
+
+
+NOTHING = Beside()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The message that carries a parameter with others, in a program that computes beside it."""
+
+    num_parameters: int
+    weight_bytes: int = 1
+    """Of the parameter, whole, as it is gathered; the next is the same of its gradient, as it is summed."""
+    gradient_bytes: int = 1
+    passes: int = 1
+    """How often all are moved in the backward: twice where weights are gathered again beside gradients being summed."""
+    beside: Beside = NOTHING
+
+    def average(self, collective: str, num_bytes: float) -> float:
+        """The bytes that move of a parameter of average size where `num_bytes` of this one do."""
+        gathers = collective == GATHERING
+        part = num_bytes / (self.weight_bytes if gathers else self.gradient_bytes)
+        return part * self._side(collective).num_bytes / max(1, self.beside.num_weights)
+
+    def exposed(self, collective: str, moving_each: float, num_devices: int, least: float) -> float:
+        """The share of a collective's seconds that computing does not hide, at least `least`.
+
+        `moving_each` are the seconds in a message that a parameter of average size takes.
+        """
+        side = self._side(collective)
+        moving = moving_each * self.beside.num_weights * (1 if collective == GATHERING else self.passes)
+        computing = side.seconds / num_devices + side.latency
+        return max(least, 1 - computing / moving) if moving else 1.0
+
+    def _side(self, collective: str) -> Pass:
+        return self.beside.forward if collective == GATHERING else self.beside.backward

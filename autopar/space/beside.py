@@ -1,0 +1,61 @@
+"""What a program computes and moves, whole, on one device: what is known of hiding before there is a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds
+from autopar.hardware.beside import Beside, Pass
+from autopar.hardware.profile import Hardware
+from autopar.program.calls import is_cast
+from autopar.program.program import Program, info_of
+from autopar.sharding.layout import replicated
+from autopar.sharding.operation import Call, OpRule, is_view
+from autopar.sharding.rule import BoundRule
+from autopar.strategies.roles import RoledProgram
+
+
+def beside_of(program: Program, hardware: Hardware) -> Beside:
+    """Of all calls and parameters; made once for a program and a device."""
+    known: dict[Hardware, Beside] = program.facts.setdefault("beside", {})
+    if hardware not in known:
+        computed = [
+            (seconds_alone(each.call, each.op, each.bound, hardware), backward_share(each.call, each.op))
+            for each in RoledProgram.of(program).calls.values()
+            if not is_view(each.call)
+        ]
+        weights = list(weights_of(program))
+        gathered = sum(elements * used.itemsize for elements, used, _ in weights)
+        summed = sum(elements * dtype.itemsize for elements, _, dtype in weights if dtype is not None)
+        backward = sum(share for _, share in computed)
+        known[hardware] = Beside(
+            Pass(sum(seconds for seconds, _ in computed), len(computed) * hardware.op_latency_s, gathered),
+            Pass(sum(seconds * share for seconds, share in computed), backward * hardware.op_latency_s, summed),
+            len(weights),
+        )
+    return known[hardware]
+
+
+def seconds_alone(call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
+    """Seconds of the forward of a whole call on one device, without the latency."""
+    whole = ([replicated(0)] * len(call.inputs), [replicated(0)] * len(call.outputs))
+    speed, num_flops = bandwidth(op, bound, hardware), flops(call, op, bound)
+    return forward_seconds(call, op, num_flops, whole, (), hardware, speed) - hardware.op_latency_s
+
+
+def weights_of(program: Program) -> Iterator[tuple[int, torch.dtype, torch.dtype | None]]:
+    """Elements of each parameter, the dtype in which it is used, and that in which its gradient is summed, if any."""
+    parameters = set(program.parameters.values())
+    for name, node in program.placeholders().items():
+        if name in parameters:
+            yield info_of(node).num_elements, *dtypes_of(program, node)
+
+
+def dtypes_of(program: Program, parameter: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
+    """In which a parameter, by its placeholder, is used, and in which its gradient is summed, if it has one."""
+    info = info_of(parameter)
+    used = next((info_of(user).dtype for user in parameter.users if is_cast(user)), info.dtype)
+    return used, (program.reduced or used) if info.requires_grad else None

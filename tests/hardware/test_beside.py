@@ -1,0 +1,75 @@
+"""What computing hides of messages: never more than they take, nothing where nothing computes, more where more does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.hardware.beside import NOTHING, Beside, Message, Pass
+from autopar.hardware.collectives import Transfer, transfer_seconds
+from autopar.hardware.load import load
+from autopar.sharding.mesh import Mesh
+from autopar.space.beside import beside_of
+
+H100 = load("h100")
+seconds, sizes = st.floats(0, 10), st.integers(1, 1 << 32)
+
+
+@given(
+    collective=st.sampled_from(("all_gather", "reduce_scatter", "all_reduce")),
+    axes=st.sampled_from(({"dp": 8}, {"dp": 64}, {"dp": 8, "tp": 8})),
+    together=st.integers(1, 100),
+    moved=sizes,
+    whole=sizes,
+    num_weights=st.integers(1, 1000),
+    computing=seconds,
+    more=seconds,
+    share=st.floats(0, 1),
+)
+def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
+    collective: str,
+    axes: dict[str, int],
+    together: int,
+    moved: int,
+    whole: int,
+    num_weights: int,
+    computing: float,
+    more: float,
+    share: float,
+) -> None:
+    mesh, hardware = Mesh(axes, hardware="h100"), replace(H100, communication_share=share)
+    transfer = Transfer(collective, "dp", min(moved, whole))
+
+    def exposed(each: float) -> float:
+        side = Pass(each, 0.0, whole * num_weights)
+        beside = Beside(side, side, num_weights) if each else NOTHING
+        return transfer_seconds(transfer, mesh, hardware, Message(together, whole, whole, 1, beside))
+
+    nothing, some, longer = exposed(0.0), exposed(computing), exposed(computing + more)
+    alone = transfer_seconds(replace(transfer, num_bytes=transfer.num_bytes * together), mesh, hardware) / together
+    assert nothing == pytest.approx(alone)
+    assert share * nothing * (1 - 1e-9) <= longer <= some * (1 + 1e-9) <= nothing * (1 + 2e-9)
+    if share == 1:
+        assert longer == pytest.approx(nothing)
+    # All parameters hide no more than is computed.
+    assert (nothing - some) * num_weights <= computing / mesh.num_devices * (1 + 1e-6) + 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_computes_beside_what_its_products_and_weights_say(dtype: torch.dtype) -> None:
+    """Large products alone: FLOPs at the peak, forward, for the gradient of the weight, and for that of the input."""
+    rows, width = 65536, 8192
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(3)))
+    program = capture(model, (torch.empty(rows, width, dtype=dtype, device="meta"),), {}, training=True)
+    found = beside_of(program, H100)
+    one = 2 * rows * width**2 / H100.flops_of(dtype)
+    assert found.forward.seconds == pytest.approx(3 * one) and found.backward.seconds == pytest.approx(5 * one)
+    assert found.forward.latency == pytest.approx(3 * H100.op_latency_s)
+    assert found.forward.num_bytes == found.backward.num_bytes == 3 * width**2 * dtype.itemsize
+    assert found.num_weights == 3 and beside_of(program, H100) is found
