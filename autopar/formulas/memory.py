@@ -249,7 +249,8 @@ class _Moment:
         if place >= len(memory.lifetimes.calls):
             return
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
-        kept, unreduced, sent_off = memory.wire(wire), memory.weights.unreduced(wire), memory.weights.sent_off(wire)
+        kept, unreduced = memory.wire(wire), memory.weights.unreduced(wire)
+        last_made, sent_off = memory.weights.last_made(wire), memory.weights.sent_off(wire)
         gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
         if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
@@ -271,10 +272,9 @@ class _Moment:
                 self._add("gathered weights", whole, count)
         if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
             self._add("gradients", whole, count)
+        itemsize = (wire.tensor.reduced or wire.tensor.dtype).itemsize
+        sent = self._local(shape, target.inputs[wire.target_input]) * itemsize
         if sent_off is not None and sent_off[ends] and place >= self.at.place and self.at.kind == REDUCING:
-            sent = (
-                self._local(shape, target.inputs[wire.target_input])
-                * (wire.tensor.reduced or wire.tensor.dtype).itemsize
-            )
-            for _ in range(2 if place == self.at.place else 1):
-                self._add("gradients", sent, count)
+            self._add("gradients", sent, count)
+        if last_made is not None and last_made[ends] and place == self.at.place and self.at.kind == REDUCING:
+            self._add("gradients", sent, count)

@@ -57,7 +57,8 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     more, place, weights = memory.accumulation, memory.lifetimes.position[wire.target], memory.weights
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
-    reduced, arrived, sent_off = more.reduced(wire), more.arrived(wire), weights.sent_off(wire)
+    reduced, arrived = more.reduced(wire), more.arrived(wire)
+    last_made, sent_off = weights.last_made(wire), weights.sent_off(wire)
     gathered, copied, layer = weights.gathered(wire), weights.copied_out(wire), memory.lifetimes.layer[wire.target]
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
@@ -88,7 +89,9 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
             if unreduced is not None and place > at.place and at.kind != FORWARD:
                 parts.append((unreduced,))
             if sent_off is not None and at.kind == REDUCING and place >= at.place:
-                parts += [(sent_off,)] * (2 if place == at.place else 1)
+                parts.append((sent_off,))
+            if last_made is not None and at.kind == REDUCING and place == at.place:
+                parts.append((last_made,))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
 

@@ -115,6 +115,7 @@ class _Moments:
         """Bytes by layer of weights that may be fetched ahead, backward and forward."""
         self.memory = memory
         self.unreduced, self.sent_off = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.last_made = np.zeros(count, dtype=np.int64)
         self.gathers = np.isin(np.arange(count), list(memory.weights.last_gather.values()))
         self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
         self.fresh = np.zeros(count, dtype=np.int64)
@@ -178,9 +179,11 @@ class _Moments:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
         found = (
             *(weights.gathered(wire), weights.gathered_again(wire), weights.copied_out(wire)),
-            *(weights.unreduced(wire), weights.sent_off(wire)),
+            *(weights.unreduced(wire), weights.sent_off(wire), weights.last_made(wire)),
         )
-        gathered, again, copied, unreduced, sent_off = (0 if each is None else int(each[ends]) for each in found)
+        gathered, again, copied, unreduced, sent_off, last_made = (
+            0 if each is None else int(each[ends]) for each in found
+        )
         for forward, by_layer in enumerate(self.on_way):
             on_way = weights.on_way(wire, bool(forward))
             by_layer[layer] += 0 if on_way is None else int(on_way[ends])
@@ -189,6 +192,7 @@ class _Moments:
         self.copied[layer] += copied
         self.unreduced[place] += unreduced
         self.sent_off[place] += sent_off
+        self.last_made[place] += last_made
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
         """Bytes by what they are, for every kind of moment in its order."""
@@ -230,7 +234,7 @@ class _Moments:
         """Bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
         found = {
             **self._always(phase),
-            "gradients": self._reduced(phase)[:-1] + self._unreduced() + self._left(self.sent_off) + self.sent_off,
+            "gradients": self._reduced(phase)[:-1] + self._unreduced() + self._left(self.sent_off) + self.last_made,
             "activations": self._computed_again() - self.whole + self._waiting(phase),
             "gathered weights": self._ahead(REDUCING),
             "working set": self.handed_on,

@@ -99,6 +99,15 @@ class TensorBytes:
         found = [[gathered_alone(source, target, size, *where) for target, size in ends] for source in sources]
         return np.array(found)[np.ix_(rows, columns)]
 
+    def sent_alone(self, wire: Wire) -> np.ndarray:
+        """Pairs of layouts between which a weight is gathered alone and its gradient sent from where it lies.
+
+        Where rows do not divide over the devices, it is padded for its way.
+        """
+        rows, sizes = wire.tensor.shape[0] if wire.tensor.shape else 1, self.space.mesh.sizes
+        even = [rows % layout.num_parts(0, sizes) == 0 for layout in self.space.source_layouts(wire)]
+        return self.gathered_alone(wire) & np.array(even)[:, None]
+
     # Bytes.
 
     def wire_ends(self, wire: Wire) -> tuple[Bytes, Bytes]:

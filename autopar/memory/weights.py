@@ -4,7 +4,7 @@ gathered          a weight while its layer runs forward, unless it is kept
 gathered again    while its layer runs backward; and while it is gathered in a message with others, out of which it is
                   copied then
 unreduced         a gradient after its call's backward, until the first call of its layer has run backward
-sent off          then, a copy of it in the message that is sent
+sent off          then, a copy of it in the message that is sent, where it is not sent from where it lies
 on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
                   it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
                   only the first is issued ahead
@@ -121,6 +121,10 @@ class MovedWeights:
         """Bytes of a parameter's wire, after its call's backward to the end of the layer's: the gradient to reduce."""
         return self._of_weight("unreduced", wire, self._unreduced, True) if wire.tensor.requires_grad else None
 
+    def last_made(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire while its layer's gradients are reduced, its own the last: beside `unreduced`."""
+        return self._of_weight("last made", wire, self._last_made, True) if wire.tensor.requires_grad else None
+
     def sent_off(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire while its layer's gradients are reduced: the gradient as it is sent to others."""
         return self._of_weight("sent off", wire, self._sent_off, True) if wire.tensor.requires_grad else None
@@ -160,10 +164,16 @@ class MovedWeights:
         _, after = self.tensors.wire_ends(wire)
         return np.where(self.tensors.communicated(wire) | self.tensors.reduced(wire), after[None, :], 0)
 
-    def _sent_off(self, wire: Wire) -> Bytes:
+    def _last_made(self, wire: Wire) -> Bytes:
         _, after = self.tensors.wire_ends(wire)
         moves, reduced = self.tensors.communicated(wire), wire.tensor.reduced
         if reduced is None:
             return np.where(moves, after[None, :], 0)  # what is only summed lies where it is sent from
         sent = after // wire.tensor.dtype.itemsize * reduced.itemsize
         return np.where(moves | self.tensors.reduced(wire), sent[None, :], 0)
+
+    def _sent_off(self, wire: Wire) -> Bytes:
+        sent = self._last_made(wire)
+        if wire.tensor.reduced is not None or not sent.any():
+            return sent
+        return np.where(self.tensors.sent_alone(wire), 0, sent)

@@ -315,8 +315,13 @@ def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():
-        parts = [padded(grad, ctx.dims[i], size).chunk(size, ctx.dims[i]) for i, grad in group.items()]
-        flat = _flat([part[rank] for rank in range(size) for part in parts], ctx.reduce or dtype)
+        wholes = [padded(grad, ctx.dims[i], size) for i, grad in group.items()]
+        parts = [each.chunk(size, ctx.dims[i]) for i, each in zip(group, wholes, strict=True)]
+        to = ctx.reduce or dtype
+        if to == dtype and len(group) == 1 and ctx.dims[next(iter(group))] == 0:
+            flat = wholes[0].reshape(-1)  # its parts lie as they are sent
+        else:
+            flat = _flat([part[rank] for rank in range(size) for part in parts], to)
         count("reduce_scatter", ctx.axis, flat.numel() * flat.itemsize)
         # What is cast once it has arrived is waited for first.
         later = all(ctx.dtypes[i] == flat.dtype for i in group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.export import capture, skeleton
+from autopar.cost import messages
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.load import load
 from autopar.memory.microbatches import Phase
@@ -27,6 +29,7 @@ from autopar.space.build import build_space
 from autopar.space.space import Space, Wire
 from tests.support.eager import run
 from tests.support.families import FAMILIES, Family
+from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 
 
@@ -183,6 +186,25 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
         used[kept] = int(arrays[0][ends]), int(gathered[ends]), int(unreduced[ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
     assert used == {False: (0, size, size), True: (size, 0, size)}
+
+
+@pytest.mark.parametrize(("rows", "large", "copied"), [(8, 1, 0), (8, messages.LARGE, 8), (7, 1, 7)])
+def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone(
+    rows: int, large: int, copied: int
+) -> None:
+    """Where rows do not divide over ranks it is padded for its way."""
+    with mock.patch.object(messages, "LARGE", large):
+        space = space_of(nn.Linear(8, rows, bias=False), (torch.randn(4, 8),), SLOW_DEVICES, dp=2)
+        weights = MemoryModel(space).weights
+        (wire,) = (w for w in space.wires if w.tensor.requires_grad and space.is_weight(w.source))
+        stored = next(
+            n for n, s in enumerate(space.decisions[wire.source].menu.strategies) if str(s.outputs[0]) == "S(0)"
+        )
+        used = next(n for n, s in enumerate(space.decisions[wire.target].menu.strategies) if str(s.inputs[1]) == "R")
+        last_made, sent_off = weights.last_made(wire), weights.sent_off(wire)
+    assert last_made is not None and sent_off is not None
+    assert int(last_made[stored, used]) == rows * 8 * 4
+    assert int(sent_off[stored, used]) == copied * 8 * 4
 
 
 def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:

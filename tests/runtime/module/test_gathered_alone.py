@@ -1,7 +1,11 @@
-"""Weights that are gathered in messages of their own train as those that share them, and take no room for a copy."""
+"""Weights that are gathered in messages of their own train as those that share them, and take no room for a copy.
+
+Nor do their gradients, which are sent from where they lie.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost import messages
+from autopar.runtime.collectives import buckets
 from autopar.runtime.collectives.buckets import gather_parameters
 from tests.support.in_tiles import peaks_of_step
 from tests.support.parity import SLOW_DEVICES, Case, Training, parallel
@@ -100,3 +105,28 @@ def test_they_take_no_room_for_a_message_that_they_are_copied_from(ranks: Ranks)
         assert shared[1] < 1.05 * shared[0]
         assert alone[1] == pytest.approx(alone[0], rel=0.05)
         assert alone[0] < shared[0] - 0.9 * SIZE * SIZE * 4
+
+
+def _copied_for_messages() -> list[list[int]]:
+    """The elements of gradients that are copied into each message; weights shared, and alone."""
+    found, x_BD, flat = [], torch.randn(8, SIZE), buckets._flat
+    for large in BOTH:
+        copied: list[int] = []
+
+        def counted(tensors: Sequence[Tensor], dtype: torch.dtype, copied: list[int] = copied) -> Tensor:
+            copied.append(sum(each.numel() for each in tensors))
+            return flat(tensors, dtype)
+
+        with mock.patch.object(messages, "LARGE", large), mock.patch.object(buckets, "_flat", counted):
+            options: dict[str, Any] = {"strategy": "zero3", "prefetch": 0, "hardware": SLOW_DEVICES}
+            model = nn.Sequential(*(_Scaled() for _ in range(LAYERS)))
+            compiled = autopar.compile(model, mesh((2,), ("dp",)), (x_BD,), **options)
+            compiled(x_BD).square().mean().backward()
+        found.append(copied)
+    return found
+
+
+def test_their_gradients_are_sent_from_where_they_lie(ranks: Ranks) -> None:
+    for shared, alone in ranks.run(_copied_for_messages):
+        assert shared == [SIZE * SIZE + 2 * SIZE] * LAYERS
+        assert not alone
