@@ -21,6 +21,7 @@ from autopar.errors import (
     RuleError,
     StrategyError,
 )
+from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.program.operators.capacity import record_dropped_rows
@@ -32,6 +33,7 @@ from autopar.validation.check_rule import check_rule
 __all__ = [
     "AnnotationError",
     "AutoparError",
+    "Buckets",
     "CaptureError",
     "InfeasibleError",
     "InputError",

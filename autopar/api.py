@@ -24,10 +24,12 @@ from autopar.compiler.arguments import (
     plan_request,
 )
 from autopar.compiler.offline import plan_offline
+from autopar.compiler.options import check_options
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.whole import compile_whole
 from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
+from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
 from autopar.planning.request import Inputs, Outputs
@@ -71,6 +73,7 @@ def compile(
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
+    buckets: Buckets | Literal["auto"] | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -130,13 +133,17 @@ def compile(
             "bf16", or an `autopar.Precision` (docs/precision.md). By default dtypes are those of the model.
         prefetch: how many layers ahead of their use weights that are stored in parts are gathered, forward and backward
             (docs/memory.md): 0, 1 or 2, whose memory counts; "auto": 1, but 0 where `memory` leaves no room for it.
+        buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an
+            `autopar.Buckets` (docs/training.md), or "auto" for powers of two and the names that transformers uses. By
+            default inputs are taken as they are.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
     """
     check_mesh(mesh)
     check_one_decides(plan, strategy)
-    run = RunOptions(plan, deterministic, seed, check_inputs)
+    check_options({"buckets": buckets})
+    run = RunOptions(plan, deterministic, seed, check_inputs, Buckets.of(buckets))
     request = plan_request(
         model,
         mode=mode,

@@ -32,6 +32,7 @@ ORDER = (
         "capture.experts",
         "capture.masks",
         "hardware",
+        "lengths",
         "solver",
         "timeline",
         "strategies.rules",

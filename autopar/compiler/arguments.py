@@ -19,6 +19,7 @@ from autopar.compiler.options import check_example_inputs, check_model, check_op
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
+from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.request import Inputs, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
@@ -42,6 +43,8 @@ class RunOptions:
     deterministic: bool = False
     seed: int | None = None
     check_inputs: bool | None = None
+    buckets: Buckets | None = None
+    """To which sizes inputs are padded; None: they are not."""
 
     def __post_init__(self) -> None:
         check_options({each.name: getattr(self, each.name) for each in fields(self)})
@@ -140,6 +143,15 @@ def check_tiles_of_stages(request: PlanRequest) -> None:
         raise PipelineError(
             'mlp_tiles="auto" takes MLPs in tiles where a plan of the whole model asks for it, and the mesh has a '
             "pipeline; give a number of tiles, as in mlp_tiles=4, or leave it out."
+        )
+
+
+def check_buckets(buckets: Buckets | None, num_microbatches: int | None) -> None:
+    """Raise InputError where padded samples would fill micro-batches; None: how many these are is not known."""
+    if buckets is not None and buckets.batches is not None and num_microbatches != 1:
+        raise InputError(
+            f"Buckets(batches={buckets.batches!r}) beside micro-batches, whose losses count alike however many samples "
+            "of each are padded; leave out batches=, or compile without a pipeline and with microbatches=1."
         )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import InputError, MeshError
 from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
 from autopar.hardware.profile import Hardware
+from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.planning.settings import DEPTHS
 from autopar.plans.plan import Plan
@@ -92,6 +93,11 @@ _PRECISION = _Satisfying(
     f"one of {', '.join(map(repr, NAMED))}, or an autopar.Precision",
 )
 
+_BUCKETS = _Satisfying(
+    lambda found: isinstance(found, Buckets) or (isinstance(found, str) and found == "auto"),
+    '"auto" or autopar.Buckets(…)',
+)
+
 _DEPTH = _Satisfying(
     lambda found: (type(found) is int and found in DEPTHS) or (isinstance(found, str) and found == "auto"),
     f'"auto", or how many layers ahead of their use weights are gathered, {", ".join(map(str, DEPTHS))}',
@@ -125,6 +131,7 @@ OPTIONS: Mapping[str, Schema] = {
     "loss_tiles": Maybe(_TILES),
     "mlp_tiles": Maybe(_MLP_TILES),
     "precision": Maybe(_PRECISION),
+    "buckets": Maybe(_BUCKETS),
 }
 """Argument → what it may be, beside None where that is its default."""
 

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
-from autopar.compiler.arguments import RunOptions, check_hooks, check_tiles_of_stages
+from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_tiles_of_stages
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.lengths import Counting
 from autopar.compiler.tiles import tiles_asked
 from autopar.errors import MeshError, PipelineError, PlanError
+from autopar.lengths.varying import Varying
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline, stage_space, stored_layouts
 from autopar.pipeline.request import ONE_DEVICE, PipelineRequest
@@ -65,6 +67,10 @@ def compile_pipeline(
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         given=Given(axes_of_parts(request.inputs, Mesh.of(compiler.stage_devices)), run.check_inputs),
     )
+    if run.buckets is not None:
+        check_buckets(run.buckets, None)
+        inner = Mesh.of(compiler.stage_devices)
+        compiler.module.varying = Varying(run.buckets, inner, axes_of_parts(request.inputs, inner))
     compiler.module.follow(model)
     return compiler.module
 
@@ -89,6 +95,7 @@ class _Compiler:
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
+        self.counting = Counting(self.tree, request, mesh)
 
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
         """Of a batch; schedule and micro-batches are chosen for the first one."""
@@ -108,6 +115,8 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
         """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
+        varying = self.module.varying
+        counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
         program = on_all_ranks(
             lambda: self._capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
         )
@@ -116,6 +125,8 @@ class _Compiler:
         plan = self._plan(request)
         pipeline = _realised(request, plan, self.stage_devices, self.mesh.get_local_rank(self.axis))
         self._lay_out(pipeline)
+        if varying is not None and counted is not None:
+            varying.counted[pipeline] = counted
         return pipeline
 
     @uncollected()

@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import Traced, freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.compiler.arguments import RunOptions, check_hooks, check_no_pipeline
+from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_no_pipeline
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.lengths import Counting
 from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
+from autopar.lengths.varying import Varying
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Context, Plan
@@ -46,6 +48,9 @@ def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run:
         num_microbatches=request.microbatches or 1,
         given=Given(axes_of_parts(request.inputs, Mesh.of(mesh)), run.check_inputs),
     )
+    if run.buckets is not None:
+        check_buckets(run.buckets, request.microbatches or 1)
+        compiler.module.varying = Varying(run.buckets, Mesh.of(mesh), axes_of_parts(request.inputs, Mesh.of(mesh)))
     compiler.module.follow(model)
     return compiler.module
 
@@ -64,9 +69,12 @@ class _Compiler:
         """Whether it was said that statistics are those of micro-batches."""
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, since the first plan."""
+        self.counting = Counting(self.tree, request, mesh)
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
+        varying = self.module.varying
+        counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 
         @functools.cache
         def traced() -> Traced:
@@ -91,7 +99,10 @@ class _Compiler:
         space = space if tiles == asked else on_ranks(tiles)
         local = rewrite(space, choices_of(plan, space), plan.recompute)
         self._lay_out(space, local)
-        return Executable.of(space.program, plan, local, self.mesh)
+        executable = Executable.of(space.program, plan, local, self.mesh)
+        if varying is not None and counted is not None:
+            varying.counted[executable] = counted
+        return executable
 
     @uncollected()
     def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:

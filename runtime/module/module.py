@@ -17,7 +17,6 @@ from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import scale_of, with_scaled_gradient
-from autopar.runtime.module.parameters import placements_of
 from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stage import Stage, accumulate
 from autopar.runtime.module.stored import StoredModule
@@ -26,7 +25,6 @@ from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
 from autopar.runtime.recompute.graph import compiling
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
-from autopar.sharding.layout import Layout
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
@@ -149,13 +147,9 @@ class ParallelModule(StoredModule[Executable]):
         program, layouts = executable.program, executable.local.output_layouts
         executable.write_buffers(self, outputs)
         self._calls.follow(outputs[: program.num_outputs])
+        counted = self._counted(executable, program.num_outputs)
         users = [
-            self._user_output(value, layout)
-            for value, layout in zip(outputs[: program.num_outputs], layouts, strict=False)
+            self._user_output(value, layout, self._mesh, counts)
+            for value, layout, counts in zip(outputs[: program.num_outputs], layouts, counted, strict=False)
         ]
         return pytree.tree_unflatten(users, program.out_spec)
-
-    def _user_output(self, value: Any, layout: Layout | None) -> Any:
-        if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0 or self._whole_outputs:
-            return value
-        return DTensor.from_local(value, self._mesh, placements_of(layout), run_check=False)

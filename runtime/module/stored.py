@@ -10,11 +10,15 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
+from autopar.lengths.inputs import Sizes
+from autopar.lengths.outputs import Counted, Padding, cut, cut_part
+from autopar.lengths.varying import Varying
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.checkpoints.read import give_values, read
@@ -29,15 +33,17 @@ from autopar.runtime.module.inputs import (
     kind_of,
     values_of,
 )
-from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
+from autopar.runtime.module.parameters import Storage, as_stored, placements_of, tie, ties_of
 from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
+from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
+from autopar.sharding.layout import Layout
 from autopar.units import parse_bytes
 
 
@@ -70,6 +76,11 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
     """
     compilation: Compilation | None = None
     """What `compile` was told."""
+    varying: Varying | None = None
+    """Brings calls to the sizes of buckets, where there are any."""
+    _padding: Padding | None = None
+    """Of the most recent call."""
+    _whole_outputs = False
     _compiled: ClassVar[type]
     """This class, where that of an instance is the model's, too."""
 
@@ -165,7 +176,30 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         """The call with every argument by name, and DTensors for parts of the batch."""
         check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        if self.varying is not None:
+            arguments, self._padding = self.varying.fitted(arguments, self._sizes_of_all)
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
+
+    def _sizes_of_all(self, mine: Sizes) -> list[Sizes]:
+        """The sizes of all ranks' parts, in the order of the mesh; this rank's where all have the same."""
+        if not self._given.axes or not self._watch.many:
+            return [mine]
+        self._calls.agree("sizes", lambda: {"inputs": "a part of the batch, in a bucket"}, dict)
+        return gathered(mine, self._input_mesh)
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Capture and plan for each of the stated lengths of `buckets=`, with inputs as these; the longest first.
+
+        Called by all ranks. Raises InputError where no lengths are stated.
+        """
+        if self.varying is None:
+            raise InputError("the model was compiled without buckets; give autopar.compile(..., buckets=…).")
+        for example in self.varying.examples(canonical_arguments(self._forward_signature, args, kwargs)):
+            self.prepare(*example)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs:
+        """What runs inputs such as these."""
+        raise NotImplementedError
 
     def _ready(self) -> Runs:
         """What ran last, on parameters as they are to be; InputError where the module has none yet."""
@@ -197,9 +231,10 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         kind = kind_of(arguments, self._device), state, frozen
         known = self._known.get(kind, [])
         number = self._python.fitting(known)
+        whole = None if self._given.axes else self._padding  # ranks with parts have told each other of theirs
         self._calls.agree(
-            (kind, number),
-            lambda: self._said(arguments, frozen, number),
+            (kind, number, whole),
+            lambda: self._said(arguments, frozen, number) | ({} if whole is None else {"sizes": str(whole)}),
             lambda: {} if batch is None else values_of(batch),
         )
         if number == len(known):
@@ -217,6 +252,22 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         if batch is not None if runs is None else runs:
             watch.leave_written()
         return self._latest
+
+    def _user_output(self, value: Any, layout: Layout | None, mesh: DeviceMesh, counted: Counted | None) -> Any:
+        """What the user gets of a rank's part of an output, without what was padded."""
+        if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return value
+        if counted is None or self._padding is None:
+            parts = placements_of(layout)
+            return value if self._whole_outputs else DTensor.from_local(value, mesh, parts, run_check=False)
+        within = counted, self._padding
+        return cut(value, *within) if self._whole_outputs else cut_part(value, layout, mesh, self._given.axes, *within)
+
+    def _counted(self, runs: Runs, num_outputs: int) -> tuple[Counted | None, ...]:
+        """What the outputs count, where some of them may have to be cut."""
+        if self.varying is None or self._padding is None or not (self._padding.of_length or self._padding.of_samples):
+            return (None,) * num_outputs
+        return self.varying.counted[runs]
 
     def _said(self, arguments: Arguments, frozen: frozenset[str] | None, python: int) -> dict[str, str | list[str]]:
         """What other ranks are told of a call."""

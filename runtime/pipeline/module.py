@@ -21,7 +21,6 @@ from autopar.pipeline.plan import PipelinePlan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import scale_of
-from autopar.runtime.module.parameters import placements_of
 from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
@@ -33,7 +32,6 @@ from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
-from autopar.sharding.layout import Layout
 
 PreparePipeline = Callable[[Arguments, bool, frozenset[str] | None], Pipeline]
 """(arguments of a micro-batch, training, names of frozen parameters if known) → what runs them."""
@@ -141,9 +139,12 @@ class PipelineModule(StoredModule[Pipeline]):
             random = self.random_state.at(self.random_state.step)
             results = evaluated(pipeline, self, arguments, self._group, random)
         self.random_state.advance(1)
+        mesh = next(iter(pipeline.executables.values())).mesh
         users = [
-            self._user_output(value, layout, pipeline)
-            for value, layout in zip(results, pipeline.result_layouts, strict=True)
+            self._user_output(value, layout, mesh, counts)
+            for value, layout, counts in zip(
+                results, pipeline.result_layouts, self._counted(pipeline, len(results)), strict=True
+            )
         ]
         return pytree.tree_unflatten(users, pipeline.programs[-1].out_spec)
 
@@ -170,12 +171,6 @@ class PipelineModule(StoredModule[Pipeline]):
     def _frozen(self) -> frozenset[str]:
         """Those of all ranks: a stage's graph depends on what is frozen before it."""
         return self._frozen_names.of_all_ranks(super()._frozen())
-
-    def _user_output(self, value: Any, layout: Layout | None, pipeline: Pipeline) -> Any:
-        if layout is None or value.ndim == 0 or self._whole_outputs:
-            return value
-        mesh = next(iter(pipeline.executables.values())).mesh
-        return DTensor.from_local(value, mesh, placements_of(layout), run_check=False)
 
 
 def _pipedream(
