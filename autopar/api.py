@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from autopar.compiler.arguments import (
 from autopar.compiler.offline import plan_offline
 from autopar.compiler.options import check_options
 from autopar.compiler.pipelined import compile_pipeline
+from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.whole import compile_whole
 from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
@@ -74,6 +76,7 @@ def compile(
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
     buckets: Buckets | Literal["auto"] | None = None,
+    plan_cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -136,13 +139,15 @@ def compile(
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an
             `autopar.Buckets` (docs/training.md), or "auto" for powers of two and the names that transformers uses. By
             default inputs are taken as they are.
+        plan_cache: a folder in which plans are kept, so that what was asked for before, with equal options, is not
+            solved again; by default the folder that the environment variable AUTOPAR_PLAN_CACHE names, or none.
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
     """
     check_mesh(mesh)
     check_one_decides(plan, strategy)
-    check_options({"buckets": buckets})
+    check_options({"buckets": buckets, "plan_cache": plan_cache})
     run = RunOptions(plan, deterministic, seed, check_inputs, Buckets.of(buckets))
     request = plan_request(
         model,
@@ -175,9 +180,9 @@ def compile(
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
     axis = pipeline_axis(abstract, pipeline)
     if axis is None:
-        module = compile_whole(model, mesh, request, run)
+        module = compile_whole(model, mesh, request, run, PlanCache.of(plan_cache))
     else:
-        module = compile_pipeline(model, mesh, axis, request, run)
+        module = compile_pipeline(model, mesh, axis, request, run, PlanCache.of(plan_cache))
     if example_inputs is not None:
         module.prepare(*example_arguments(example_inputs))
     return module
@@ -242,17 +247,19 @@ def plan(
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
+    plan_cache: str | os.PathLike[str] | None = None,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
     With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned;
     with `pipeline` the name of an axis, every length of a pipeline outside of these, too.
-    On a mesh with a pipeline axis the plan is a `PipelinePlan`.
+    On a mesh with a pipeline axis the plan is a `PipelinePlan`. `plan_cache` is not asked where meshes are compared.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP
     >>> plan(model, Mesh({"pp": 4, "tp": 8}, hardware="h100"), (ids, labels), microbatches=16)  # doctest: +SKIP
     """
+    check_options({"plan_cache": plan_cache})
     request = plan_request(
         model,
         mode=mode,
@@ -280,4 +287,4 @@ def plan(
         precision=precision,
         prefetch=prefetch,
     )
-    return plan_offline(model, mesh, example_inputs, request, devices, max_axes)
+    return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))

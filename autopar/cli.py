@@ -174,6 +174,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
     parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
     parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
+    parser.add_argument("--plan-cache", metavar="FOLDER", help="keep plans there, and take them from there")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
 
 
@@ -278,4 +279,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             imbalance=options.imbalance,
             precision=options.precision,
             prefetch=options.prefetch,
+            plan_cache=options.plan_cache,
         )

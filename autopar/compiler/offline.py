@@ -21,10 +21,10 @@ from autopar.compiler.arranging import of_pipeline, of_plan
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
-from autopar.compiler.tiles import plan_as_memory_asks, tiles_asked
+from autopar.compiler.plan_cache import PlanCache
+from autopar.compiler.tiles import tiles_asked
 from autopar.errors import InfeasibleError, PipelineError
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.planner import plan_pipeline
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
@@ -49,10 +49,12 @@ def plan_offline(
     request: PlanRequest,
     devices: int | None,
     max_axes: int,
+    cache: PlanCache,
 ) -> Plan | PipelinePlan:
     """The best plan on the mesh; on "auto", on the best mesh of `devices` in up to `max_axes` axes."""
     check_planned_mesh(mesh, devices)
-    planner = _Planner(model, example_inputs, request)
+    # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
+    planner = _Planner(model, example_inputs, request, PlanCache() if isinstance(mesh, str) else cache)
     if isinstance(mesh, str):
         meshes = meshes_of(mesh, devices, request.hardware, max_axes, request.pipeline)
         if request.pipeline is None:
@@ -71,8 +73,8 @@ def plan_offline(
 class _Planner:
     """Plans one model on one mesh after another; it is captured once for each number of micro-batches."""
 
-    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest) -> None:
-        self.model, self.request = model, request
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest, cache: PlanCache) -> None:
+        self.model, self.request, self.cache = model, request, cache
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
         self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
@@ -149,7 +151,7 @@ class _Planner:
             space = space_of(tiles)
             step("solving")
             with interruptible():
-                return plan_as_memory_asks(request, space, space_of)
+                return self.cache.plan(request, space, space_of)
 
     @uncollected()
     def in_stages(self, mesh: Mesh, axis: str, request: PlanRequest | None = None) -> PipelinePlan:
@@ -168,7 +170,7 @@ class _Planner:
             chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
             asked = requested(chosen.schedule)
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
-            return chosen.plan or plan_pipeline(asked)
+            return chosen.plan or self.cache.pipeline_plan(asked)
 
 
 def _saying(plan: Plan, count: int) -> Plan:

@@ -93,6 +93,7 @@ _PRECISION = _Satisfying(
     f"one of {', '.join(map(repr, NAMED))}, or an autopar.Precision",
 )
 
+_FOLDER = _Satisfying(lambda found: isinstance(found, str | os.PathLike), "the path of a folder")
 _BUCKETS = _Satisfying(
     lambda found: isinstance(found, Buckets) or (isinstance(found, str) and found == "auto"),
     '"auto" or autopar.Buckets(…)',
@@ -132,6 +133,7 @@ OPTIONS: Mapping[str, Schema] = {
     "mlp_tiles": Maybe(_MLP_TILES),
     "precision": Maybe(_PRECISION),
     "buckets": Maybe(_BUCKETS),
+    "plan_cache": Maybe(_FOLDER),
 }
 """Argument → what it may be, beside None where that is its default."""
 

@@ -16,11 +16,12 @@ from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, c
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
+from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import tiles_asked
 from autopar.errors import MeshError, PipelineError, PlanError
 from autopar.lengths.varying import Varying
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.planner import plan_pipeline, stage_space, stored_layouts
+from autopar.pipeline.planner import stage_space, stored_layouts
 from autopar.pipeline.request import ONE_DEVICE, PipelineRequest
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
@@ -46,7 +47,7 @@ from autopar.sharding.mesh import Mesh
 
 
 def compile_pipeline(
-    model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, run: RunOptions
+    model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, run: RunOptions, cache: PlanCache
 ) -> PipelineModule:
     """Parallelize `model` over `mesh`, of which `axis` is the pipeline; planned when the first inputs are given."""
     plan = pipeline_plan_of(run.plan)
@@ -55,7 +56,7 @@ def compile_pipeline(
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     request = request if plan is None else request.running(plan.implementations)
-    compiler = _Compiler(model, mesh, axis, request, plan)
+    compiler = _Compiler(model, mesh, axis, request, plan, cache)
     compiler.module = PipelineModule(
         compiler.tree,
         mesh,
@@ -81,9 +82,15 @@ class _Compiler:
     module: PipelineModule
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, axis: str, request: PlanRequest, plan: PipelinePlan | None
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        axis: str,
+        request: PlanRequest,
+        plan: PipelinePlan | None,
+        cache: PlanCache,
     ) -> None:
-        self.mesh, self.axis, self.request, self.plan = mesh, axis, request, plan
+        self.mesh, self.axis, self.request, self.plan, self.cache = mesh, axis, request, plan, cache
         self.stage_devices = stage_devices(mesh, axis)
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
@@ -167,7 +174,7 @@ class _Compiler:
             self.warned = self.warned or warn_of_batch_statistics(request.program, count)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
-            return plan_pipeline(request).to_json()
+            return self.cache.pipeline_plan(request).to_json()
 
         return PipelinePlan.from_json(from_first_rank(solved, self.mesh))
 

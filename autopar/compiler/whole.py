@@ -15,7 +15,8 @@ from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, c
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
-from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
+from autopar.compiler.plan_cache import PlanCache
+from autopar.compiler.tiles import Spaces, tiles_asked, tiles_of
 from autopar.lengths.varying import Varying
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
@@ -34,11 +35,13 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.space import Space
 
 
-def compile_whole(model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run: RunOptions) -> ParallelModule:
+def compile_whole(
+    model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run: RunOptions, cache: PlanCache
+) -> ParallelModule:
     """Parallelize `model` over `mesh`; planned when the first inputs are given."""
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
     plan = run.plan if isinstance(run.plan, Plan) else None
-    compiler = _Compiler(model, mesh, request if plan is None else request.running(plan.implementations), plan)
+    compiler = _Compiler(model, mesh, request if plan is None else request.running(plan.implementations), plan, cache)
     compiler.module = ParallelModule(
         compiler.tree,
         mesh,
@@ -60,8 +63,10 @@ class _Compiler:
 
     module: ParallelModule
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None) -> None:
-        self.mesh, self.request, self.plan = mesh, request, plan
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None, cache: PlanCache
+    ) -> None:
+        self.mesh, self.request, self.plan, self.cache = mesh, request, plan, cache
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
@@ -131,7 +136,7 @@ class _Compiler:
             self.warned = self.warned or warn_of_batch_statistics(space.program, self.request.microbatches or 1)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
-            made = plan_as_memory_asks(self.request, space, spaces, self.storage)
+            made = self.cache.plan(self.request, space, spaces, self.storage)
             contexts.append(made.context)
             return made.to_json()
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError
 from autopar.lengths.inputs import Arguments
 from autopar.program.calls import module_of
-from autopar.program.effects import MODES, RATES, is_random, writes
+from autopar.program.effects import MODES, RATES, is_random
 from autopar.program.program import Program, TensorInfo, info_of
 
 TOLERANCE = 1e-5  # of the largest element: models round in float64, and here and there, as in norms, in float32
@@ -162,18 +162,19 @@ def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> tuple[Any, str]:
     args, kwargs = _nothing_dropped(node)
     given = map_arg((args, kwargs), value_of)
     leaves, spec = pytree.tree_flatten(given)
-    written = {id(value_of(use)) for use in writes(node)}
-    learning = [
-        leaf.detach().requires_grad_()
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in written
-        else leaf
-        for leaf in leaves
-    ]
+    differentiated = {id(value_of(use)) for use in node.all_input_nodes if _needs_gradient(use)}
+    learning = [leaf.detach().requires_grad_() if id(leaf) in differentiated else leaf for leaf in leaves]
     assert callable(node.target)
     args, kwargs = pytree.tree_unflatten([leaf.clone() if _learns(leaf) else leaf for leaf in learning], spec)
     with torch.enable_grad():
         found = node.target(*args, **kwargs)
     return pytree.tree_map_only(Tensor, torch.Tensor.detach, found), _wrong(found, learning)
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    """Whether a gradient flows into the tensor of a node."""
+    info = node.meta.get("tensor")
+    return isinstance(info, TensorInfo) and info.requires_grad
 
 
 def _wrong(found: Any, learning: Sequence[Any]) -> str:

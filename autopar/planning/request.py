@@ -5,7 +5,7 @@ One value serves `plan`, `compile`, `attach` and the stages of pipelines: they l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -146,10 +146,14 @@ class PlanRequest:
         said = self.annotations_about(space.program, space.mesh)
         pins = pins_of(said, space, self.mode, storage or {})
         made, choices = self._made(space, pins)
-        warn_of_replicated_work(self.strategy, [(space, choices)])
+        self.warn(space, choices)
+        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
+
+    def warn(self, space: Space, choices: Sequence[int]) -> None:
+        """Warn of what is not as one would think in a plan of these choices."""
+        warn_of_replicated_work(self.strategy, [(space, tuple(choices))])
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
-        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
 
     @property
     def reduces_each(self) -> bool:

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "aten.div.Tensor of the model has values that are no numbers at padded places",
     ),
     "derivative": (
-        lambda module, x, labels: _classes(x.square().sum(1, keepdim=True).sqrt() * x, labels),
+        lambda module, x, labels: _classes((x * module.norm.weight).square().sum(1, keepdim=True).sqrt() * x, labels),
         "aten.sqrt.default of the model has derivatives that are no finite numbers at padded places",
     ),
     "draws": (

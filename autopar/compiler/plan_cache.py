@@ -1,0 +1,191 @@
+"""Plans kept in a folder, so that what was asked for before is not solved again.
+
+A plan's file is called by a key: a hash of all that the plan is made from. That are the decisions with their menus and
+costs (which follow from the program, the rules and the hardware), the mesh, what was asked for, the layouts in which
+parameters are stored already, and autopar's own code. So a plan that is found is the plan that would be made. It is
+looked at before it is used all the same: a file that is damaged, or not one of ours, is planned over.
+
+The first rank alone reads and writes. Files are replaced at once (`autopar.files.replace`), so that processes that
+write the same one do not meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import autopar.runtime
+import autopar.strategies
+from autopar.compiler.tiles import Spaces, plan_as_memory_asks, tiles_asked, tiles_of
+from autopar.errors import AutoparError
+from autopar.files.reading import read_json, read_text
+from autopar.files.replace import replace_text
+from autopar.files.schema import Malformed, Record, Text, Whole
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.planner import plan_pipeline, stage_space
+from autopar.pipeline.request import PipelineRequest
+from autopar.pipeline.stages.blocks import blocks_of
+from autopar.pipeline.stages.splitting import split
+from autopar.planning.record import choices_of
+from autopar.planning.request import PlanRequest
+from autopar.plans.plan import Plan
+from autopar.program.calls import module_of
+from autopar.program.program import Program
+from autopar.sharding.layout import Layout
+from autopar.space.menu import Menu
+from autopar.space.space import Space
+
+VARIABLE = "AUTOPAR_PLAN_CACHE"
+"""The environment variable that names the folder where no argument does."""
+FORMAT = 1
+_ENTRY = Record({"cached_plan": Whole(FORMAT, FORMAT), "key": Text(), "sha256": Text(), "plan": Text(2**27)})
+
+Made = TypeVar("Made", Plan, PipelinePlan)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCache:
+    """A folder of plans; None keeps nothing."""
+
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, said: str | os.PathLike[str] | None) -> PlanCache:
+        """The folder that was said, or that of the environment."""
+        found = said or os.environ.get(VARIABLE)
+        return cls(Path(found) if found else None)
+
+    def plan(
+        self, request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
+    ) -> Plan:
+        """What `plan_as_memory_asks` gives, from the folder where it is there; such a plan has no context."""
+
+        def check(plan: Plan) -> None:
+            tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
+            fitting = space if tiles == tiles_asked(request) else spaces(tiles)
+            request.warn(fitting, choices_of(plan, fitting))
+
+        key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
+        return self._kept(key, Plan.from_json, check, lambda: plan_as_memory_asks(request, space, spaces, storage))
+
+    def pipeline_plan(self, request: PipelineRequest) -> PipelinePlan:
+        """What `plan_pipeline` gives, from the folder where it is there."""
+
+        def check(plan: PipelinePlan) -> None:
+            blocks = blocks_of(request.program, plan.schedule.num_stages)
+            for program, stage in zip(split(request.program, blocks, plan.starts), plan.stages, strict=True):
+                stage_space(request, program, stage.plan)
+
+        key = ""
+        if self.folder:
+            whole = request.space(request.program, {})
+            named = {each.name: getattr(request, each.name) for each in fields(request)}
+            said = {name: each for name, each in named.items() if name not in ("program", "wanted")}
+            key = _key(_of_space(whole), _of_request(request.wanted), said)
+        return self._kept(key, PipelinePlan.from_json, check, lambda: plan_pipeline(request))
+
+    def _kept(
+        self, key: str, read: Callable[[str], Made], check: Callable[[Made], None], make: Callable[[], Made]
+    ) -> Made:
+        if self.folder is None:
+            return make()
+        path = self.folder / f"{key}.json"
+        found = _read(path, key, read, check) if path.exists() else None
+        if found is not None:
+            return found
+        made = make()
+        text = made.to_json()
+        entry = {"cached_plan": FORMAT, "key": key, "sha256": hashlib.sha256(text.encode()).hexdigest(), "plan": text}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_text(path, json.dumps(entry))
+        except OSError as error:
+            warnings.warn(f"the plan cannot be kept in {path} ({error}); it is used all the same.", stacklevel=2)
+        return made
+
+
+def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:
+    """The plan in a file; None, with a warning, where it holds no plan that fits."""
+    try:
+        entry = read_json(read_text(path))
+        _ENTRY.check(entry, "")
+        text = entry["plan"]
+        if entry["key"] != key or entry["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+            raise Malformed("it was changed since it was written")
+        found = read(text)
+        check(found)
+    except (Malformed, AutoparError) as error:
+        warnings.warn(f"{path} is no plan for this ({error}); it is planned anew and replaced.", stacklevel=2)
+        return None
+    return found
+
+
+def _key(*parts: Any) -> str:
+    """A name for all that plans are made from, equal in every process."""
+    text = json.dumps([_code(), torch.__version__, *map(_plain, parts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _of_space(space: Space) -> list[Any]:
+    """What there is to decide, with its costs."""
+    menus: dict[int, str] = {}
+    decisions = []
+    for each in space.decisions:
+        if id(each.menu) not in menus:
+            menus[id(each.menu)] = _of_menu(each.menu)
+        decisions.append((each.name, each.kind, menus[id(each.menu)], module_of(each.node), sorted(each.roles.items())))
+    return [space.program.fingerprint, _of_program(space.program), space.mesh, space.hardware, decisions]
+
+
+def _of_menu(menu: Menu) -> str:
+    digest = hashlib.sha256("\n".join(map(str, menu.strategies)).encode())
+    for seconds in (menu.seconds, menu.forward_seconds):
+        digest.update(seconds.tobytes())
+    return digest.hexdigest()
+
+
+def _of_program(program: Program) -> list[Any]:
+    """What a plan says of a program beside its graph."""
+    return [program.parameters, program.buffers, program.assumed, program.tileable, program.mlp_tileable]
+
+
+def _of_request(request: PlanRequest) -> PlanRequest:
+    """What was asked for; the profile is that of the space, whatever it was called."""
+    return replace(request, hardware=None)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON that is equal for equal values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__name__, *((each.name, _plain(getattr(value, each.name))) for each in fields(value))]
+    if isinstance(value, Mapping):
+        return sorted(([_plain(name), _plain(each)] for name, each in value.items()), key=repr)
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, list | tuple) and not isinstance(value, Layout):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@cache
+def _code() -> str:
+    """A hash of autopar itself, so that another version plans anew."""
+    digest = hashlib.sha256()
+    for file in _files((autopar.__path__, autopar.strategies.__path__, autopar.runtime.__path__)):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _files(packages: Iterable[Sequence[str]]) -> Iterator[Path]:
+    for folder in (Path(each) for paths in packages for each in paths):
+        yield from sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".json"))

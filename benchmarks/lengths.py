@@ -1,0 +1,86 @@
+"""What a length costs that was not met before: with buckets, and planned anew as without them.
+
+Two gloo ranks train a small Llama on texts of lengths that come up once each. Measured is the first call of each
+length beside the second one of the same length: the difference is what the new length costs. The clock counts, in the
+median, so nothing else should run; seconds of CPU stand beside it.
+
+    python -m benchmarks.lengths                 40 lengths in one bucket: a minute
+    python -m benchmarks.lengths --lengths 10
+
+target: a new length in a known bucket costs less than 50 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.models.named import named
+from autopar.runtime.ranks.launch import World, on_ranks
+
+BUCKET, BATCH = 128, 4
+
+
+def _batch(length: int, batch: int = BATCH) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(length))
+    return {"ids": ids, "labels": ids}
+
+
+def _seconds(step: Callable[[int], None], length: int) -> tuple[float, float]:
+    """Of a step, of the clock and of this rank's CPU."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    step(length)
+    return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def measure(count: int, inputs: str, folder: str) -> dict[str, Any]:
+    """Seconds of first and second calls of so many lengths on this rank."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"inputs": inputs, "plan_cache": folder}
+    for name, buckets in (("buckets", autopar.Buckets((BUCKET,), padding={"ids": 0, "labels": -100})), ("none", None)):
+        model, _ = named("tiny-llama", BATCH, BUCKET)
+        compiled = autopar.compile(model, mesh, _batch(BUCKET), buckets=buckets, **options)
+
+        def step(length: int, compiled: Any = compiled) -> None:
+            compiled.zero_grad()
+            compiled(**_batch(length)).backward()
+
+        for _ in range(3):
+            step(BUCKET)
+        lengths = range(BUCKET - 1, BUCKET - 1 - (count if buckets else 3), -1)
+        firsts, seconds = zip(*((_seconds(step, each), _seconds(step, each)) for each in lengths), strict=True)
+        found[name] = [statistics.median(a[i] - b[i] for a, b in zip(firsts, seconds, strict=True)) for i in (0, 1)]
+        found[f"{name}, a step"] = [statistics.median(each[i] for each in seconds) for i in (0, 1)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, default=40, help="lengths that come up once (40)")
+    count = parser.parse_args().lengths
+    print(f"{count} lengths, tiny-llama, batches of {BATCH} × up to {BUCKET}, 2 gloo ranks, torch {torch.__version__}")
+    for inputs in ("whole", "local"):
+        with tempfile.TemporaryDirectory() as folder:
+            first, again = (on_ranks(World(2), measure, (count, inputs, folder)) for _ in range(2))
+        for what, run in (("", first), (", plans of a folder", again)):
+            for name in ("buckets", "none"):
+                (clock, cpu), (step, _) = run[name], run[f"{name}, a step"]
+                print(
+                    f"inputs={inputs:6} {name:8}{what:20} a new length +{1e3 * clock:8.1f} ms "
+                    f"({1e3 * cpu:.1f} ms of CPU) beside a step of {1e3 * step:.1f} ms"
+                )
+
+
+if __name__ == "__main__":
+    main()
