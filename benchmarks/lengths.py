@@ -24,7 +24,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.models.named import named
 from autopar.runtime.ranks.launch import World, on_ranks
 
 BUCKET, BATCH = 128, 4
@@ -32,7 +31,15 @@ BUCKET, BATCH = 128, 4
 
 def _batch(length: int, batch: int = BATCH) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(length))
-    return {"ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
 
 
 def _seconds(step: Callable[[int], None], length: int) -> tuple[float, float]:
@@ -48,13 +55,12 @@ def measure(count: int, inputs: str, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"inputs": inputs, "plan_cache": folder}
-    for name, buckets in (("buckets", autopar.Buckets((BUCKET,), padding={"ids": 0, "labels": -100})), ("none", None)):
-        model, _ = named("tiny-llama", BATCH, BUCKET)
-        compiled = autopar.compile(model, mesh, _batch(BUCKET), buckets=buckets, **options)
+    for name, buckets in (("buckets", autopar.Buckets((BUCKET,))), ("none", None)):
+        compiled = autopar.compile(_llama(), mesh, _batch(BUCKET), buckets=buckets, **options)
 
         def step(length: int, compiled: Any = compiled) -> None:
             compiled.zero_grad()
-            compiled(**_batch(length)).backward()
+            compiled(**_batch(length)).loss.backward()
 
         for _ in range(3):
             step(BUCKET)
@@ -66,18 +72,19 @@ def measure(count: int, inputs: str, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What a new length costs.")
     parser.add_argument("--lengths", type=int, default=40, help="lengths that come up once (40)")
     count = parser.parse_args().lengths
-    print(f"{count} lengths, tiny-llama, batches of {BATCH} × up to {BUCKET}, 2 gloo ranks, torch {torch.__version__}")
+    what = f"a Llama of 2 layers (192 wide), batches of {BATCH} × up to {BUCKET}, 2 gloo ranks"
+    print(f"{count} lengths, {what}, torch {torch.__version__}")
     for inputs in ("whole", "local"):
         with tempfile.TemporaryDirectory() as folder:
             first, again = (on_ranks(World(2), measure, (count, inputs, folder)) for _ in range(2))
-        for what, run in (("", first), (", plans of a folder", again)):
+        for whence, run in (("", first), (", plans of a folder", again)):
             for name in ("buckets", "none"):
                 (clock, cpu), (step, _) = run[name], run[f"{name}, a step"]
                 print(
-                    f"inputs={inputs:6} {name:8}{what:20} a new length +{1e3 * clock:8.1f} ms "
+                    f"inputs={inputs:6} {name:8}{whence:20} a new length +{1e3 * clock:8.1f} ms "
                     f"({1e3 * cpu:.1f} ms of CPU) beside a step of {1e3 * step:.1f} ms"
                 )
 

@@ -1,0 +1,38 @@
+"""transformers' Trainer on texts of any length, and resumed on fewer ranks than it was saved on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.testing import assert_close
+
+from tests.integrations.scripts import environment, losses_in
+from tests.test_house import ROOT
+
+pytest.importorskip("accelerate")
+
+
+def _trained(num_ranks: int, *arguments: object) -> Any:
+    """What the script prints, on one process or under torchrun."""
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone") if num_ranks else ()
+    command = [sys.executable, *ranks, "-m", "tests.integrations.trained_texts", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses_in(done.stdout)
+
+
+@pytest.mark.slow  # nine processes of which each imports transformers and its Trainer
+def test_the_trainer_takes_texts_of_any_length_and_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
+    expected = _trained(0, tmp_path / "alone")["losses"]
+    found = _trained(4, tmp_path / "ranks", "zero3")
+    assert_close(found["losses"], expected, rtol=1e-4, atol=1e-4)
+    assert found["plans"] == 1
+    checkpoint = tmp_path / "ranks" / "checkpoint-2"
+    for strategy in ("zero3", "data_parallel"):
+        again = _trained(2, tmp_path / strategy, strategy, checkpoint)
+        assert_close(again["losses"], expected, rtol=1e-4, atol=1e-4)
+    assert len(set(expected)) == len(expected) == 4
