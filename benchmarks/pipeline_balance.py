@@ -46,7 +46,7 @@ from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.runtime.ranks.launch import World, on_ranks
 from autopar.sharding.mesh import Mesh
 from benchmarks.timed_training import TimedTraining
-from benchmarks.transformer_pairs import Size, batch, transformer
+from benchmarks.transformer_model import Size, batch, transformer
 
 WARM_UP = 3  # steps; the first ones fill the optimizer's state and the allocator
 AUTOPAR, EQUAL = "autopar", "equal layers"

@@ -10,13 +10,16 @@ what compiled code holds is not seen, so it is measured without torch.compile.
     python -m benchmarks.runtime_speed --compile           with torch.compile on top of every contestant
     python -m benchmarks.runtime_speed --only zero3 --steps 50
 
-target: data_parallel ≤ 1.0 × DDP, zero3 ≤ 1.0 × FSDP2 in time and memory, megatron ≤ 0.75 and megatron_sequence ≤ 0.8 ×
-DTensor, async_tensor_parallel ≤ 1.0 × megatron_sequence.
+target: data_parallel ≤ 1.0 × DDP, zero3 ≤ 1.0 × FSDP2 in time and memory (in fp32, and in bf16-mixed with the same
+policy), megatron ≤ 0.75 and megatron_sequence ≤ 0.8 × DTensor, async_tensor_parallel ≤ 1.0 × megatron_sequence, and
+pipelines ≤ 1.0 × the same stages cut by hand on torch's schedules, in time and memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +34,8 @@ from autopar.benchmarking.baselines import Baseline
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.runtime.ranks.launch import World, on_ranks
 from benchmarks.timed_training import TimedTraining
-from benchmarks.transformer_pairs import PAIRS, Pair, Size
+from benchmarks.transformer_model import Size
+from benchmarks.transformer_pairs import PAIRS, Contestant, Pair, Scheduled
 
 SIZES = {
     "d256": Size(4, 256, 4),
@@ -110,24 +114,30 @@ HEADERS = (
 class Trained(TimedTraining):
     """A contestant with its optimizer, and the seconds of its steps."""
 
-    def __init__(self, contestant: Baseline) -> None:
+    def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         # DTensor leaves parameters that it does not split plain; foreach takes the two kinds in groups of their own.
         kinds: dict[type, list[torch.nn.Parameter]] = {}
         for parameter in contestant.model.parameters():
             kinds.setdefault(type(parameter.data), []).append(parameter)
         optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, foreach=True)
-        super().__init__(optimizer, self._backward)
-
-    def _backward(self) -> torch.Tensor:
-        with self.contestant.context():
-            loss = self.contestant.model(*self.contestant.inputs)
-            loss.backward()
-        return loss
+        super().__init__(
+            optimizer,
+            contestant.forward_and_backward
+            if isinstance(contestant, Scheduled)
+            else functools.partial(_backward, contestant),
+        )
 
     def held(self) -> list[torch.Tensor]:
         """What is there between steps; gradients may lie in buffers that stay."""
         return held_in_training(self.contestant.model, self.optimizer)
+
+
+def _backward(contestant: Baseline) -> torch.Tensor:
+    with contestant.context():
+        loss = contestant.model(*contestant.inputs)
+        loss.backward()
+    return loss
 
 
 def _measured(pair: Pair, size: str, options: Options) -> Line:
@@ -154,12 +164,12 @@ def _measured(pair: Pair, size: str, options: Options) -> Line:
 
 
 def _over_ranks(trained: Trained) -> tuple[float, float, float]:
-    """Of the slowest rank, the medians of its seconds by the clock and of the processor; the mean of the losses."""
+    """Medians of the slowest rank's seconds, by the clock and of the processor, and the mean of the known losses."""
     seconds, losses = zip(*_of_every_rank((trained.seconds, trained.loss)), strict=True)
     clock, processor = (
         statistics.median(max(times[kind] for times in step) for step in zip(*seconds, strict=True)) for kind in (0, 1)
     )
-    return clock, processor, statistics.fmean(losses)
+    return clock, processor, statistics.fmean(loss for loss in losses if not math.isnan(loss))
 
 
 def _peak(trained: Trained) -> int:
@@ -176,7 +186,12 @@ def _of_every_rank(value: Any) -> list[Any]:
 def _lines(options: Options) -> list[Line]:
     """The lines of all sizes and pairs; runs on every rank."""
     pairs = [pair for pair in PAIRS if not options.only or pair.ours.__name__ in options.only]
-    return [_measured(pair, size, options) for size in options.sizes for pair in pairs]
+    return [
+        _measured(pair, size, options)
+        for size in options.sizes
+        for pair in pairs
+        if SIZES[size].num_layers >= pair.least_layers
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

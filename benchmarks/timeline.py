@@ -1,7 +1,8 @@
 """Measured steps beside the planner's sum and the simulated timeline, on gloo ranks of this machine.
 
 Strategies of small models train in turns on a machine that is calibrated first, as `autopar bench --suite small` does;
-here without peers, and with the two predictions side by side.
+here without peers, and with the two predictions side by side. Below are the figures of each mesh, and how far
+`fully_replicated` is off on it: it moves nothing, so that this is what computing alone is off.
 
     python -m benchmarks.timeline                                      two models on dp=2
     python -m benchmarks.timeline --models tiny-gpt2 tiny-llama tiny-vit tiny-cnn tiny-mlp --meshes 2 4 2x2
@@ -38,13 +39,21 @@ def table(measurements: Sequence[Measurement]) -> str:
             predicted = [f"{1e3 * seconds[-1]:.2f} ms ({steps[-1] / seconds[-1]:.2f})" for seconds in (sums, timelines)]
             rows.append([each.model, each.mesh, each.strategy, f"{1e3 * steps[-1]:.2f} ms", *predicted])
     lines = [tabulate(rows, ["model", "mesh", "strategy", "measured", "sum", "timeline"], disable_numparse=True)]
-    for name, found in (("sum", sums), ("timeline", timelines)):
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(found, steps, strict=True))
-        lines.append(
-            f"{name:<9} Spearman {spearman(found, steps):.3f} of {len(found)} plans, "
-            f"measured / predicted {ratio:.2f} in the median"
-        )
+    lines += [f"{name:<9} {_met(found, steps)}" for name, found in (("sum", sums), ("timeline", timelines))]
+    for mesh in dict.fromkeys(row[1] for row in rows):
+        here = [number for number, row in enumerate(rows) if row[1] == mesh]
+        alone = [steps[number] / timelines[number] for number in here if rows[number][2] == "fully_replicated"]
+        met = _met([timelines[number] for number in here], [steps[number] for number in here])
+        computing = f", {statistics.median(alone):.2f} where nothing moves" if alone else ""
+        lines.append(f"{mesh}, timeline: {met}{computing}")
     return "\n".join(lines)
+
+
+def _met(predicted: Sequence[float], steps: Sequence[float]) -> str:
+    """How predictions order and meet what was measured."""
+    ratio = statistics.median(theirs / ours for ours, theirs in zip(predicted, steps, strict=True))
+    order = f"Spearman {spearman(predicted, steps):.3f} of {len(steps)} plans"
+    return f"{order}, measured / predicted {ratio:.2f} in the median"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

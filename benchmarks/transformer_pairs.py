@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,97 +23,26 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn import functional as F
 
 import autopar
 from autopar.benchmarking import baselines
 from autopar.benchmarking.baselines import Baseline
+from autopar.program.precision import NAMED
+from benchmarks.pipelines_by_hand import MICROBATCHES, ByHand, cuts
+from benchmarks.transformer_model import Size, batch, transformer
 
-SEED = 20240613
+MIXED = "bf16-mixed"
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """Layers, hidden size, heads, tokens in the vocabulary, texts in the global batch, and tokens in a text."""
+class Scheduled:
+    """A model that is trained by a step of its own, which gives the loss of the batch where it is known."""
 
-    num_layers: int
-    hidden: int
-    num_heads: int
-    vocabulary: int = 1024
-    batch: int = 8
-    sequence: int = 64
-
-    def __str__(self) -> str:
-        return f"{self.num_layers} layers, d={self.hidden}"
+    model: nn.Module
+    forward_and_backward: Callable[[], Tensor]
 
 
-class Attention(nn.Module):
-    """Causal attention; how many heads it computes follows from its input."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(size.hidden, size.hidden) for _ in range(4))
-        self.head_dim = size.hidden // size.num_heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] → the same."""
-        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Feedforward(nn.Module):
-    """Two projections with a GELU between."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size.hidden, 4 * size.hidden), nn.Linear(4 * size.hidden, size.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] → the same."""
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    """A layer with the norms before."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(size.hidden), Attention(size)
-        self.feedforward_norm, self.feedforward = nn.LayerNorm(size.hidden), Feedforward(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] → the same."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feedforward(self.feedforward_norm(x))
-
-
-class Transformer(nn.Module):
-    """A decoder that returns its loss."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, size.vocabulary, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Token ids and labels [batch, sequence] → mean cross-entropy."""
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
-
-
-def transformer(size: Size) -> Transformer:
-    """The same weights on every call."""
-    torch.manual_seed(SEED)
-    return Transformer(size)
-
-
-def batch(size: Size) -> tuple[Tensor, Tensor]:
-    """Ids and labels of the global batch."""
-    ids = torch.randint(size.vocabulary, (size.batch, size.sequence + 1), generator=torch.Generator().manual_seed(SEED))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+Contestant = Baseline | Scheduled
 
 
 def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
@@ -125,11 +55,21 @@ def ddp(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
 
 def fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """`fully_shard` as `autopar bench` runs it, its layers compiled one by one."""
+    return _fsdp2(size, mesh, compiled, MixedPrecisionPolicy())
+
+
+def bf16_mixed_fsdp2(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
+    """The same with the policy that autopar calls bf16-mixed."""
+    asked = NAMED[MIXED]
+    return _fsdp2(size, mesh, compiled, MixedPrecisionPolicy(asked.compute, asked.reduce))
+
+
+def _fsdp2(size: Size, mesh: DeviceMesh, compiled: bool, policy: MixedPrecisionPolicy) -> Baseline:
     model = transformer(size)
     if compiled:
         for block in model.blocks:
             block.compile()
-    return baselines.fsdp2(model, mesh, batch(size))
+    return baselines.fsdp2(model, mesh, batch(size), policy)
 
 
 def _split_block(sequence: bool) -> Mapping[str, ParallelStyle]:
@@ -171,21 +111,42 @@ def dtensor_sequence(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     return _dtensor(size, mesh, compiled, sequence=True)
 
 
-def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str) -> Baseline:
-    found = autopar.compile(transformer(size), mesh, batch(size), strategy=strategy, recompute="none")
+def pipeline_by_hand(size: Size, mesh: DeviceMesh, compiled: bool) -> Scheduled:
+    """Stages of equally many layers on `Schedule1F1B`."""
+    return _by_hand(size, mesh, compiled, 1)
+
+
+def interleaved_by_hand(size: Size, mesh: DeviceMesh, compiled: bool) -> Scheduled:
+    """Two such stages on each rank, on `ScheduleInterleaved1F1B`."""
+    return _by_hand(size, mesh, compiled, 2)
+
+
+def _by_hand(size: Size, mesh: DeviceMesh, compiled: bool, stages_per_rank: int) -> Scheduled:
+    made = ByHand(size, mesh, stages_per_rank, compiled)
+    return Scheduled(made.model, made.forward_and_backward)
+
+
+def _planned(size: Size, mesh: DeviceMesh, compiled: bool, strategy: str, precision: str | None = None) -> Baseline:
+    options: Any = {"strategy": strategy, "recompute": "none", "precision": precision}
+    found = autopar.compile(transformer(size), mesh, batch(size), **options)
     if compiled:
         found.compile()
     return Baseline(found, batch(size))
 
 
 def data_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
-    """The preset of that name; so are the next four."""
+    """The preset of that name; so are `zero3`, `megatron`, `megatron_sequence` and `async_tensor_parallel`."""
     return _planned(size, mesh, compiled, "data_parallel")
 
 
 def zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
     """Parameters in parts, gathered where they are used."""
     return _planned(size, mesh, compiled, "zero3")
+
+
+def bf16_mixed_zero3(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
+    """Parameters stored and gradients added up in float32, computed with in bfloat16."""
+    return _planned(size, mesh, compiled, "zero3", MIXED)
 
 
 def megatron(size: Size, mesh: DeviceMesh, compiled: bool) -> Baseline:
@@ -203,7 +164,29 @@ def async_tensor_parallel(size: Size, mesh: DeviceMesh, compiled: bool) -> Basel
     return _planned(size, mesh, compiled, "async_tensor_parallel")
 
 
-Build = Callable[[Size, DeviceMesh, bool], Baseline]
+def pipeline(size: Size, mesh: DeviceMesh, compiled: bool) -> Scheduled:
+    """A stage on each rank, cut where it is cut by hand."""
+    return _pipelined(size, mesh, compiled, "1f1b", 1)
+
+
+def interleaved(size: Size, mesh: DeviceMesh, compiled: bool) -> Scheduled:
+    """Two stages on each rank."""
+    return _pipelined(size, mesh, compiled, "interleaved_1f1b", 2)
+
+
+def _pipelined(size: Size, mesh: DeviceMesh, compiled: bool, schedule: str, stages_per_rank: int) -> Scheduled:
+    assert mesh.mesh_dim_names, "a mesh of autopar names its axes"
+    inputs, axis = batch(size), mesh.mesh_dim_names[0]
+    options: Any = {"pipeline": axis, "schedule": schedule, "microbatches": MICROBATCHES, "recompute": "none"}
+    model: Any = autopar.compile(
+        transformer(size), mesh, inputs, stages=cuts(size, mesh.size() * stages_per_rank), **options
+    )
+    if compiled:
+        model.compile()
+    return Scheduled(model, lambda: model.train_step(*inputs))
+
+
+Build = Callable[[Size, DeviceMesh, bool], Contestant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +197,8 @@ class Pair:
     theirs: Build
     goal: float
     memory_goal: float | None = None
+    least_layers: int = 1
+    """A smaller model has too few for its stages."""
 
 
 PAIRS = (
@@ -222,4 +207,7 @@ PAIRS = (
     Pair(megatron, dtensor, 0.75),
     Pair(megatron_sequence, dtensor_sequence, 0.8),
     Pair(async_tensor_parallel, megatron_sequence, 1.0),
+    Pair(bf16_mixed_zero3, bf16_mixed_fsdp2, 1.0, 1.0),
+    Pair(pipeline, pipeline_by_hand, 1.0, 1.0, least_layers=2),
+    Pair(interleaved, interleaved_by_hand, 1.0, 1.0, least_layers=4),
 )

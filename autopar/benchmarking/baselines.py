@@ -16,13 +16,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.benchmarking.dtensor_plans import tensor_parallel_plan
 from autopar.errors import AutoparError
 
+AS_IT_IS = MixedPrecisionPolicy()
 FLAT = "all"  # the name of all axes as one, where a peer takes no mesh of several
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -52,11 +53,13 @@ def ddp(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Basel
     return Baseline(DistributedDataParallel(model, process_group=flat.get_group(), gradient_as_bucket_view=True), part)
 
 
-def fsdp2(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
-    """`fully_shard` of every layer and of the root."""
+def fsdp2(
+    model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...], policy: MixedPrecisionPolicy = AS_IT_IS
+) -> Baseline:
+    """`fully_shard` of every layer and of the root, with one policy."""
     flat = flattened(mesh)
     part = own_samples(inputs, flat)
-    return Baseline(_sharded(model, flat), part)
+    return Baseline(_sharded(model, flat, policy), part)
 
 
 def dtensor(model: nn.Module, mesh: DeviceMesh, inputs: tuple[Tensor, ...]) -> Baseline:
@@ -100,11 +103,11 @@ def own_samples(inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, .
     return tuple(x.chunk(num_parts)[mesh.get_local_rank()].contiguous() for x in inputs)
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = AS_IT_IS) -> nn.Module:
     """`fully_shard` of the layers, which are the members of outermost lists of modules, and of the root."""
     for layer in _layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -25,7 +25,6 @@ from autopar.files.reading import read_text
 from autopar.files.replace import replace_text
 from autopar.files.schema import Malformed
 from autopar.hardware.load import load, parse
-from autopar.hardware.profile import Hardware
 from autopar.models.named import named
 from autopar.runtime.ranks.launch import RankError, World, on_ranks
 from autopar.sharding.mesh import Mesh
@@ -108,7 +107,8 @@ def bench(
         batch, sequence, layers: of the built-in models; a strategy takes the global batch apart as it needs it.
         device: "cpu" with gloo and one thread per rank, or "cuda" with NCCL, which has not been run.
         hardware: name or path of the profile that predictions are made with. By default this machine is calibrated
-            first, once for each number of ranks; a fake world takes the profile of its mesh.
+            first, for each mesh, and what its devices compute again before each model; a fake world takes the profile
+            of its mesh.
         memory: limit per device of autopar's plans.
         fake: run rank 0 alone, with collectives that do nothing: the mesh may have any size, times are of what one rank
             computes, and losses are not compared.
@@ -127,10 +127,10 @@ def bench(
     _check(models, meshes, strategies, steps, device, hardware, fake)
     limit = None if memory is None else parse_bytes(memory)
     load_before = os.getloadavg()[0]
-    profiles = _profiles(meshes, device, hardware, fake)
+    terms = _terms(meshes, device, hardware, fake, limit)
     cells = [
         Cell(
-            *(model, mesh, strategies, Terms(profiles[mesh], limit)),
+            *(model, mesh, strategies, terms[mesh]),
             *(steps, batch, sequence, layers, device, seed, fake),
         )
         for model in models
@@ -148,12 +148,15 @@ def bench(
     return BenchResult(tuple(measurements), _about(cells, load_before))
 
 
-def _profiles(meshes: Sequence[Mesh], device: str, hardware: str | None, fake: bool) -> dict[Mesh, Hardware]:
-    """The profile of each mesh: as given, of the mesh in a fake world, else measured on as many ranks."""
+def _terms(
+    meshes: Sequence[Mesh], device: str, hardware: str | None, fake: bool, limit: int | None
+) -> dict[Mesh, Terms]:
+    """For what each mesh is planned: the profile given, that of the mesh in a fake world, else one measured on it."""
     if hardware or fake:
-        return {mesh: load(hardware or mesh.hardware) for mesh in meshes}
+        return {mesh: Terms(load(hardware or mesh.hardware), limit) for mesh in meshes}
     # Ranks that share cores wait for each other: a group of two among four ranks takes longer than one of two ranks.
-    return {mesh: parse(calibrate(mesh, device, BRIEF, f"this machine, {mesh}")) for mesh in meshes}
+    profiles = {mesh: calibrate(mesh, device, BRIEF, f"this machine, {mesh}") for mesh in meshes}
+    return {mesh: Terms(parse(profile), limit, profile) for mesh, profile in profiles.items()}
 
 
 def _check(

@@ -1,5 +1,8 @@
 """What each rank runs: the contestants of one cell, first each alone, then in turns, step by step.
 
+Where the machine was calibrated, what its devices compute is measured again first, on the ranks that then train: on a
+machine that is shared, one program may take a quarter longer some minutes later.
+
 Alone, in its first steps, a contestant shows its losses, what it moves and what it holds. Then all take turns, in
 another order each time, so that what else the machine does, and who came before, weighs on all alike; a step begins
 together, takes as long as its slowest rank, and no longer changes the weights. Strategies that make the same program of
@@ -14,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +30,10 @@ from autopar.benchmarking.baselines import FLAT, flattened
 from autopar.benchmarking.measurement import Costs, Measurement, largest_difference
 from autopar.benchmarking.meters import CollectiveCounter, cuda_peak_bytes, peak_bytes
 from autopar.benchmarking.trainers import AUTO, Terms, Trainer, contestant
+from autopar.calibration.calibrate import measured_anew
+from autopar.calibration.timing import BRIEF
 from autopar.errors import AutoparError, InputError
+from autopar.hardware.load import parse
 from autopar.models.named import of_user, trainable
 from autopar.plans.plan import Plan
 from autopar.runtime.collectives.axes import Traffic, record_traffic
@@ -78,6 +84,9 @@ class _Entry:
 def race(cell: Cell) -> list[Measurement]:
     """Measure all strategies of the cell on the ranks that call this together; equal on all of them."""
     mesh = init_device_mesh(cell.device, cell.mesh.sizes, mesh_dim_names=cell.mesh.names)
+    if cell.terms.profile is not None:
+        now = parse(measured_anew(dict(cell.terms.profile), cell.device, BRIEF))
+        cell = replace(cell, terms=replace(cell.terms, hardware=now))
     subject = cell.subject()
     expected = _losses_alone(cell, subject)
     entries: list[_Entry] = []

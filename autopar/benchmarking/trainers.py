@@ -45,6 +45,8 @@ class Terms:
 
     hardware: Hardware
     memory: int | None = None
+    profile: Mapping[str, Any] | None = None
+    """What the hardware was read from, where it was measured here: each model is planned for it as it computes then."""
 
 
 def strategy_names() -> tuple[str, ...]:

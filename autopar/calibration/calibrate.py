@@ -87,6 +87,16 @@ def calibrate(
         dist.destroy_process_group()
 
 
+def measured_anew(profile: Profile, device: str, effort: Effort) -> Profile:
+    """A measured profile with what one device computes measured again, on the ranks that call this; its links stay.
+
+    A machine is not as fast at all times: who shares it, and how warm it is, changes over minutes.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    own = computing(Timer(torch.device(device), effort), _stamp(device), local_ranks)
+    return _of_first_rank({**profile, **own}, device)
+
+
 def is_launched() -> bool:
     """Whether torchrun started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
@@ -131,12 +141,7 @@ def _on_own_ranks(mesh: Mesh | int, device: str, effort: Effort, name: str, link
 
 def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: str | None) -> Profile:
     """Measure on the running process group."""
-    ranks = dist.get_world_size()
-    load_before, today = os.getloadavg()[0], datetime.date.today().isoformat()  # of others: later it is our own
-    stamp = Stamp(
-        f"measured: {device_name(device)}, {ranks} rank{'s' * (ranks > 1)} (load {load_before:.1f}), {today}, "
-        "autopar calibrate"
-    )
+    ranks, stamp = dist.get_world_size(), _stamp(device)
     timer = Timer(torch.device(device), effort)
     if links is not None:
         return {"name": name, **computing(timer, stamp, 1), **links_of(links)}
@@ -163,8 +168,22 @@ def _measured(mesh: Mesh | int, device: str, effort: Effort, name: str, links: s
         ],
         "communication_share": taken,
     }
+    return _of_first_rank(profile, device)
+
+
+def _stamp(device: str) -> Stamp:
+    """Where and when the running ranks measure, and the load of others: later it is their own."""
+    ranks, load_before, today = dist.get_world_size(), os.getloadavg()[0], datetime.date.today().isoformat()
+    return Stamp(
+        f"measured: {device_name(device)}, {ranks} rank{'s' * (ranks > 1)} (load {load_before:.1f}), {today}, "
+        "autopar calibrate"
+    )
+
+
+def _of_first_rank(profile: Profile, device: str) -> Profile:
+    """The profile as the first rank has it, whose memory and load count; checked."""
     answer = [profile]
-    dist.broadcast_object_list(answer, device=torch.device(device))  # memory and load differ between ranks
+    dist.broadcast_object_list(answer, device=torch.device(device))
     parse(answer[0])
     return answer[0]
 

@@ -105,8 +105,14 @@ def use_mesh(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups |
 
     Weights are gathered in the groups that `gathering_groups` gives, where there are any.
     """
+    with use_axes(axes_on(mesh, joined, gathering)):
+        yield
+
+
+def axes_on(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups | None = None) -> dict[str, Axis]:
+    """The axes that `use_mesh` resolves, by name."""
     names = mesh.mesh_dim_names or ()
-    axes = {}
+    axes: dict[str, Axis] = {}
     for position, name in enumerate(names):
         group = mesh.get_group(position).group_name
         axes[name] = Axis(name, group, mesh.size(position), mesh.get_local_rank(position))
@@ -115,8 +121,7 @@ def use_mesh(mesh: DeviceMesh, joined: Groups | None = None, gathering: Groups |
         axes[name] = Axis(name, group, num_parts_of(parts), part_of(parts))
     for name, group in (gathering or {}).items():
         axes[name] = replace(axes[name], gathering=group)
-    with use_axes(axes):
-        yield
+    return axes
 
 
 def current_axes() -> Mapping[str, Axis]:

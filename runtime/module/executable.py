@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from autopar.plans.plan import Plan
 from autopar.program.gradient_hooks import use_hooks
 from autopar.program.program import Program, TensorInfo, info_of
 from autopar.program.python_state import PythonState
-from autopar.runtime.collectives.axes import Groups, gathering_groups, join_axes, use_mesh
+from autopar.runtime.collectives.axes import Axis, axes_on, gathering_groups, join_axes, use_axes
 from autopar.runtime.collectives.buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import Randomness, use_randomness
@@ -80,10 +80,8 @@ class Executable:
     plan: Plan
     local: LocalProgram
     mesh: DeviceMesh
-    joined: Groups
-    """Of the joined axes that the graph names."""
-    gathering: Groups
-    """Of the axes over which weights are gathered while gradients are reduced."""
+    axes: Mapping[str, Axis]
+    """What the graph names: axes of the mesh, and joined ones."""
     parameters: tuple[GraphParameter, ...]
     buffers: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
@@ -114,7 +112,8 @@ class Executable:
         moved_over = dict.fromkeys((*(node.args[0] for node in buckets), *sorted({axis for _, axis in plan.traffic})))
         joined = join_axes(mesh, moved_over)
         gathering = gathering_groups(mesh, gathering_axes(plan))
-        return cls(program, plan, local, mesh, joined, gathering, tuple(parameters), buffers, constants, graph, draws)
+        axes = axes_on(mesh, joined, gathering)
+        return cls(program, plan, local, mesh, axes, tuple(parameters), buffers, constants, graph, draws)
 
     def weights_of(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Placeholder → this rank's part of each parameter that `root` stores, in the autograd graph."""
@@ -157,14 +156,14 @@ class Executable:
     @contextlib.contextmanager
     def surroundings(self, random: Randomness) -> Iterator[None]:
         """What the graph runs in: the mesh, the seed of this step, no autocast (its casts are in the graph)."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(use_mesh(self.mesh, self.joined, self.gathering))
-            stack.enter_context(use_randomness(random.seed, random.step, random.deterministic))
+        axes, drawn = use_axes(self.axes), use_randomness(random.seed, random.step, random.deterministic)
+        with contextlib.ExitStack() as stack, axes, drawn:
             if random.deterministic and self.draws:
                 stack.enter_context(generators_of_first_rank(self.mesh))
             if self.program.python.hooks:
                 stack.enter_context(use_hooks(self.program.python.hooks))
-            stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
+            if torch.is_autocast_enabled(self.mesh.device_type):
+                stack.enter_context(torch.autocast(self.mesh.device_type, enabled=False))
             if self.graph.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather(self.plan.prefetch))
             yield

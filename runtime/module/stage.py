@@ -1,13 +1,13 @@
 """One stage program as a schedule runs it: once per micro-batch, on weights that are moved once per step.
 
 A step is `begin`, a forward and a backward per micro-batch, and `finish`. The module's parameters are the leaves that
-the graph of a micro-batch takes; between steps it has none.
+the graph of a micro-batch takes; between steps it has none. A weight that no move or cast changes is its own leaf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class Stage(nn.Module):
         given = self.executable.weights_of(self._root[0])
         with self._surroundings(0):
             self._moved = self._hoisted.weights(*(given[name] for name in self._hoisted.parameters))
-        for number, moved in enumerate(self._moved):
-            self.register_parameter(f"weight{number}", leaf_of(moved.detach(), moved.requires_grad))
+        leaves = (moved if _is_leaf(moved) else leaf_of(moved.detach(), moved.requires_grad) for moved in self._moved)
+        self._parameters.update((f"weight{number}", leaf) for number, leaf in enumerate(leaves))
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
         """What the micro-batch sends, and the user's outputs."""
@@ -65,7 +65,8 @@ class Stage(nn.Module):
     def finish(self) -> None:
         """Take the gradients of the leaves back through the moves, to the parameters that the root stores."""
         leaves, moved = self._leaves(), self._moved
-        learned = [(value, leaf) for value, leaf in zip(moved, leaves, strict=True) if leaf.grad is not None]
+        pairs = [(value, leaf) for value, leaf in zip(moved, leaves, strict=True) if leaf is not value]
+        learned = [(value, leaf) for value, leaf in pairs if leaf.grad is not None]
         gradients = [leaf.grad for _, leaf in learned if leaf.grad is not None]
         self.abandon()
         if learned:
@@ -81,6 +82,16 @@ class Stage(nn.Module):
 
     def _surroundings(self, microbatch: int) -> Any:
         return self.executable.surroundings(self._random_state.at(self._first_step + microbatch))
+
+
+def _is_leaf(moved: Tensor) -> TypeGuard[nn.Parameter]:
+    """Whether a weight is stored as it is used, and its gradient, unwatched, adds up as in a leaf of its own."""
+    return (
+        isinstance(moved, nn.Parameter)
+        and not moved._backward_hooks
+        and not moved._post_accumulate_grad_hooks
+        and (not moved.requires_grad or moved.dtype.itemsize >= torch.float32.itemsize)
+    )
 
 
 def leaf_of(values: Tensor, learns: bool) -> nn.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import Schedule
@@ -26,8 +26,16 @@ class Pipeline:
     """Of this rank's stages."""
     result_layouts: tuple[Layout | None, ...]
     """Of the user's outputs, which the last stage gives; None where an output is no tensor."""
+    holders: Mapping[str, tuple[int, ...]] = field(init=False)
+    """The parameters that several ranks hold."""
 
     def __post_init__(self) -> None:
+        schedule = self.schedule
+        stored = [
+            [name for stage in schedule.stages_of(rank) for name in self.programs[stage].parameters]
+            for rank in range(schedule.num_ranks)
+        ]
+        object.__setattr__(self, "holders", holders_of(stored))
         check_not_shared(self.schedule.name, tuple(self.holders))
 
     @property
@@ -38,14 +46,3 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         return self.plan.schedule
-
-    @property
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several ranks hold."""
-        schedule = self.schedule
-        return holders_of(
-            [
-                [name for stage in schedule.stages_of(rank) for name in self.programs[stage].parameters]
-                for rank in range(schedule.num_ranks)
-            ]
-        )

@@ -30,6 +30,7 @@ from autopar.runtime.pipeline.frozen import FrozenNames
 from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
 from autopar.runtime.pipeline.shared_parameters import summed_over_holders
 from autopar.runtime.pipeline.step import ScheduledStep
+from autopar.runtime.ranks.backends import host_group
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
 
@@ -63,7 +64,8 @@ class PipelineModule(StoredModule[Pipeline]):
         self._num_microbatches = num_microbatches
         self._whole_outputs = whole_outputs
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
-        self._frozen_names = FrozenNames(self._group, mesh.device_type)
+        self._hosts = host_group(self._group)
+        self._frozen_names = FrozenNames(self._hosts)
         self.optimizer: torch.optim.Optimizer | None = None
         """Of this rank's parameters; only schedule="pipedream" needs it, which updates inside `train_step`."""
 
@@ -114,7 +116,7 @@ class PipelineModule(StoredModule[Pipeline]):
                 'one backward of both; use schedule="1f1b" or "interleaved_1f1b", or do without model.compile().'
             )
         first_step = self.random_state.advance(len(batches))
-        with summed_over_holders(self, pipeline.holders, self._group):
+        with summed_over_holders(self, pipeline.holders, self._group, self._hosts):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,15 @@ the order of the ranks, so that equal parameters stay equal.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from autopar.runtime.ranks.backends import HOST
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter → the ranks of the pipeline that hold it, in order; two at least."""
@@ -26,9 +29,12 @@ def holders_of(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]
 
 
 @contextlib.contextmanager
-def summed_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGroup) -> Iterator[None]:
+def summed_over_holders(
+    root: nn.Module, holders: Holders, group: dist.ProcessGroup, hosts: dist.ProcessGroup
+) -> Iterator[None]:
     """Sum over their holders the gradients that the block adds; every rank of `group` enters it.
 
+    `hosts` is a group of the same ranks for tensors of the CPU.
     Gradients from before the block are sums already, and the block's are added to them.
     """
     here = dist.get_rank(group)
@@ -39,26 +45,35 @@ def summed_over_holders(root: nn.Module, holders: Holders, group: dist.ProcessGr
         parameter.grad = None
     try:
         yield
+        learned = _with_gradient(holders, held, hosts)
         for name, parameter in held.items():
-            _sum(parameter, holders[name], here, group)
+            if name in learned:  # a weight that the loss does not use has no gradient
+                _sum(parameter, holders[name], here, group)
     finally:
         for name, parameter in held.items():
             earlier, found = before[name], parameter.grad
             parameter.grad = found if earlier is None else earlier if found is None else earlier + found
 
 
+def _with_gradient(holders: Holders, held: Mapping[str, nn.Parameter], hosts: dist.ProcessGroup) -> frozenset[str]:
+    """The names of those that have a gradient on one rank at least."""
+    if not holders:
+        return frozenset()
+    here = [name in held and held[name].grad is not None for name in holders]
+    found = torch.tensor(here, dtype=torch.int32, device=HOST)
+    dist.all_reduce(found, dist.ReduceOp.MAX, hosts)
+    return frozenset(itertools.compress(holders, found.tolist()))
+
+
 def _sum(parameter: nn.Parameter, ranks: Sequence[int], here: int, group: dist.ProcessGroup) -> None:
     own = _local(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).contiguous()
-    has_one = torch.tensor([parameter.grad is not None], dtype=own.dtype, device=own.device)
-    parts = {rank: (own, has_one) if rank == here else (torch.empty_like(own), has_one.clone()) for rank in ranks}
+    parts = {rank: own if rank == here else torch.empty_like(own) for rank in ranks}
     peers = [rank for rank in ranks if rank != here]
-    sends = [dist.P2POp(dist.isend, each, group=group, group_peer=rank) for rank in peers for each in parts[here]]
-    receives = [dist.P2POp(dist.irecv, each, group=group, group_peer=rank) for rank in peers for each in parts[rank]]
+    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in peers]
+    receives = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in peers]
     for work in dist.batch_isend_irecv([*sends, *receives]):
         work.wait()
-    if any(bool(has_one) for _, has_one in parts.values()):  # a weight that the loss does not use has no gradient
-        total = torch.stack([parts[rank][0] for rank in ranks]).sum(0)
-        parameter.grad = _like(total, parameter)
+    parameter.grad = _like(torch.stack([parts[rank] for rank in ranks]).sum(0), parameter)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Which backend carries the tensors of a device: a group may have one for each kind of device, or one for all.
 
+What the hosts of a group tell each other goes by a backend for tensors of the CPU: read on a GPU, it would have to be
+waited for, and with it all that the GPU has been given to do.
+
 `torch.distributed.get_backend` says "undefined" of groups that were made without naming one, and one of the two of
 "cpu:gloo,cuda:nccl".
 """
@@ -8,8 +11,20 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+HOST = "cpu"
+"""The device of what hosts tell each other."""
+
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
     """The backend, as "nccl", by which a group moves the tensors of a type of device; empty where it has none."""
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     return config.get_device_backend_map().get(device, "")
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself where it moves tensors of the CPU, else a new one of its ranks, which call this together."""
+    if backend_of(group, HOST):
+        return group
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

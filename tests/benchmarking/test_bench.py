@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.benchmarking import bench as bench_module
 from autopar.benchmarking import command as bench_command
+from autopar.benchmarking import runner as runner_module
 from autopar.benchmarking.bench import BenchResult, bench
 from autopar.benchmarking.dtensor_plans import tensor_parallel_plan
 from autopar.benchmarking.measurement import Measurement
 from autopar.benchmarking.meters import CollectiveCounter, peak_bytes
-from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_programs, _tried
+from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_programs, _tried, race
 from autopar.benchmarking.trainers import AUTO, PEERS, Terms, Trainer, contestant, strategy_names
 from autopar.cli import main
 from autopar.errors import AutoparError, InputError
@@ -267,8 +269,30 @@ def test_predictions_are_made_with_what_this_machine_does_on_the_same_mesh(
     assert calibrated == meshes
     names = [cell.terms.hardware.name for cell in cells]
     assert names == ["this machine, dp=4", "this machine, dp=2", "this machine, dp=2 × tp=2"]
+    assert [(cell.terms.profile or {}).get("name") for cell in cells] == names
     assert result.about["profile"] == ", ".join(names)
     assert f"{os.cpu_count()} cores (load " in result.about["machine"]
+
+
+def _raced(slowness: float) -> float:
+    """The predicted seconds on a machine that computes so many times more slowly when the model is measured."""
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+
+    def measured_anew(found: dict[str, Any], *_: object) -> dict[str, Any]:
+        flops = {name: {**each, "value": each["value"] / slowness} for name, each in found["flops"].items()}
+        return {**found, "flops": flops, "op_latency_s": {**found["op_latency_s"], "value": 1e-9}}
+
+    terms = Terms(load("h100"), profile=profile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "measured_anew", measured_anew)
+        (found,) = race(Cell(PERCEPTRON, Mesh({"ranks": 2}), ("fully_replicated",), terms, steps=1))
+    assert found.predicted is not None
+    return found.predicted.seconds
+
+
+def test_predictions_are_for_the_machine_as_it_computes_when_a_model_is_measured(ranks: Ranks) -> None:
+    (fast, _), (slow, _) = ranks.run(_raced, 1.0), ranks.run(_raced, 1e6)
+    assert slow > 1000 * fast
 
 
 def test_no_machine_is_calibrated_for_a_profile_that_is_given_or_a_fake_world(

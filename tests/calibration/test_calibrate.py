@@ -17,13 +17,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.calibration import calibrate as module
-from autopar.calibration.calibrate import CalibrationError, calibrate, check, few_numbers
+from autopar.calibration.calibrate import CalibrationError, calibrate, check, few_numbers, measured_anew
 from autopar.calibration.command import add_arguments, run
 from autopar.calibration.fit import Fit, Line, Sample
 from autopar.calibration.timing import COLLECTIVES, FEW_BYTES, SHORTEST, Effort, Timer
 from autopar.errors import InputError, PlanError
 from autopar.hardware.collectives import Transfer, levels_of, pieces, steps_and_share, transfer_seconds
-from autopar.hardware.load import load, parse
+from autopar.hardware.load import PROFILES, load, parse
 from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link
 from autopar.runtime.collectives.axes import Axis, record_traffic
 from autopar.runtime.ranks.launch import RankError
@@ -270,6 +270,19 @@ def test_a_few_numbers_that_are_not_clearly_faster_are_messages() -> None:
     messages = [Sample(2, 4096.0, 1e-3)]
     assert few_numbers([Sample(2, 16.0, 0.9e-3)], messages, found) is None
     assert few_numbers([Sample(2, 16.0, 0.7e-3)], messages, found) is not None
+
+
+def _again() -> tuple[Any, Any]:
+    known = json.loads((PROFILES / "h100.json").read_text())
+    return known, measured_anew(known, "cpu", TINY)
+
+
+def test_what_devices_compute_is_measured_again_and_links_stay(ranks: Ranks) -> None:
+    (known, found), other = ranks.run(_again)
+    assert other == (known, found)
+    assert found["links"] == known["links"] and found["name"] == known["name"]
+    assert "2 ranks" in found["flops"]["float32"]["source"]
+    assert parse(found).flops["float32"] < parse(known).flops["float32"]
 
 
 def test_one_rank_measures_its_device_and_takes_links_from_a_known_profile(

@@ -258,6 +258,21 @@ def test_parameters_may_be_frozen_between_steps(ranks: Ranks) -> None:
     ranks.run(_parameters_frozen_later)
 
 
+def _watched() -> None:
+    model = _on_pipeline(gated(), stages=["layers.2"])
+    seen: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
+    model.train_step(_vectors())
+    for name, parameter in model.named_parameters():
+        (gradient,) = seen[name]
+        assert_close(gradient, parameter.grad)
+
+
+def test_a_hook_of_a_parameter_sees_the_gradient_of_all_micro_batches_at_once(ranks: Ranks) -> None:
+    ranks.run(_watched)
+
+
 def _other_batches(family: str, evaluated_first: bool) -> None:
     """Batches of several sizes, between them evaluations: what each rank holds stays with it."""
     case = PipelineCase(family, "pp2xtp2")

@@ -41,7 +41,7 @@ def _summed() -> dict[str, list[Tensor | None]]:
     root = _held(rank)
     found: dict[str, list[Tensor | None]] = {name: [] for name, _ in root.named_parameters()}
     for step in range(3):
-        with summed_over_holders(root, HOLDERS, group):
+        with summed_over_holders(root, HOLDERS, group, group):
             for name, parameter in root.named_parameters():
                 # On rank 1 nothing reaches "all" in the second step.
                 if parameter.requires_grad and (rank, name, step) != (1, "all", 1):
@@ -67,7 +67,7 @@ def _failed() -> list[float] | None:
     root = nn.Module()
     root.register_parameter("w", nn.Parameter(torch.ones(2)))
     root.get_parameter("w").grad = torch.tensor([1.0, 2.0])
-    with pytest.raises(RuntimeError, match="in the step"), summed_over_holders(root, {"w": (0, 1)}, group):
+    with pytest.raises(RuntimeError, match="in the step"), summed_over_holders(root, {"w": (0, 1)}, group, group):
         raise RuntimeError("in the step")
     grad = root.get_parameter("w").grad
     return None if grad is None else grad.tolist()
@@ -83,7 +83,7 @@ def _uneven() -> Tensor:
     root = nn.Module()
     root.register_parameter("w", nn.Parameter(torch.zeros(1000)))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with summed_over_holders(root, {"w": (0, 1, 2)}, group):
+    with summed_over_holders(root, {"w": (0, 1, 2)}, group, group):
         values = torch.randn(1000, generator=generator) * 10.0 ** torch.randint(-6, 6, (1000,), generator=generator)
         root.get_parameter("w").grad = values
     grad = root.get_parameter("w").grad
@@ -105,7 +105,7 @@ def _distributed() -> None:
         value = torch.arange(24.0).reshape(6, 4)
         root.register_parameter("w", nn.Parameter(distribute_tensor(value.clone(), inner, [placement])))
         weight = root.get_parameter("w")
-        with summed_over_holders(root, {"w": (0, 1)}, group):
+        with summed_over_holders(root, {"w": (0, 1)}, group, group):
             if own == 0:
                 weight.grad = distribute_tensor(value * 2, inner, [placement])
         assert isinstance(weight.grad, DTensor) and weight.grad.placements == (placement,)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from autopar.runtime.ranks.backends import backend_of
+from autopar.runtime.ranks.backends import backend_of, host_group
+from tests.support.ranks import Ranks, mesh
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,20 @@ def test_a_group_has_a_backend_for_each_kind_of_device(monkeypatch: pytest.Monke
     group: Any = None
     assert backend_of(group, "cuda") == "nccl"
     assert backend_of(group, "cpu") == "gloo"
+
+
+def _hosts(backends: str) -> tuple[bool, float]:
+    group = mesh((2,), ("pp",)).get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda _: backends)
+        hosts = host_group(group)
+    total = torch.ones(())
+    dist.all_reduce(total, group=hosts)
+    return hosts is group, total.item()
+
+
+@pytest.mark.parametrize(("backends", "is_there"), [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", False)])
+def test_hosts_have_a_group_of_their_own_where_a_group_moves_no_tensors_of_theirs(
+    ranks: Ranks, backends: str, is_there: bool
+) -> None:
+    assert ranks.run(_hosts, backends) == [(is_there, 2.0)] * 2

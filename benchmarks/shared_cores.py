@@ -1,0 +1,81 @@
+"""Seconds of the processor that steps take on four ranks of one axis and of two, in turns, on ranks that share cores.
+
+What moves between ranks of a host its cores move, too: a step takes at least the seconds of all its ranks over the
+number of cores, by the clock, on a machine that does nothing else. Programs that are the same on both meshes
+(`fully_replicated`) show what else differs between two measurements.
+
+    python -m benchmarks.shared_cores
+    python -m benchmarks.shared_cores --models tiny-llama --strategies zero3 --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.benchmarking.runner import Cell
+from autopar.benchmarking.trainers import Terms, Trainer, contestant
+from autopar.hardware.load import load
+from autopar.runtime.ranks.launch import World, on_ranks
+from autopar.sharding.mesh import Mesh
+
+MESHES = (Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2}))
+WARM_UP = 2
+
+
+def measured(model: str, strategies: Sequence[str], steps: int) -> dict[tuple[str, Mesh], float]:
+    """Seconds of the processor of a step, of all ranks over the number of cores; runs on every rank."""
+    terms, contestants = Terms(load("cpu")), {}
+    for mesh in MESHES:
+        devices = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+        for strategy in strategies:
+            subject = Cell(model, mesh, (strategy,), terms).subject()
+            contestants[strategy, mesh] = contestant(strategy, *copy.deepcopy(subject), devices, terms)
+    seconds: dict[tuple[str, Mesh], list[float]] = {key: [] for key in contestants}
+    for turn in range(WARM_UP + steps):
+        order = list(contestants)
+        random.Random(turn).shuffle(order)  # equal on all ranks
+        for key in order:
+            seconds[key].append(_processor_seconds(contestants[key]))
+    cores = os.cpu_count() or 1
+    return {key: statistics.median(each[WARM_UP:]) / cores for key, each in seconds.items()}
+
+
+def _processor_seconds(trainer: Trainer) -> float:
+    """Of a step, all ranks together."""
+    dist.barrier()
+    start = time.process_time()
+    trainer.step()
+    of_all: list[Any] = [None] * dist.get_world_size()
+    own = time.process_time() - start
+    dist.all_gather_object(of_all, own)
+    return sum(of_all)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["tiny-llama", "tiny-cnn"])
+    parser.add_argument("--strategies", nargs="+", default=["fully_replicated", "data_parallel", "zero3", "megatron"])
+    parser.add_argument("--steps", type=int, default=7)
+    given = parser.parse_args(arguments)
+    rows = []
+    for model in given.models:
+        found = on_ranks(World(MESHES[0].num_devices), measured, (model, tuple(given.strategies), given.steps))
+        for strategy in given.strategies:
+            rows.append([model, strategy, *(f"{1e3 * found[strategy, mesh]:.1f} ms" for mesh in MESHES)])
+    print(tabulate(rows, ["model", "strategy", *map(str, MESHES)], disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
