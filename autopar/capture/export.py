@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
-from autopar.capture.guards import check_no_backward_hooks
+from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.inline import inline
@@ -132,6 +132,7 @@ def trace(
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
     options = training, device, assume, capacity_factor, precision, autocast
+    check_no_hooks_on_all_modules()
     with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
         first, recorder = _traced(model, args, kwargs, *options)
         settled = True

@@ -11,12 +11,20 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.composites import composites_taken_apart
 from autopar.capture.constant_indices import ConstantIndices
 from autopar.capture.python.cone import comes_from_inputs
 from autopar.errors import CaptureError
+
+HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
 
 
 @contextlib.contextmanager
@@ -43,6 +51,43 @@ def check_no_backward_hooks(model: nn.Module) -> None:
                 "pre_hook), and a captured graph computes the gradients of tensors, not of modules; remove it, or "
                 "register it on a parameter (parameter.register_hook) or on the compiled model itself."
             )
+
+
+def hooks_on_all_modules() -> dict[int, Any]:
+    """Number → hook of those that run for every module there is and are not torch's own, which only look."""
+    tables = [table for table in HOOKS_ON_ALL if table]
+    return {
+        number: hook
+        for table in tables
+        for number, hook in table.items()
+        if not getattr(hook, "__module__", "").startswith("torch.")
+    }
+
+
+def check_no_hooks_on_all_modules() -> None:
+    """Raise CaptureError where a hook would run for modules that no call of a captured graph enters."""
+    for hook in hooks_on_all_modules().values():
+        raise CaptureError(
+            f"{getattr(hook, '__qualname__', hook)} is a hook on all modules (register_module_forward_hook or the "
+            "like), and a compiled model runs one graph, not its modules; register it on those that it is for "
+            "(module.register_forward_hook), before or after autopar.compile."
+        )
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Keep what is computed from modes and hooks around it that would count it, as of a step: FLOP counters."""
+    before = [dict(table) for table in HOOKS_ON_ALL]
+    try:
+        with _disable_current_modes():
+            refused = hooks_on_all_modules()
+            for table in HOOKS_ON_ALL:
+                for number in table.keys() - refused.keys():
+                    del table[number]
+            yield
+    finally:
+        for table, hooks in zip(HOOKS_ON_ALL, before, strict=True):
+            table.update(hooks)
 
 
 @contextlib.contextmanager

@@ -6,19 +6,24 @@ scaled by their number; every rank takes part in saving and loading; outputs are
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from autopar.api import compile
 from autopar.errors import InputError
 from autopar.runtime.module.module import ParallelModule
 
@@ -27,45 +32,72 @@ STATE = "parallel_state"
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` for a model from `autopar.compile(model, mesh, example_inputs, inputs="local")`.
+    """`transformers.Trainer` that compiles its model on `mesh`, or takes one compiled with inputs="local".
 
-    Takes the same arguments. `bf16=True` is an autocast region around the forward, as ever; a model with a `precision=`
-    needs none. Checkpoints have the model as safetensors, and `resume_from_checkpoint` takes them on another mesh.
+    `bf16=True` is an autocast region around the forward, as ever; a model with a `precision=` needs none. Checkpoints
+    have the model as safetensors, and `resume_from_checkpoint` takes them on another mesh.
     Raises InputError for what would be wrong in silence.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, **others: Any) -> None:
-        if not isinstance(model, ParallelModule):
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        options: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """`mesh`: compile the model on it, for batches of the datasets, with these `options` of `autopar.compile`.
+
+        Other arguments are those of `transformers.Trainer`.
+        """
+        check_is_honoured(args, others)
+        if mesh is None:
+            check_gives_parts(model)
+        elif isinstance(model, ParallelModule) or not isinstance(model, nn.Module):
+            raise InputError(f"mesh= is to compile a model on; found a {type(model).__name__} for a model.")
+        elif others.get("train_dataset") is None and others.get("eval_dataset") is None:
             raise InputError(
-                f'model is a {type(model).__name__}; give what autopar.compile returns, with inputs="local" and on a '
-                "mesh without a pipeline, or use transformers.Trainer."
+                "mesh= compiles the model for batches of train_dataset, or of eval_dataset, and there is neither; give "
+                'one, or the model that autopar.compile(..., inputs="local") returns.'
             )
-        if model.axes_of_parts != tuple(model.mesh.mesh_dim_names or ()):
-            raise InputError(
-                'the Trainer gives every rank its own samples; compile the model with inputs="local", found parts over '
-                f"{', '.join(model.axes_of_parts) or 'no axis'}."
-            )
-        refused = {
-            "fp16": "needs a loss scale that ranks agree on; use bf16=True, or your own loop with ShardedGradScaler",
-            "label_smoothing_factor": "computes a loss beside the model's; put it into the model's forward",
-            "load_best_model_at_end": "loads weights on one rank; load that checkpoint with model.load_safetensors",
-        }
-        for name, why in refused.items():
-            if getattr(args, name, None):
-                raise InputError(f"{name}={getattr(args, name)} {why}.")
-        if others.get("compute_loss_func") is not None:
-            raise InputError("compute_loss_func computes a loss beside the model's; put it into the model's forward.")
-        model._is_accelerate_prepared = True  # accelerate leaves it as it is
         super().__init__(model=model, args=args, **others)
+        if mesh is not None:
+            model = self._compiled(mesh, {"inputs": "local", **(options or {})})
+            check_gives_parts(model)
+            self.model = self.model_wrapped = self.callback_handler.model = model
+        model._is_accelerate_prepared = True  # accelerate leaves it as it is
+
+    def _compiled(self, mesh: DeviceMesh, options: Mapping[str, Any]) -> Any:
+        """The model, compiled for a step as the Trainer makes it."""
+        plain: Any = self.model
+        trains = self.train_dataset is not None
+        loader: Any = self.get_train_dataloader() if trains else self.get_eval_dataloader()
+        size = self._train_batch_size if trains else self.args.eval_batch_size
+        with torch.random.fork_rng(devices=[]):  # collators may draw
+            batch = loader.collate_fn(list(itertools.islice(_samples(loader.dataset), size)))
+        if trains:
+            _, num_items = self.get_batch_samples(iter([batch]), 1, self.args.device)
+            batch = self._with_num_items(batch, num_items)
+        with self.accelerator.autocast():
+            return compile(plain.train(trains), mesh, dict(batch), **options)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nothing before a model is compiled: each rank moves its parts."""
+        if isinstance(model, ParallelModule):
+            super()._move_model_to_device(model, device)
+
+    def _with_num_items(self, inputs: Any, num_items_in_batch: Any) -> Any:
+        counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return {**inputs, "num_items_in_batch": num_items_in_batch} if counts else inputs
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of the batch of all ranks, and this rank's part of the outputs."""
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         with self.accelerator.autocast():
-            outputs = model(**inputs)
+            outputs = model(**self._with_num_items(inputs, num_items_in_batch))
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, pytree.tree_map(own_part, outputs)) if return_outputs else loss
 
@@ -108,6 +140,10 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._model.load_safetensors(resume_from_checkpoint)
 
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._model.load_safetensors(self.state.best_model_checkpoint)
+
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
         found: Any = self.optimizer
@@ -120,6 +156,40 @@ class Trainer(transformers.Trainer):
     def _state(self) -> dict[str, Any]:
         moments = get_optimizer_state_dict(self._model, self._optimizer)
         return {"optimizer": moments, "random": self._model.random_state}
+
+
+def check_gives_parts(model: Any) -> None:
+    """Raise InputError for what is no compiled module that takes each rank's own samples."""
+    if not isinstance(model, ParallelModule):
+        raise InputError(
+            f"model is a {type(model).__name__}; give it with mesh=, or give what autopar.compile returns, with "
+            'inputs="local" and on a mesh without a pipeline, or use transformers.Trainer.'
+        )
+    if model.axes_of_parts != tuple(model.mesh.mesh_dim_names or ()):
+        raise InputError(
+            'the Trainer gives every rank its own samples; compile the model with inputs="local", found parts over '
+            f"{', '.join(model.axes_of_parts) or 'no axis'}."
+        )
+
+
+def check_is_honoured(args: Any, others: Mapping[str, Any]) -> None:
+    """Raise InputError for arguments that would be wrong in silence."""
+    refused = {
+        "fp16": "needs a loss scale that ranks agree on; use bf16=True, or your own loop with ShardedGradScaler",
+        "label_smoothing_factor": "computes a loss beside the model's; put it into the model's forward",
+    }
+    for name, why in refused.items():
+        if getattr(args, name, None):
+            raise InputError(f"{name}={getattr(args, name)} {why}.")
+    if others.get("compute_loss_func") is not None:
+        raise InputError("compute_loss_func computes a loss beside the model's; put it into the model's forward.")
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    """The samples of a dataset in its own order, which loaders may shuffle."""
+    if isinstance(dataset, IterableDataset):
+        return iter(dataset)
+    return (dataset[number] for number in range(len(dataset)))
 
 
 def own_part(value: Any) -> Any:

@@ -5,10 +5,8 @@ import os
 import sys
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh  # new
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-import autopar  # new
 from autopar.integrations.trainer import Trainer  # was: from transformers import Trainer
 
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -19,15 +17,17 @@ arguments = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to="n
 
 torch.manual_seed(0)
 dataset = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (64, 16))]
-model = LlamaForCausalLM(LlamaConfig(**sizes))
-mesh = init_device_mesh("cpu", (arguments.world_size,), mesh_dim_names=("dp",))  # new
-batch = default_data_collator(dataset[:each])  # new
-model = autopar.compile(model, mesh, batch, inputs="local", strategy="zero3")  # new
-trainer = Trainer(model=model, args=arguments, train_dataset=dataset, eval_dataset=dataset[:16])
+trainer = Trainer(
+    model=LlamaForCausalLM(LlamaConfig(**sizes)),
+    args=arguments,
+    train_dataset=dataset,
+    eval_dataset=dataset[:16],
+    mesh=torch.distributed.init_device_mesh("cpu", (arguments.world_size,), mesh_dim_names=("dp",)),  # new
+    options={"strategy": "zero3"},  # new
+)
 trainer.train(resume_from_checkpoint=sys.argv[2] if len(sys.argv) > 2 else None)
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 predicted = trainer.predict(dataset[:16]).predictions
 found = {"losses": losses, "eval": trainer.evaluate()["eval_loss"], "sum": float(abs(predicted).sum())}
 if trainer.is_world_process_zero():
     print(json.dumps(found))
-torch.distributed.destroy_process_group()  # new

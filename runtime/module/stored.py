@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.guards import unseen
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
@@ -241,7 +242,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
             # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
             # what that counts: the innermost hooks alone see what is saved.
             apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            with of_this_call(), torch.inference_mode(False), torch.enable_grad(), apart:
+            with unseen(), of_this_call(), torch.inference_mode(False), torch.enable_grad(), apart:
                 found = self._prepare(arguments, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
             kind = *kind[:2], self._frozen() if frozen is None else frozen

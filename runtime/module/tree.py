@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from autopar.capture.guards import hooks_on_all_modules
 from autopar.errors import InputError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -110,7 +111,7 @@ class Tree:
     def state(self, training: bool) -> State:
         """What a captured graph depends on, beside the inputs."""
         modes = [each["training"] for each in self._attributes]
-        hooks = tuple(number for hooks in self._hooks if hooks for number in hooks)
+        hooks = tuple(number for hooks in (*self._hooks, hooks_on_all_modules()) if hooks for number in hooks)
         return State(training, tuple(modes), hooks, self._changes)
 
     def look(self) -> None:

@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from autopar.errors import InputError
 from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.marks import role_of
+from autopar.runtime.recompute.module_ranges import is_watched
 from autopar.runtime.recompute.regions import in_regions
 from autopar.runtime.recompute.run import run, steps_of
 
@@ -55,8 +56,8 @@ class RankGraph:
         self.ahead = module if ahead is None else ahead
         self._has_hooks = has_hooks
         self._in_layers = in_layers
-        steps = steps_of(self.ahead.graph)
-        self._recomputing = steps if any(step.role is not None for step in steps) else ()
+        self._steps = steps_of(self.ahead.graph)
+        self._recomputes = any(step.role is not None for step in self._steps)
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
         """Whether some gathered weights are freed after use and gathered again in the backward."""
         self._compiled: dict[tuple[Compilation, bool], Callable[..., Any]] = {}
@@ -71,7 +72,8 @@ class RankGraph:
         """
         learns = torch.is_grad_enabled()
         if compilation is None and not compiling:
-            return partial(run, self.ahead.graph, self._recomputing) if self._recomputing and learns else self.ahead
+            call_by_call = (self._recomputes and learns) or is_watched()
+            return partial(run, self.ahead.graph, self._steps) if call_by_call else self.ahead
         if self._has_hooks and learns:
             raise InputError(
                 "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "
@@ -90,7 +92,7 @@ class RankGraph:
 
     def _as_compiled(self, learns: bool) -> fx.GraphModule:
         """The graph as torch.compile is to see it."""
-        return self._regions if learns and (self._recomputing or self.regathers) else self.module
+        return self._regions if learns and (self._recomputes or self.regathers) else self.module
 
     @cached_property
     def _regions(self) -> fx.GraphModule:

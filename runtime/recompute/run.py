@@ -1,10 +1,11 @@
-"""Runs a per-rank graph whose plan computes segments again in the backward; `saved_handles` says how.
+"""Runs a per-rank graph call by call: where segments are computed again in the backward, or somebody watches modules.
 
-Graphs in which nothing is computed again do not pass through here.
+`saved_handles` says how segments are computed again. All other graphs run as the code that fx makes of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.runtime.recompute.marks import Mark, role_of
+from autopar.runtime.recompute.module_ranges import ModuleRanges
 from autopar.runtime.recompute.saved_handles import Claims, Frame, call
 
 
@@ -45,9 +47,14 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
 def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
     """Run a graph on the values of its placeholders; `steps` are `steps_of(graph)`."""
     values: dict[fx.Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    ranges = ModuleRanges.where_watched()
     claims, frame = Claims(), None
-    with claims:
+    with claims, contextlib.ExitStack() as stack:
+        if ranges is not None:
+            stack.callback(ranges.close)
         for step in steps:
+            if ranges is not None:
+                ranges.enter(step.node)
             if step.role is None:
                 values[step.node] = call(step.node, values.__getitem__)
             elif step.role.weight:
@@ -55,6 +62,8 @@ def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
             else:
                 frame = frame or Frame()
                 values[step.node] = claims.run(frame, step.node, step.role, values)
+            if ranges is not None:
+                ranges.leave(step.node, values[step.node])
             if step.ends_segment and frame is not None:
                 frame.close(claims.hold)
                 frame = None

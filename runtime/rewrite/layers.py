@@ -96,8 +96,10 @@ class _Layers:
         function = self.known[same] if first_key is None else _Call(self.known[same], first_key)  # type: ignore[arg-type]
         given = tuple(map(self.copies.__getitem__, inputs))
         result = self.new.create_node("call_function", function, given, name=f"layer_{nodes[0].name}")
+        result.meta["module"] = _layer(nodes[0])
         for position, node in enumerate(outputs):
             self.copies[node] = self.new.call_function(operator.getitem, (result, position))
+            self.copies[node].meta["module"] = _layer(node)
 
 
 def _is_outside(node: fx.Node) -> bool:

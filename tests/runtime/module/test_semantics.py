@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 
@@ -355,3 +356,23 @@ def _attributes() -> None:
 
 def test_attributes_of_parameters_and_classes_of_modules_are_kept(ranks: Ranks) -> None:
     on_ranks(ranks, _attributes)
+
+
+def _hooks_on_all_modules() -> None:
+    model, alone = pair("zero3")
+    assert_trains_alike(model, alone, steps=1)
+    handle = register_module_forward_hook(lambda module, args, out: out)
+    try:
+        with pytest.raises(
+            autopar.CaptureError, match=r"is a hook on all modules .* register it on those that it is for"
+        ):
+            model(batch())
+        with pytest.raises(autopar.CaptureError, match="is a hook on all modules"):
+            compiled(Net())
+    finally:
+        handle.remove()
+    assert_trains_alike(model, alone, steps=1)
+
+
+def test_hooks_on_all_modules_are_refused(ranks: Ranks) -> None:
+    on_ranks(ranks, _hooks_on_all_modules)
