@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds, hidden_share
+from autopar.cost.product_efficiency import full_rate_flops
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.plans.strategy_names import MOVED_TOGETHER, strategy_name
@@ -223,15 +224,17 @@ def menu_of(
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             layouts = strategy.inputs, strategy.outputs
+            local = strategy.local_sizes(bound.sizes, mesh)
             num_flops = _local_flops(total, strategy, call, bound, mesh)
+            num_flops = full_rate_flops(num_flops, op, bound, local, hardware, implementation)
             scratch = _scratch_bytes(strategy, call, bound, mesh)
-            beside = op.elementwise_bytes(call, strategy.local_sizes(bound.sizes, mesh)) if op.elementwise_bytes else 0
+            beside = op.elementwise_bytes(call, local) if op.elementwise_bytes else 0
             forward = forward_seconds(
                 call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch, beside
             )
             forward += (num_launches(strategy, call, bound.sizes, mesh) - 1) * hardware.op_latency_s
             if strategy.transfers:
-                share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+                share = hidden_share(implementation, hardware, call, local)
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
             if implementation is not None and turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
