@@ -18,7 +18,6 @@ The choices, and the moves between layouts, are those of the plan; at other size
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,8 @@ from torch import fx
 
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
-from autopar.cost.product_efficiency import QUERIES, SIDES, sides_of, takes_longer
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
+from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
@@ -39,17 +38,18 @@ from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
 from autopar.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
 from autopar.hardware.beside import GATHERING, Message
 from autopar.hardware.collectives import Transfer
-from autopar.hardware.profile import Hardware
 from autopar.memory.model import MemoryModel
 from autopar.planning.settings import context_of
 from autopar.plans.formula_names import BESIDE, COLLECTIVES, FIXED, WHOLE, rate_name
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.operation import Call, Implementation, OpRule, is_view
+from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
 from autopar.space.beside import beside_of, dtypes_of
-from autopar.space.menu import Strategy, num_launches, own_transfers
+from autopar.space.computing import num_launches
+from autopar.space.menu import own_transfers
 from autopar.space.space import Decision, Space, Wire, without_gradient
+from autopar.space.strategy import Strategy
 from autopar.strategies import rule_of
 
 Item = TypeVar("Item")
@@ -131,25 +131,6 @@ class _Sum:
             factor = count if one_term else f"({count})"
             parts.append(factor if not function else function if count == "1" else f"{factor}*{function}")
         return _added(parts)
-
-
-def _full_rate_flops(
-    flops: Polynomial,
-    op: OpRule,
-    bound: BoundRule,
-    local: Mapping[str, int],
-    hardware: Hardware,
-    chosen: Implementation | None = None,
-) -> str:
-    """`cost.product_efficiency.full_rate_flops` of sizes with symbols."""
-    found = str(flops)
-    if takes_longer(op, local, hardware, chosen):
-        found = f"({found})*(1 + {hardware.attention_length!r}/({Size.of(local[QUERIES]).polynomial}))"
-    sides = sides_of(op, bound) if hardware.product_wave else ()
-    if sides:
-        elements = Polynomial.sum(Size.of(math.prod(local[each] for each in side)).polynomial for side in sides)
-        found = f"{found} + {hardware.product_wave / SIDES!r}*({elements})"
-    return found
 
 
 def _times(share: str, function: str) -> str:
@@ -306,7 +287,7 @@ class _Ledger:
         if chosen is not None and chosen.scratch_bytes is not None:
             moved = moved + Size.of(chosen.scratch_bytes(call, local)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        computing = _full_rate_flops(flops, op, bound, local, hardware, chosen)
+        computing = full_rate_formula(flops, op, bound, local, hardware, chosen)
         roofline = f"Max(({computing})/{peak!r}, ({moved})/{speed!r})"
         if op.elementwise_bytes is not None:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
@@ -331,7 +312,7 @@ class _Ledger:
         moved = Size.of(operations.moved_bytes(op, read, written)).polynomial
         flops = Size.of(operations.flops(call, op, bound)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        computing = _full_rate_flops(flops, op, bound, bound.sizes, hardware)
+        computing = full_rate_formula(flops, op, bound, bound.sizes, hardware)
         return f"Max(({computing})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:

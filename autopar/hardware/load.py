@@ -72,7 +72,7 @@ PROFILE = Record(
         "op_latency_s": _NUMBER,
         "links": ListOf(_LINK, most=100),
     },
-    optional={name: _NUMBER for name in _OPTIONAL},
+    optional=dict.fromkeys(_OPTIONAL, _NUMBER),
     others=True,
 )
 """The fields of a profile; what else it says, as what a fit left over, is for those who read it."""
