@@ -1,0 +1,62 @@
+"""Kernels that the measured frameworks fuse, as operations of their own: one call each, which autopar prices as one.
+
+rotary    the rotary embedding of flash-attn, which keeps no activation
+softmax   Megatron's scaled softmax with an upper triangular mask, which keeps its result
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autopar
+
+# Shapes: B samples, H heads, S positions, T positions looked at, D features of a head.
+
+
+@torch.library.custom_op("published::rotary", mutates_args=())
+def rotary(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    """Features of each head turned by the angles of their positions."""
+    first, second = x_BHSD.chunk(2, dim=-1)
+    return x_BHSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
+
+
+@torch.library.custom_op("published::causal_softmax", mutates_args=())
+def causal_softmax(scores_BHST: Tensor, scale: float) -> Tensor:
+    """Softmax of scaled scores over what is not later."""
+    size = scores_BHST.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=scores_BHST.device).triu(1)
+    return (scores_BHST * scale).masked_fill(later, float("-inf")).softmax(-1)
+
+
+def _as_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
+def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _turned_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    cos, sin = ctx.saved_tensors
+    return rotary(gradient, cos, -sin), None, None
+
+
+def _keep_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]
+
+
+def _of_scores(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (result,) = ctx.saved_tensors
+    return ctx.scale * torch._softmax_backward_data(gradient, result, -1, gradient.dtype), None
+
+
+rotary.register_fake(_as_first)
+rotary.register_autograd(_turned_back, setup_context=_keep_angles)
+causal_softmax.register_fake(_as_first)
+causal_softmax.register_autograd(_of_scores, setup_context=_keep_result)
+autopar.register_rule("published::rotary", "~b h s _, s _, s _ -> b h s _")
+autopar.register_rule("published::causal_softmax", "b h s _ -> b h s _")
