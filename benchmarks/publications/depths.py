@@ -23,7 +23,7 @@ Make = Callable[[MemoryModel, Sequence[int], Mapping[str, str]], tuple[Task, ...
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """`longer` has one layer more than `shorter` and `times` fewer than it stands for; without a shorter it is whole."""
+    """`longer` has a layer more than `shorter`, and `times` fewer than it stands for; without a shorter it is whole."""
 
     longer: Plan
     shorter: Plan | None = None

@@ -1,7 +1,7 @@
 """The decoders of the tables on the meta device, with the kernels that their frameworks run.
 
 llama   nanotron's: queries, keys and values in one product, gate and up in one, RMSNorm and rotary embedding fused
-gpt     Megatron's: queries, keys and values in one product, biases, learned positions; scores written out unless `flash`
+gpt     Megatron's: the same product, biases, learned positions; scores are written out unless it is `flash`
 mpt     llm-foundry's: as gpt without biases, always flash
 
 What products take together lies head by head, as Megatron has it, so that columns of it are whole heads.
@@ -37,6 +37,7 @@ class Attention(nn.Module):
         q_BHSD = q.reshape(batch, positions, self.shape.heads, self.size).transpose(1, 2)
         k_BHSD, v_BHSD = k.transpose(1, 2), v.transpose(1, 2)
         if angles is not None:
+            k_BHSD, v_BHSD = k_BHSD.contiguous(), v_BHSD.contiguous()  # as nanotron's; the packed product is let go
             q_BHSD, k_BHSD = rotary(q_BHSD, *angles), rotary(k_BHSD, *angles)
         if self.shape.flash:
             grouped = {"enable_gqa": True} if self.shared > 1 else {}

@@ -102,10 +102,7 @@ def _refused(cells: Cells, family: str) -> str | None:
 def _schedule(cells: Cells, accumulation: int) -> tuple[str, int]:
     """The schedule of a pipeline, and the stages of a rank."""
     pp, said = int(cells["pp"]), re.search(r"schedule ([\w-]+)", cells["notes"])
-    if cells["vpp"] == "one layer per chunk":
-        chunks = (int(cells["layers"]) + 2) // pp
-    else:
-        chunks = int(cells["vpp"] or 1)
+    chunks = (int(cells["layers"]) + 2) // pp if cells["vpp"] == "one layer per chunk" else int(cells["vpp"] or 1)
     if said and said[1] in SCHEDULES:
         return SCHEDULES[said[1]], chunks
     if chunks > 1:

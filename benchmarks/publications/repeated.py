@@ -3,8 +3,8 @@
 Two plans that differ in one layer show what a layer adds. Its tasks are put in as often as there are further layers,
 and the longer list is simulated, as every step is; sums, and the bytes at each moment, counted from the begin or from
 the end of the model, are straight lines in the number of layers, so that their maximum lies at one of the ends. Where
-the longer plan is not the shorter with a layer put in (as where messages join several layers), `NotRepeated` says so, and
-the model is planned whole.
+the longer plan is not the shorter with a layer put in, as where messages join several layers, `NotRepeated` says so,
+and the model is planned whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from autopar.timeline.values import Task
 
 
-class NotRepeated(Exception):  # noqa: N818  (a case to fall back from)
+class NotRepeated(Exception):
     """The longer plan is not the shorter with one more layer in it."""
 
 

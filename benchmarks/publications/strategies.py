@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -36,7 +35,7 @@ PRECISIONS = {
 }
 
 
-class Unexpressed(Exception):  # noqa: N818  (a reason for a table, nobody's error)
+class Unexpressed(Exception):
     """Why a row has no plan of autopar's that is its strategy."""
 
 
@@ -139,7 +138,7 @@ def less_at_the_ends(layers: int, stages: int) -> tuple[int, ...]:
 def by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
     """Equal costs: a layer's matrices, and the head's (nanotron, trainer.py, `_init_model_instance`).
 
-    A block goes to the rank on which the costs so far have not passed the rank's share; the embedding counts nothing.
+    A rank has blocks until their costs reach its share of them; the embedding counts nothing.
     """
     blocks = [shape.layer_parameters] * shape.layers
     whole = sum(blocks) + shape.vocabulary * shape.hidden
@@ -148,7 +147,7 @@ def by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
     for cost in blocks:
         counts[rank] += 1
         until += cost
-        if until > ends[rank] and rank < stages - 1:
+        if until >= ends[rank] and rank < stages - 1:
             rank += 1
     return tuple(counts)
 
@@ -156,8 +155,3 @@ def by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
 def starts(counts: Sequence[int]) -> tuple[int, ...]:
     """The first layer of each stage, of which there are so many layers each."""
     return tuple(sum(counts[:stage]) for stage in range(len(counts)))
-
-
-def grows(values: Sequence[int]) -> bool:
-    """Whether each value is larger than the one before."""
-    return all(a < b for a, b in pairwise(values))

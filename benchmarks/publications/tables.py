@@ -93,7 +93,7 @@ def vtrain_row(cells: Cells) -> Row:
     accumulation = int(cells["global_batch"]) // (int(cells["micro_batch"]) * dp)
     return Row(
         source="vtrain one node" if gpus <= 8 else "vtrain several nodes",
-        label=f"{cells['params_B']}B dp{dp} tp{cells['tp']} pp{pp} mbs{cells['micro_batch']} of {cells['global_batch']}",
+        label=f"{cells['params_B']}B dp{dp} tp{cells['tp']} pp{pp} {cells['micro_batch']} of {cells['global_batch']}",
         framework="megatron",
         shape=shape,
         sequence=int(cells["seq"]),
