@@ -23,6 +23,12 @@ def rotary(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return x_BHSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
 
 
+@torch.library.custom_op("published::rms_norm", mutates_args=())
+def rms_norm(x_BSF: Tensor, weight_F: Tensor, eps: float = 1e-5) -> Tensor:
+    """Features divided by the root of their mean square."""
+    return torch.nn.functional.rms_norm(x_BSF, weight_F.shape, weight_F, eps)
+
+
 @torch.library.custom_op("published::causal_softmax", mutates_args=())
 def causal_softmax(scores_BHST: Tensor, scale: float) -> Tensor:
     """Softmax of scaled scores over what is not later."""
@@ -54,9 +60,26 @@ def _of_scores(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return ctx.scale * torch._softmax_backward_data(gradient, result, -1, gradient.dtype), None
 
 
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.eps = inputs[2]
+
+
+def _of_normed(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors
+    root = x.float().square().mean(-1, keepdim=True).add(ctx.eps).rsqrt()
+    normed, scaled = x * root, (gradient * weight).float()
+    of_x = root * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    of_weight = (gradient * normed).sum(tuple(range(x.dim() - 1)))
+    return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+rms_norm.register_fake(_as_first)
+rms_norm.register_autograd(_of_normed, setup_context=_keep_inputs)
 rotary.register_fake(_as_first)
 rotary.register_autograd(_turned_back, setup_context=_keep_angles)
 causal_softmax.register_fake(_as_first)
 causal_softmax.register_autograd(_of_scores, setup_context=_keep_result)
+autopar.register_rule("published::rms_norm", "b s _, _ -> b s _")
 autopar.register_rule("published::rotary", "~b h s _, s _, s _ -> b h s _")
 autopar.register_rule("published::causal_softmax", "b h s _ -> b h s _")

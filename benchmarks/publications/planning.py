@@ -152,15 +152,25 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
             messages = planner.messages(context_of(depths.longer).space.program)
             known[kind] = depths, _seconds(depths, messages, hardware.communication_share)
         stages.append(known[kind])
-    runs, peaks, standing = _runs(schedule, wanted), [], []
-    for rank in range(schedule.num_ranks):
-        own = [(stages[stage][0], runs[stage]) for stage in schedule.stages_of(rank)]
-        transient = [depths.part(*TRANSIENT) for depths, _ in own]
-        peaks.append(sum(depths.peak(each) for depths, each in own) - sum(transient) + max(transient))
-        standing.append(sum(depths.standing(each) for depths, each in own))
+    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, wanted))
     seconds = simulate_stages(schedule, [each for _, each in stages]).seconds
     derived = any(depths.shorter is not None for depths, _ in stages)
-    return Predicted(seconds, 0.0, round(max(peaks)), max(standing), derived)
+    return Predicted(seconds, 0.0, peaks, standing, derived)
+
+
+def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbatches]) -> tuple[int, int]:
+    """Of the fullest rank, at the peak and between steps."""
+    peaks, standing = [0.0], [0]
+    seen: dict[int, int] = {}
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        if len(own) == 1 and seen.get(id(stages[own[0]]), 0) >= runs[own[0]].in_flight:
+            continue  # as another rank, with no more in flight
+        seen[id(stages[own[0]])] = runs[own[0]].in_flight
+        transient = [stages[stage].part(*TRANSIENT) for stage in own]
+        peaks.append(sum(stages[stage].peak(runs[stage]) for stage in own) - sum(transient) + max(transient))
+        standing.append(sum(stages[stage].standing(runs[stage]) for stage in own))
+    return round(max(peaks)), max(standing)
 
 
 def _plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> Plan:

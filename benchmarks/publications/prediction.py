@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
@@ -105,7 +106,7 @@ def _asked(row: Row, hardware_of: HardwareOf, whole: bool) -> _Asked | str:
 
 
 def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterator[tuple[_Asked, Predicted | str]]:
-    """Predictions, those on disk first; the others in an order in which one capture serves the next, too."""
+    """Predictions, those on disk first."""
     missing = []
     for each in wanted:
         kept = _kept(store, each)
@@ -113,17 +114,28 @@ def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterato
             missing.append(each)
         else:
             yield each, kept
-    missing.sort(key=lambda each: (repr(each.pinned.shape), each.pinned.batch, each.pinned.pipeline))
     for each, answer in _planned(missing, jobs):
         _keep(store, each, answer)
         yield each, answer
 
 
-def _planned(missing: Sequence[_Asked], jobs: int) -> Iterable[tuple[_Asked, Predicted | str]]:
-    if jobs <= 1 or len(missing) < 2:
-        return ((each, _plan(each)) for each in missing)
+def _planned(missing: Sequence[_Asked], jobs: int) -> Iterator[tuple[_Asked, Predicted | str]]:
+    """In groups of which the model is captured once."""
+    groups: dict[object, list[_Asked]] = defaultdict(list)
+    for each in missing:
+        said = each.pinned
+        groups[said.shape, said.sequence, said.batch, said.precision].append(each)
+    if jobs <= 1:
+        for group in groups.values():
+            yield from ((each, _plan(each)) for each in group)
+        return
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(zip(missing, pool.map(_plan, missing, chunksize=4), strict=True))
+        for group, answers in zip(groups.values(), pool.map(_plan_all, groups.values()), strict=True):
+            yield from zip(group, answers, strict=True)
+
+
+def _plan_all(group: Sequence[_Asked]) -> list[Predicted | str]:
+    return [_plan(each) for each in group]
 
 
 def _plan(asked: _Asked) -> Predicted | str:

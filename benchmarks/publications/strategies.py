@@ -119,7 +119,10 @@ def cuts(row: Row) -> tuple[int, ...]:
     """The layers of each stage, as the framework of a row deals them out."""
     stages = row.pp * row.chunks
     if row.framework == "nanotron":
-        return by_cost(row.shape, stages)
+        counts = by_cost(row.shape, stages)
+        if 0 in counts[:-1]:
+            raise Unexpressed("a stage between others, or the first, that has no layer")
+        return counts
     if row.framework == "zero bubble":
         return less_at_the_ends(row.shape.layers, stages)
     if row.shape.layers % stages:
