@@ -16,8 +16,8 @@ from autopar.steps.step import microbatch_tasks, step_tasks
 from autopar.timeline.values import Task
 from benchmarks.publications.repeated import extended, highest, on_line
 
-FEWEST = 1
-"""Layers of the shorter plan."""
+FEWEST, FEWEST_GATHERED = 1, 3
+"""Layers of the shorter plan, and where weights are gathered a layer ahead, whose neighbours then matter, too."""
 Make = Callable[[MemoryModel, Sequence[int], Mapping[str, str]], tuple[Task, ...]]
 
 
@@ -28,13 +28,15 @@ class Depths:
     longer: Plan
     shorter: Plan | None = None
     times: int = 0
+    gathered: bool = False
 
     @classmethod
-    def of(cls, plan: Callable[[int], Plan], layers: int) -> Depths:
-        """Plans that stand for so many layers."""
-        if layers <= FEWEST + 1:
-            return cls(plan(layers))
-        return cls(plan(FEWEST + 1), plan(FEWEST), layers - FEWEST - 1)
+    def of(cls, plan: Callable[[int], Plan], layers: int, gathered: bool) -> Depths:
+        """Plans that stand for so many layers; `gathered` says whether each gathers its weights."""
+        fewest = FEWEST_GATHERED if gathered else FEWEST
+        if layers <= fewest + 1:
+            return cls(plan(layers), gathered=gathered)
+        return cls(plan(fewest + 1), plan(fewest), layers - fewest - 1, gathered)
 
     def step(self) -> tuple[Task, ...]:
         """The tasks of a step of one micro-batch."""
@@ -64,7 +66,11 @@ class Depths:
         longer = moments(self.longer, runs)
         if self.shorter is None:
             return int(longer.max())
-        return highest(moments(self.shorter, runs), longer, self.times, *_beside_layers(self.longer))
+        shorter = moments(self.shorter, runs)
+        before, behind = _beside_layers(self.longer)
+        if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it runs beside
+            before, behind = (each + longer.shape[-1] - shorter.shape[-1] for each in (before, behind))
+        return highest(shorter, longer, self.times, before, behind)
 
     def standing(self, runs: Microbatches) -> int:
         """Bytes that stand at the end of a step, when the gradients of several micro-batches are added up."""

@@ -33,14 +33,11 @@ from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
-from benchmarks.publications.depths import FEWEST, Depths
+from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
 from benchmarks.publications.models import decoder
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Shape
 from benchmarks.publications.strategies import PRECISIONS, Pinned, starts
-
-DEPTH = 2 * (FEWEST + 1)
-"""Layers of the model that stages are cut from: the first and the last one may each have as many as a longer plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
         return request.plan(request.space(_program(asked, layers), mesh))
 
     layers, share = asked.shape.layers, hardware.communication_share
-    depths = Depths(plan(layers)) if whole else Depths.of(plan, layers)
+    depths = Depths(plan(layers)) if whole else Depths.of(plan, layers, asked.gathered)
     runs = context_of(depths.longer).memory_model.microbatches
     step = simulate(depths.step(), share).seconds
     further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
@@ -139,7 +136,9 @@ def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
 
 def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
-    program, wanted = _program(asked, min(asked.shape.layers, DEPTH)), request_of(asked, hardware)
+    # The first and the last stage may each have as many layers as a longer plan.
+    depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
+    program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
     planner = StagePlanner(planned_blocks(request, 3))
     last = schedule.num_stages - 1
@@ -148,7 +147,7 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
     for stage, layers in enumerate(counts):
         kind = stage == 0, stage == last, layers
         if kind not in known:
-            depths = Depths.of(partial(_plan_of_stage, planner, stage, last), layers)
+            depths = Depths.of(partial(_plan_of_stage, planner, stage, last), layers, asked.gathered)
             messages = planner.messages(context_of(depths.longer).space.program)
             known[kind] = depths, _seconds(depths, messages, hardware.communication_share)
         stages.append(known[kind])

@@ -66,6 +66,11 @@ class Pinned:
     def annotations(self) -> tuple[Annotation, ...]:
         return (Annotation("*", storage=("dp",), regather=self.storage == 3),) if self.storage else ()
 
+    @property
+    def gathered(self) -> bool:
+        """Whether each layer gathers its weights, forward and backward."""
+        return self.storage == 3 or self.strategy == "zero3"
+
     def mesh(self, hardware: str) -> Mesh:
         return Mesh({**({"pp": self.pipeline} if self.pipeline > 1 else {}), **dict(self.axes)}, hardware)
 
