@@ -21,7 +21,7 @@ import torch
 
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
-from benchmarks.publications import report
+from benchmarks.publications import machines, report
 from benchmarks.publications.choice import cells
 from benchmarks.publications.folds import sampled
 from benchmarks.publications.memory import runs_out
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = profiles[row.device]
         if name not in known:
             known[name] = load(name)
-        return known[name]
+        return machines.hardware_of(row, known[name])
 
     def progress(done: int, of: int) -> None:
         print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)
