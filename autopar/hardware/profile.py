@@ -1,8 +1,9 @@
 """What the planner assumes of a machine: peak FLOP/s, memory, and the links between devices, read from JSON profiles.
 
 A profile in `profiles/` states every number as {"value": …, "source": …}. Sources say "datasheet", "measured" (with
-hardware, date and script) or "assumed". A profile of one's own is the same file anywhere, given by its path;
-`autopar calibrate` writes one. What the numbers of a link mean for a collective is in `collectives`.
+hardware, date and script), "fit" (with script, date and data), "derived" or "assumed". A profile of one's own is the
+same file anywhere, given by its path; `autopar calibrate` writes one. What the numbers of a link mean for a collective
+is in `collectives`.
 """
 
 from __future__ import annotations

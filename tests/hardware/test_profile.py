@@ -57,7 +57,7 @@ def _numbers(profile: object) -> Iterator[object]:
 
 
 def test_the_profiles_that_ship_are_known() -> None:
-    assert set(known_profiles()) >= {"a100", "b200", "cpu", "h100", "h200"}
+    assert set(known_profiles()) >= {"a100", "a100-40gb", "b200", "cpu", "gb200", "h100", "h200"}
 
 
 @pytest.mark.parametrize("name", known_profiles())
@@ -68,7 +68,18 @@ def test_a_profile_loads_and_states_the_source_of_every_number(name: str) -> Non
     assert len(numbers) >= 6
     for number in numbers:
         assert isinstance(number, dict), f"{name}: {number} has no source"
-        assert number["source"].split(":")[0] in {"datasheet", "measured", "assumed"}
+        assert number["source"].split(":")[0] in {"datasheet", "measured", "fit", "derived", "assumed"}
+
+
+@pytest.mark.parametrize("name", [name for name in known_profiles() if name != "cpu"])
+def test_what_a_gpu_reaches_is_less_than_its_peaks_and_a_fit_names_script_date_and_data(name: str) -> None:
+    hardware, written = load(name), json.loads((PROFILES / f"{name}.json").read_text())
+    assert hardware.product_efficiency < 1 and hardware.attention_efficiency < 1
+    assert hardware.elementwise_bytes_per_s < hardware.memory_bytes_per_s
+    assert hardware.product_wave % (128 * 256) == 0, "a tile on each multiprocessor"
+    source = written["product_efficiency"]["source"]
+    assert all(part in source for part in ("benchmarks.fit_profiles", "2026-11-24", "2026-11-24-profiles.txt"))
+    assert source.startswith("fit: " if name[:4] in ("a100", "h100") else "assumed: as fitted for h100")
 
 
 def test_a_measured_number_names_hardware_date_and_script() -> None:
@@ -113,7 +124,9 @@ def test_a_profile_is_read_from_a_path_with_or_without_sources(tmp_path: Path) -
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="'h1000' is not known; use one of 'a100', 'b200', 'cpu', 'h100', 'h200'"):
+    with pytest.raises(
+        PlanError, match="'h1000' is not known; use one of 'a100', 'a100-40gb', 'b200', 'cpu', 'gb200', 'h100', 'h200'"
+    ):
         load("h1000")
 
 
