@@ -63,7 +63,7 @@ def test_what_is_hidden_is_between_nothing_and_what_computes_beside(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_program_computes_beside_what_its_products_and_weights_say(dtype: torch.dtype) -> None:
-    """Large products alone: FLOPs at what is reached, forward, for the gradient of the weight, and that of the input."""
+    """Large products alone: FLOPs at what is reached, forward, and for the gradients of the weight and of the input."""
     rows, width = 65536, 8192
     model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(3)))
     program = capture(model, (torch.empty(rows, width, dtype=dtype, device="meta"),), {}, training=True)
