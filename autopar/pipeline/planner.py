@@ -51,7 +51,7 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
 
     Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold.
     """
-    planner = _StagePlanner(planned_blocks(request, request.schedule.num_stages))
+    planner = StagePlanner(planned_blocks(request, request.schedule.num_stages))
     blocks, starts = planner.planned.blocks, planner.starts()
     storage = dict(request.storage)
     stages: list[StagePlan] = []
@@ -102,7 +102,7 @@ def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple
 
 
 @dataclass(slots=True)
-class _StagePlanner:
+class StagePlanner:
     """Plans stages; equal ones once."""
 
     planned: PlannedBlocks

@@ -23,7 +23,7 @@ from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
-from autopar.space.menu import num_launches
+from autopar.space.computing import num_launches
 from autopar.space.space import without_gradient
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
@@ -43,10 +43,19 @@ def microbatch_seconds(memory: MemoryModel, choices: Sequence[int], modes: Mappi
 
     Once are casts and moves of weights that are held, the reduction of their gradients, and the optimizer.
     """
-    tasks = _Step(memory, choices, modes, once=False).run()
-    found = simulate(tasks, memory.space.hardware.communication_share)
+    return forward_and_backward(microbatch_tasks(memory, choices, modes), memory.space.hardware.communication_share)
+
+
+def forward_and_backward(tasks: Sequence[Task], share: float) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of a micro-batch's tasks; collectives take a `share` of the device."""
+    found = simulate(tasks, share)
     forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
     return forward, found.seconds - forward
+
+
+def microbatch_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:
+    """The tasks of one of several micro-batches, without what a step does once."""
+    return _Step(memory, choices, modes, once=False).run()
 
 
 def step_tasks(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Task, ...]:

@@ -1,0 +1,99 @@
+"""A plan of few layers, and one of a layer more, as they stand for a model or a stage with all of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
+from autopar.memory.peak import bytes_by_moment
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.steps.step import microbatch_tasks, step_tasks
+from autopar.timeline.values import Task
+from benchmarks.publications.repeated import extended, highest, on_line
+
+FEWEST, FEWEST_GATHERED = 1, 3
+"""Layers of the shorter plan, and where weights are gathered a layer ahead, whose neighbours then matter, too."""
+Make = Callable[[MemoryModel, Sequence[int], Mapping[str, str]], tuple[Task, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """`longer` has a layer more than `shorter`, and `times` fewer than it stands for; without a shorter it is whole."""
+
+    longer: Plan
+    shorter: Plan | None = None
+    times: int = 0
+    gathered: bool = False
+
+    @classmethod
+    def of(cls, plan: Callable[[int], Plan], layers: int, gathered: bool) -> Depths:
+        """Plans that stand for so many layers; `gathered` says whether each gathers its weights."""
+        fewest = FEWEST_GATHERED if gathered else FEWEST
+        if layers <= fewest + 1:
+            return cls(plan(layers), gathered=gathered)
+        return cls(plan(fewest + 1), plan(fewest), layers - fewest - 1, gathered)
+
+    def step(self) -> tuple[Task, ...]:
+        """The tasks of a step of one micro-batch."""
+        return self._tasks(step_tasks)
+
+    def microbatch(self) -> tuple[Task, ...]:
+        """The tasks of one of several micro-batches."""
+        return self._tasks(microbatch_tasks)
+
+    def _tasks(self, make: Make) -> tuple[Task, ...]:
+        longer = _made(self.longer, make)
+        return longer if self.shorter is None else extended(_made(self.shorter, make), longer, self.times)
+
+    def line(self, value: Callable[[Plan], float]) -> float:
+        """A number that each layer adds the same to."""
+        longer = value(self.longer)
+        return longer if self.shorter is None else on_line(value(self.shorter), longer, self.times)
+
+    def part(self, *names: str) -> float:
+        """Bytes of parts of a plan's memory."""
+        return self.line(
+            lambda plan: float(sum(plan.memory.parts.get(each, 0) for each in names) if plan.memory else 0)
+        )
+
+    def peak(self, runs: Microbatches) -> int:
+        """Bytes at the fullest moment of a step of such micro-batches."""
+        longer = moments(self.longer, runs)
+        if self.shorter is None:
+            return int(longer.max())
+        shorter = moments(self.shorter, runs)
+        before, behind = _beside_layers(self.longer)
+        if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it runs beside
+            before, behind = (each + longer.shape[-1] - shorter.shape[-1] for each in (before, behind))
+        return highest(shorter, longer, self.times, before, behind)
+
+    def standing(self, runs: Microbatches) -> int:
+        """Bytes that stand at the end of a step, when the gradients of several micro-batches are added up."""
+        several = replace(runs, count=max(runs.count, 2))
+        end = several.phases.index(several.phases[-1])
+        return round(self.line(lambda plan: float(moments(plan, several)[end, 0])))
+
+
+def _made(plan: Plan, make: Make) -> tuple[Task, ...]:
+    context = context_of(plan)
+    return make(context.memory_model, context.choices, plan.recompute)
+
+
+def _beside_layers(plan: Plan) -> tuple[int, int]:
+    """How many calls a model has before its layers, and behind them."""
+    lifetimes = context_of(plan).memory_model.lifetimes
+    inside = [n for n, number in enumerate(lifetimes.calls) if lifetimes.segment[number]]
+    return inside[0], len(lifetimes.calls) - 1 - inside[-1]
+
+
+def moments(plan: Plan, runs: Microbatches) -> np.ndarray:
+    """Bytes at every moment, [kinds and phases, calls of the model]; the end of a step is in its phase's first row."""
+    context = context_of(plan)
+    memory = MemoryModel(context.space, runs, context.memory_model.prefetch)
+    found = bytes_by_moment(memory, context.choices, plan.recompute)
+    return found.reshape(-1, len(memory.lifetimes.calls))

@@ -1,0 +1,66 @@
+"""Folds for cross-validation that leave out whole models, or whole numbers of nodes, the same in every run.
+
+Groups are dealt to folds from the largest to the smallest, each to the fold with the fewest rows so far, so that what
+is fitted never sees a model, or a number of nodes, that it is asked about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.publications.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Rows by their numbers: those that are fitted, and those that are asked about."""
+
+    fitted: tuple[int, ...]
+    held_out: tuple[int, ...]
+
+
+def by_model(row: Row) -> str:
+    return row.model
+
+
+def by_nodes(row: Row) -> str:
+    return f"{row.nodes} nodes"
+
+
+def folds(rows: Sequence[Row], group: Callable[[Row], str], most: int = 5) -> tuple[Fold, ...]:
+    """At least two folds, at most so many, of whole groups; none where all rows are of one group."""
+    sizes = Counter(map(group, rows))
+    count = min(most, len(sizes))
+    if count < 2:
+        return ()
+    fold_of: dict[str, int] = {}
+    filled = [0] * count
+    for name, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
+        fold_of[name] = filled.index(min(filled))
+        filled[fold_of[name]] += size
+    numbers = [fold_of[group(row)] for row in rows]
+    return tuple(
+        Fold(
+            tuple(n for n, fold in enumerate(numbers) if fold != each),
+            tuple(n for n, fold in enumerate(numbers) if fold == each),
+        )
+        for each in range(count)
+    )
+
+
+def both(rows: Sequence[Row], most: int = 5) -> Iterator[tuple[str, Fold]]:
+    """The folds that leave out models, and those that leave out numbers of nodes, with what they leave out."""
+    for name, group in (("models", by_model), ("nodes", by_nodes)):
+        yield from ((name, each) for each in folds(rows, group, most))
+
+
+def sampled(rows: Sequence[Row], count: int | None) -> list[Row]:
+    """So many rows, the same ones every time, by a digest of what they say; all of them where None is said."""
+    if count is None or count >= len(rows):
+        return list(rows)
+    digests = [hashlib.sha256(repr(row).encode()).hexdigest() for row in rows]
+    chosen = set(sorted(range(len(rows)), key=lambda n: (digests[n], n))[:count])
+    return [row for n, row in enumerate(rows) if n in chosen]

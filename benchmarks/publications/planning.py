@@ -1,0 +1,204 @@
+"""A row's plan, by autopar's planner, of few layers that stand for all of them (`depths`), or of the whole model.
+
+A step of several micro-batches is as many as that, the last of them with what is done once. Of a pipeline each kind of
+stage (the first, those between, the last) is planned as pipelines are, in a model that is as deep as that needs, and
+the schedule is simulated with all stages.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+
+from autopar.capture.export import skeleton, trace
+from autopar.capture.tiles.asked import Tiles
+from autopar.hardware.profile import Hardware
+from autopar.memory.microbatches import Microbatches
+from autopar.pipeline.plan import TRANSIENT
+from autopar.pipeline.planned_blocks import planned_blocks
+from autopar.pipeline.planner import StagePlanner, plan_pipeline
+from autopar.pipeline.request import PipelineRequest
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds
+from autopar.pipeline.schedules.simulation import simulate as simulate_stages
+from autopar.pipeline.stage_seconds import step_parts, weight_seconds
+from autopar.pipeline.stages.splitting import stage_between
+from autopar.planning.request import PlanRequest
+from autopar.planning.settings import Settings, context_of
+from autopar.plans.plan import Plan
+from autopar.program.program import Program
+from autopar.steps.step import forward_and_backward
+from autopar.timeline.simulation import simulate
+from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
+from benchmarks.publications.models import decoder
+from benchmarks.publications.repeated import NotRepeated
+from benchmarks.publications.rows import Shape
+from benchmarks.publications.strategies import PRECISIONS, Pinned, starts
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds of a step, and bytes of the fullest device: at the peak, and between steps."""
+
+    first_seconds: float
+    """Of a step of one micro-batch, or of all of a pipeline."""
+    further_seconds: float
+    """Of each further micro-batch; 0 on a pipeline."""
+    peak_bytes: int
+    standing_bytes: int
+    derived: bool
+    """Whether plans of few layers stand for it."""
+
+    def seconds(self, accumulation: int) -> float:
+        """Of a step of so many micro-batches."""
+        return self.first_seconds + (accumulation - 1) * self.further_seconds
+
+
+def predicted(asked: Pinned, counts: Sequence[int], hardware: Hardware, whole: bool = False) -> Predicted:
+    """What autopar predicts; `counts` are the layers of each stage, and `whole` plans all of them.
+
+    Raises the errors of autopar's planner.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a strategy repeats, or leaves whole, the source's does, too
+        on_pipeline = asked.pipeline > 1
+        if not whole:
+            try:
+                return _in_stages(asked, counts, hardware) if on_pipeline else _alone(asked, hardware)
+            except NotRepeated:
+                pass
+        return _whole_pipeline(asked, counts, hardware) if on_pipeline else _alone(asked, hardware, whole=True)
+
+
+def request_of(asked: Pinned, hardware: Hardware) -> PlanRequest:
+    """What autopar is asked for."""
+    return PlanRequest(
+        annotations=asked.annotations,
+        strategy=asked.strategy,
+        settings=Settings(recompute=asked.recompute),
+        hardware=hardware,
+        microbatches=asked.accumulation,
+        precision=PRECISIONS[asked.precision],
+        schedule=asked.schedule or None,
+    )
+
+
+@lru_cache(maxsize=16)
+def captured(shape: Shape, sequence: int, batch: int, precision: str) -> Program:
+    """The program of a micro-batch of all replicas."""
+    said = PRECISIONS[precision]
+    ids = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+    model = skeleton(decoder(shape, sequence, said.compute or torch.float32), said)
+    return trace(model, (ids, ids.clone()), {}, training=True, precision=said).program(Tiles())
+
+
+def _program(asked: Pinned, layers: int) -> Program:
+    return captured(replace(asked.shape, layers=layers), asked.sequence, asked.batch, asked.precision)
+
+
+def depths_alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Depths:
+    """The plans that stand for a model without a pipeline; `whole` plans all of it."""
+    request, mesh = request_of(asked, hardware), asked.mesh(hardware.name)
+
+    def plan(layers: int) -> Plan:
+        return request.plan(request.space(_program(asked, layers), mesh))
+
+    layers = asked.shape.layers
+    return Depths(plan(layers)) if whole else Depths.of(plan, layers, asked.gathered)
+
+
+def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
+    depths, share = depths_alone(asked, hardware, whole), hardware.communication_share
+    runs = context_of(depths.longer).memory_model.microbatches
+    step = simulate(depths.step(), share).seconds
+    further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
+    return Predicted(step, further, depths.peak(runs), depths.standing(runs), depths.shorter is not None)
+
+
+def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+    """The plan of a pipeline that is cut as the row's."""
+    wanted = replace(request_of(asked, hardware), stages=tuple(f"layers.{start}" for start in starts(counts)[1:]))
+    schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
+    program = _program(asked, asked.shape.layers)
+    plan = plan_pipeline(PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule))
+    runs = _runs(schedule, wanted)
+    standing = [
+        sum(Depths(plan.stages[stage].plan).standing(runs[stage]) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    ]
+    return Predicted(plan.seconds, 0.0, plan.peak_bytes, max(standing), False)
+
+
+def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
+    """The micro-batches of each stage."""
+    count = schedule.num_microbatches
+    return [Microbatches(count, schedule.in_flight(s), wanted.reduces_each) for s in range(schedule.num_stages)]
+
+
+def stage_planner(asked: Pinned, hardware: Hardware) -> tuple[StagePlanner, Schedule]:
+    """What plans the stages of a pipeline, in a model that is as deep as that needs."""
+    schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
+    # The first and the last stage may each have as many layers as a longer plan.
+    depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
+    program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
+    request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
+    return StagePlanner(planned_blocks(request, 3)), schedule
+
+
+def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+    planner, schedule = stage_planner(asked, hardware)
+    last = schedule.num_stages - 1
+    known: dict[tuple[bool, bool, int], tuple[Depths, StageSeconds]] = {}
+    stages: list[tuple[Depths, StageSeconds]] = []
+    for stage, layers in enumerate(counts):
+        kind = stage == 0, stage == last, layers
+        if kind not in known:
+            depths = Depths.of(partial(plan_of_stage, planner, stage, last), layers, asked.gathered)
+            messages = planner.messages(context_of(depths.longer).space.program)
+            known[kind] = depths, _seconds(depths, messages, hardware.communication_share)
+        stages.append(known[kind])
+    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
+    seconds = simulate_stages(schedule, [each for _, each in stages]).seconds
+    derived = any(depths.shorter is not None for depths, _ in stages)
+    return Predicted(seconds, 0.0, peaks, standing, derived)
+
+
+def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbatches]) -> tuple[int, int]:
+    """Of the fullest rank, at the peak and between steps."""
+    peaks, standing = [0.0], [0]
+    seen: dict[int, int] = {}
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        if len(own) == 1 and seen.get(id(stages[own[0]]), 0) >= runs[own[0]].in_flight:
+            continue  # as another rank, with no more in flight
+        seen[id(stages[own[0]])] = runs[own[0]].in_flight
+        transient = [stages[stage].part(*TRANSIENT) for stage in own]
+        peaks.append(sum(stages[stage].peak(runs[stage]) for stage in own) - sum(transient) + max(transient))
+        standing.append(sum(stages[stage].standing(runs[stage]) for stage in own))
+    return round(max(peaks)), max(standing)
+
+
+def plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> Plan:
+    """The plan of a stage with so many layers, cut out of the model that there is."""
+    blocks, program = planner.planned.blocks, planner.planned.request.program
+    places = [number for number, block in enumerate(blocks) if block.name.startswith("layers.")]
+    assert places, f"no layers among {[block.name for block in blocks]}"
+    if stage == 0:
+        first, end = 0, places[0] + layers
+    elif stage == last:
+        first, end = places[-1] + 1 - layers, len(blocks)
+    else:
+        first, end = places[1], places[1] + layers
+    return planner.plan(stage_between(program, blocks, first, end), stage, {})
+
+
+def _seconds(depths: Depths, messages: tuple[float, float], share: float) -> StageSeconds:
+    """As `stage_seconds` of autopar, at all layers."""
+    forward, backward = forward_and_backward(depths.microbatch(), share)
+    weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
+    weight = min(weight, backward)
+    return StageSeconds(forward, backward - weight, weight, *messages, depths.line(lambda plan: step_parts(plan).once))

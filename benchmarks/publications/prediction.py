@@ -1,0 +1,160 @@
+"""Predictions for rows, by several processes, kept on disk: what is asked again is not planned again.
+
+A prediction is kept under a digest of the pinned strategy, the cuts, the numbers of the hardware, and the sources of
+autopar and of this package but for what only reads and reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.files.replace import replace_text
+from autopar.hardware.profile import Hardware
+from benchmarks.publications.planning import Predicted, predicted
+from benchmarks.publications.rows import Row
+from benchmarks.publications.strategies import Pinned, Unexpressed, cuts, pinned
+
+HERE = Path(__file__).parent
+PLANNED_BY = ("depths.py", "kernels.py", "models.py", "planning.py", "repeated.py", "rows.py")
+"""Files of this package on which predictions depend; what strategies.py says is in the key."""
+HardwareOf = Callable[[Row], Hardware]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row with its prediction, or with the reason why it has none."""
+
+    row: Row
+    predicted: Predicted | None
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step of all micro-batches."""
+        assert self.predicted is not None, self.reason
+        return self.predicted.seconds(self.row.accumulation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is planned once for all rows that ask for it."""
+
+    pinned: Pinned
+    counts: tuple[int, ...]
+    hardware: Hardware
+    whole: bool
+
+    @property
+    def key(self) -> str:
+        said = json.dumps([asdict(self.pinned), self.counts, repr(astuple(self.hardware)), self.whole], sort_keys=True)
+        return hashlib.sha256(f"{sources()}{said}".encode()).hexdigest()
+
+
+@cache
+def sources() -> str:
+    """A digest of all that plans are made by."""
+    found = hashlib.sha256()
+    package = Path(autopar.__file__).parent
+    own = [HERE / name for name in PLANNED_BY]
+    for folder in (package, package.parent / "strategies", package.parent / "runtime"):
+        own += [path for path in sorted(folder.rglob("*.py")) if path.is_file()]
+    for path in own:
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def outcomes(
+    rows: Sequence[Row],
+    hardware_of: HardwareOf,
+    jobs: int = 1,
+    store: Path | None = None,
+    whole: bool = False,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Outcome]:
+    """The outcome of every row, in their order."""
+    asked: list[_Asked | str] = [_asked(row, hardware_of, whole) for row in rows]
+    wanted = list(dict.fromkeys(each for each in asked if isinstance(each, _Asked)))
+    found: dict[_Asked, Predicted | str] = {}
+    for number, (each, answer) in enumerate(_answers(wanted, jobs, store), 1):
+        found[each] = answer
+        progress(number, len(wanted))
+    answers = [found[each] if isinstance(each, _Asked) else each for each in asked]
+    return [
+        Outcome(row, None, answer) if isinstance(answer, str) else Outcome(row, answer)
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+
+
+def _asked(row: Row, hardware_of: HardwareOf, whole: bool) -> _Asked | str:
+    """What is to be planned, or why nothing is."""
+    try:
+        return _Asked(pinned(row), cuts(row) if row.pp > 1 else (row.shape.layers,), hardware_of(row), whole)
+    except Unexpressed as reason:
+        return str(reason)
+
+
+def _answers(wanted: Sequence[_Asked], jobs: int, store: Path | None) -> Iterator[tuple[_Asked, Predicted | str]]:
+    """Predictions, those on disk first."""
+    missing = []
+    for each in wanted:
+        kept = _kept(store, each)
+        if kept is None:
+            missing.append(each)
+        else:
+            yield each, kept
+    for each, answer in _planned(missing, jobs):
+        _keep(store, each, answer)
+        yield each, answer
+
+
+def _planned(missing: Sequence[_Asked], jobs: int) -> Iterator[tuple[_Asked, Predicted | str]]:
+    """In groups of which the model is captured once."""
+    groups: dict[object, list[_Asked]] = defaultdict(list)
+    for each in missing:
+        said = each.pinned
+        groups[said.shape, said.sequence, said.batch, said.precision].append(each)
+    if jobs <= 1:
+        for group in groups.values():
+            yield from ((each, _plan(each)) for each in group)
+        return
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for group, answers in zip(groups.values(), pool.map(_plan_all, groups.values()), strict=True):
+            yield from zip(group, answers, strict=True)
+
+
+def _plan_all(group: Sequence[_Asked]) -> list[Predicted | str]:
+    return [_plan(each) for each in group]
+
+
+def _plan(asked: _Asked) -> Predicted | str:
+    """A prediction, or what autopar refuses the strategy with."""
+    try:
+        return predicted(asked.pinned, asked.counts, asked.hardware, asked.whole)
+    except AutoparError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+
+
+def _kept(store: Path | None, asked: _Asked) -> Predicted | str | None:
+    path = None if store is None else store / f"{asked.key}.json"
+    if path is None or not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return found if isinstance(found, str) else Predicted(**found)
+
+
+def _keep(store: Path | None, asked: _Asked, answer: Predicted | str) -> None:
+    if store is not None:
+        os.makedirs(store, exist_ok=True)
+        replace_text(store / f"{asked.key}.json", json.dumps(answer if isinstance(answer, str) else asdict(answer)))

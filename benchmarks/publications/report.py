@@ -1,0 +1,124 @@
+"""What the command prints: by source how well predictions meet what was measured, and why rows have none."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
+from benchmarks.publications.choice import Cell, share_within
+from benchmarks.publications.memory import CAPACITY, allocated, reserved, runs_out
+from benchmarks.publications.prediction import Outcome
+
+SCHEDULED = "zero bubble"
+
+
+def group(outcome: Outcome) -> str:
+    """The line of the table: the source, nanotron's with and without a pipeline apart."""
+    row = outcome.row
+    if row.source == "nanotron":
+        return f"nanotron pp {'= 1' if row.pp == 1 else '> 1'}"
+    return row.source
+
+
+def times(found: Sequence[Outcome]) -> str:
+    """Seconds by source."""
+    lines = []
+    for name, own in _grouped(each for each in found if each.predicted and each.row.seconds).items():
+        if len(own) < 2:
+            continue
+        every = errors([each.seconds for each in own], [each.row.seconds or 0.0 for each in own])
+        lines.append(
+            (name, every.count, f"{every.mean:.1%}", f"{every.median:+.1%}", f"{every.median_absolute:.1%}",
+             f"{every.spearman:.3f}")
+        )  # fmt: skip
+    return tabulate(lines, ("seconds of a step", "rows", "MAPE", "median", "median, absolute", "Spearman"))
+
+
+def memory(found: Sequence[Outcome]) -> str:
+    """Bytes between steps and at the peak, and out-of-memory told right."""
+    lines = []
+    of_all = [each for each in found if each.predicted is not None]
+    for name, own in _grouped(of_all).items():
+        for what, predicted, measured in (
+            ("between steps", allocated, "allocated_bytes"),
+            ("at the peak", reserved, "reserved_bytes"),
+        ):
+            known = [each for each in own if getattr(each.row, measured)]
+            if len(known) >= 2:
+                every = errors([predicted(each) for each in known], [getattr(each.row, measured) for each in known])
+                lines.append((name, what, every.count, f"{every.median:+.1%}", f"{every.median_absolute:.1%}"))
+    text = tabulate(lines, ("bytes of a device", "", "rows", "median", "median, absolute"))
+    limited = [each for each in of_all if each.row.device in CAPACITY and (each.row.seconds or each.row.out_of_memory)]
+    if any(each.row.out_of_memory for each in limited):
+        told = confusion([each.row.out_of_memory for each in limited], [runs_out(each) for each in limited])
+        text += (
+            f"\n\nout of memory told right: {told.share:.1%} of {told.fitting + told.failing} runs; "
+            f"{told.fitting_told} of {told.fitting} that fit, {told.failing_told} of {told.failing} that do not"
+        )
+    return text
+
+
+def order_of_schedules(found: Sequence[Outcome]) -> str:
+    """How many pairs of schedules of one model and batch are in the measured order."""
+    grouped: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
+    for each in found:
+        if each.row.source == SCHEDULED and each.predicted and each.row.seconds:
+            grouped[each.row.model, each.row.accumulation].append(each)
+    counts = [
+        pairs_in_order([each.seconds for each in own], [each.row.seconds or 0.0 for each in own])
+        for own in grouped.values()
+    ]
+    right, every = (sum(each[n] for each in counts) for n in (0, 1))
+    return f"schedules of one model and batch in the measured order: {right} of {every} pairs" if every else ""
+
+
+def choices(made: Sequence[Cell]) -> str:
+    """The regret of choosing by prediction."""
+    if not made:
+        return ""
+    lines = [
+        (each.model, each.devices, each.runs, each.chosen, each.fastest, f"{each.regret:.1%}", f"{each.by_chance:.1%}")
+        for each in made
+    ]
+    headers = ("model", "GPUs", "runs", "chosen", "fastest", "regret", "by chance")
+    said = f"regret of at most 5% in {share_within(made, 0.05):.0%}, of at most 15% in {share_within(made, 0.15):.0%}"
+    return f"{tabulate(lines, headers)}\n\n{said} of {len(made)} cells"
+
+
+def reasons(found: Sequence[Outcome]) -> str:
+    """Rows without a prediction, grouped by what is in the way."""
+    counts = Counter((each.row.source, each.reason) for each in found if each.predicted is None)
+    lines = [(source, count, reason) for (source, reason), count in sorted(counts.items())]
+    return tabulate(lines, ("not expressed", "rows", "why")) if lines else ""
+
+
+def rows(found: Sequence[Outcome]) -> str:
+    """A line for each row."""
+    lines = []
+    for each in found:
+        if each.predicted is None:
+            continue
+        row, measured = each.row, each.row.seconds
+        lines.append(
+            (
+                row.source,
+                row.label,
+                f"{each.seconds:.4g}",
+                f"{measured:.4g}" if measured else "out of memory" if row.out_of_memory else "",
+                f"{each.seconds / measured - 1:+.0%}" if measured else "",
+                f"{reserved(each) / 1e9:.1f}",
+                f"{row.reserved_bytes / 1e9:.1f}" if row.reserved_bytes else "",
+            )
+        )
+    headers = ("source", "row", "predicted s", "measured s", "", "predicted GB", "measured GB")
+    return tabulate(lines, headers, disable_numparse=True)
+
+
+def _grouped(found: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    grouped: dict[str, list[Outcome]] = defaultdict(list)
+    for each in found:
+        grouped[group(each)].append(each)
+    return dict(sorted(grouped.items()))

@@ -1,0 +1,85 @@
+"""Training steps that others have measured, beside what autopar predicts of the same strategies.
+
+Each row of a table is planned as it ran: degrees, micro-batches, schedule, ZeRO, recomputation. Printed are, by source,
+the errors of seconds and bytes, whether out-of-memory is told right, the regret of choosing by prediction, and why
+other rows have no plan.
+
+    python -m benchmarks.published nanotron_h100.csv vtrain_a100_single_node.csv --jobs 2 --plot published.png
+    python -m benchmarks.published papers.csv --rows                a line for each row, too
+    python -m benchmarks.published nanotron_h100.csv --sample 100   so many rows, the same every time
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
+from benchmarks.publications import machines, report
+from benchmarks.publications.choice import cells
+from benchmarks.publications.folds import sampled
+from benchmarks.publications.memory import runs_out
+from benchmarks.publications.plots import scatter
+from benchmarks.publications.prediction import outcomes
+from benchmarks.publications.rows import Row
+from benchmarks.publications.strategies import PROFILES
+from benchmarks.publications.tables import read_table
+
+STORE = Path.home() / ".cache" / "autopar" / "published"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict the rows of tables, and print how well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", help="CSV files")
+    parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("--successful", action="store_true", help="leave out runs that ran out of memory")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--plot", help="write a scatter plot to this PNG")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that plan")
+    parser.add_argument("--whole", action="store_true", help="plan all layers of each model")
+    parser.add_argument("--store", type=Path, default=STORE, help="folder in which predictions are kept")
+    parser.add_argument("--profile", action="append", default=[], metavar="DEVICE=PROFILE", help="another profile")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for table in given.tables:
+        read = [row for row in read_table(table) if not (given.successful and row.out_of_memory)]
+        rows += sampled(read, given.sample)
+    profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
+    known: dict[str, Hardware] = {}
+
+    def hardware_of(row: Row) -> Hardware:
+        name = profiles[row.device]
+        if name not in known:
+            known[name] = load(name)
+        return machines.hardware_of(row, known[name])
+
+    def progress(done: int, of: int) -> None:
+        print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)
+
+    found = outcomes(rows, hardware_of, given.jobs, given.store, given.whole, progress)
+    print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(rows)} rows\n")
+    made = cells(found, runs_out)
+    for text in (
+        report.rows(found) if given.rows else "",
+        report.times(found),
+        report.memory(found),
+        report.order_of_schedules(found),
+        report.choices(made),
+        report.reasons(found),
+    ):
+        if text:
+            print(f"{text}\n")
+    if given.plot:
+        scatter(found, given.plot)
+
+
+if __name__ == "__main__":
+    main()

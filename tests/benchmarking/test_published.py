@@ -1,0 +1,387 @@
+"""Rows of tables become plans pinned to their strategies; few layers stand for all; figures and folds are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import InputError
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
+from autopar.timeline.values import COMPUTE, Task
+from benchmarks import published
+from benchmarks.publications import prediction
+from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
+from benchmarks.publications.choice import cells, share_within
+from benchmarks.publications.folds import both, by_model, by_nodes, folds, sampled
+from benchmarks.publications.kernels import causal_softmax, rms_norm, rotary
+from benchmarks.publications.memory import CAPACITY, allocated, framework_bytes, reserved, runs_out
+from benchmarks.publications.planning import Predicted, predicted
+from benchmarks.publications.prediction import Outcome, outcomes
+from benchmarks.publications.repeated import NotRepeated, extended
+from benchmarks.publications.rows import GIB, Row, Shape
+from benchmarks.publications.strategies import Unexpressed, by_cost, cuts, less_at_the_ends, pinned
+from benchmarks.publications.tables import read_table
+
+LLAMA = Shape("llama", 5, 64, 4, 2, 128, 256, tied=True)
+LARGE = Shape("llama", 5, 2048, 16, 8, 8192, 32000)  # whose messages are its own, as those of all tables are
+NANOTRON = (
+    "run,gpus,dp,tp,pp,zero_stage,micro_batch,accumulation,global_batch,sequence,layers,hidden,heads,kv_heads,ffn,"
+    "vocabulary,tied,status,tokens_per_s_per_gpu,step_seconds,allocated_GB,reserved_GB,all_reduce_GBps,"
+    "all_gather_GBps,reduce_scatter_GBps,intra_all_reduce_GBps,intra_all_gather_GBps,intra_reduce_scatter_GBps\n"
+    "small,4,2,2,1,1,2,3,12,128,3,64,4,,128,256,True,Success,1000,0.5,1.5,2.0,400,200,200,,,\n"
+    "large,4,1,1,4,0,2,2,4,128,4,64,4,4,128,256,False,OOM,,,,,,,,,,\n"
+)
+PAPERS = (
+    "source,table,model,params_B,layers,hidden,heads,kv_heads,ffn,vocab,seq,global_batch,micro_batch,gpus,gpu_type,tp,"
+    "pp,vpp,dp,cp,ep,sp,recompute,precision,measured_tflops_per_gpu,step_seconds,mfu,memory_GB,notes\n"
+    "llm-foundry,A100,MPT-1b,1,2,64,4,4,256,512,128,16,2,4,a100_80gb,1,1,1,4,1,1,no,full,amp_bf16,,0.25,,,"
+    "FSDP FULL_SHARD\n"
+    "llm-foundry,H100,MPT-1b,1,2,64,4,4,256,512,128,16,2,4,h100_80gb,1,1,1,4,1,1,no,full,amp_fp8,,0.25,,,\n"
+    "arXiv:2401.10241,Table 4,GPT,1,6,64,4,4,256,,128,64,2,4,A100-80GB,1,4,1,1,1,1,no,none,fp16,,0.25,,,"
+    "schedule ZB-1p; 32 micro-batches\n"
+    "arXiv:2401.10241,Table 4,GPT,1,6,64,4,4,256,,128,64,2,4,A100-80GB,1,4,1,1,1,1,no,none,fp16,,0.25,,,"
+    "schedule ZB-2p; 32 micro-batches\n"
+    "arXiv:2504.14960,Table 3,MoE,1,6,64,4,4,256,,128,64,,4,H100-80GB,1,4,1,1,1,1,no,none,bf16,,,0.3,,64 experts\n"
+)
+VTRAIN = (
+    "model,params_B,layers,hidden,heads,ffn,seq,global_batch,micro_batch,gpus,gpu_type,tp,pp,dp,recompute,precision,"
+    "step_seconds\nGPT,0.3,4,64,4,256,128,16,2,8,A100,2,2,2,full,fp16,0.14\n"
+)
+
+
+def row(**changes: object) -> Row:
+    """A run of nanotron of made-up sizes."""
+    given = {
+        "source": "nanotron",
+        "label": "a run",
+        "framework": "nanotron",
+        "shape": LLAMA,
+        "sequence": 128,
+        "micro_batch": 2,
+        "accumulation": 3,
+        "device": "h100_80gb",
+        "seconds": 1.0,
+        "sequence_parallel": True,
+    }
+    return Row(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "table.csv"
+    path.write_text(text)
+    return path
+
+
+# Reading.
+
+
+def test_a_run_of_nanotron_has_its_degrees_bytes_and_bandwidths(tmp_path: Path) -> None:
+    small, large = read_table(written(tmp_path, NANOTRON))
+    assert (small.dp, small.tp, small.pp, small.zero, small.accumulation, small.global_batch) == (2, 2, 1, 1, 3, 12)
+    assert small.shape == Shape("llama", 3, 64, 4, 4, 128, 256, tied=True)
+    assert small.reserved_bytes == 2 * GIB and small.allocated_bytes == 1.5 * GIB
+    assert small.bandwidths == {"all_reduce": 4e11, "all_gather": 2e11, "reduce_scatter": 2e11}
+    assert large.out_of_memory and large.seconds is None and large.bandwidths == {}
+
+
+def test_with_fewer_micro_batches_than_stages_1f1b_is_gpipe(tmp_path: Path) -> None:
+    _, large = read_table(written(tmp_path, NANOTRON))
+    assert large.accumulation < large.pp and large.schedule == "gpipe"
+
+
+def test_megatron_of_vtrain_writes_out_scores_and_computes_again(tmp_path: Path) -> None:
+    (only,) = read_table(written(tmp_path, VTRAIN))
+    assert only.source == "vtrain one node" and not only.shape.flash
+    assert (only.accumulation, only.recompute, only.precision, only.schedule) == (4, "full", "fp16-mixed", "1f1b")
+
+
+def test_rows_of_papers_say_their_sharding_and_schedule_in_notes(tmp_path: Path) -> None:
+    mpt, _, zero_bubble, _, _ = read_table(written(tmp_path, PAPERS))
+    assert (mpt.source, mpt.zero, mpt.shape.kind, mpt.accumulation) == ("llm-foundry", 3, "mpt", 2)
+    assert (zero_bubble.schedule, zero_bubble.chunks) == ("interleaved_zero_bubble", 1)
+    assert zero_bubble.shape.vocabulary == 51200
+
+
+def test_a_table_of_other_columns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has the columns a, b; give a table with .*accumulation"):
+        read_table(written(tmp_path, "a,b\n1,2\n"))
+
+
+# Strategies.
+
+
+def test_zero_is_a_preset_alone_and_storage_beside_tensor_parallelism() -> None:
+    assert pinned(row(dp=4, zero=1)).strategy == "zero1"
+    beside = pinned(row(dp=4, tp=2, zero=1))
+    assert beside.strategy == "megatron_sequence" and beside.annotations[0].storage == ("dp",)
+    assert pinned(row(dp=1, tp=2, zero=1)).annotations == ()
+    assert pinned(row(tp=2, sequence_parallel=False)).strategy == "megatron"
+
+
+def test_steps_of_more_micro_batches_share_a_plan_where_there_is_no_pipeline() -> None:
+    assert pinned(row(accumulation=8)) == pinned(row(accumulation=2)) != pinned(row(accumulation=1))
+    assert pinned(row(pp=2, accumulation=8)) != pinned(row(pp=2, accumulation=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"unexpressed": "a reason of its source"}, "a reason of its source"),
+        ({"device": "gb300"}, "no profile of the device gb300"),
+        ({"precision": "fp4"}, "no precision that is fp4"),
+        ({"cp": 2, "tp": 2}, "no preset for context parallelism beside tensor parallelism or a pipeline"),
+        ({"cp": 2}, "context parallelism of these models is not pinned"),
+        ({"tp": 8}, "heads of attention that do not divide over tp"),
+        ({"pp": 8}, "more stages than layers"),
+    ],
+)
+def test_what_is_not_expressed_has_a_reason(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(Unexpressed, match=reason):
+        pinned(row(**changes))
+
+
+def test_rows_without_a_plan_say_why(tmp_path: Path) -> None:
+    rows = read_table(written(tmp_path, PAPERS))
+    (found,) = outcomes(rows[1:2], lambda _: pytest.fail("planned"))
+    assert found.predicted is None and "FP8" in found.reason
+    reasons = [each.unexpressed for each in rows]
+    assert [reason and reason.split(",")[0] for reason in reasons] == [
+        None,
+        "products in FP8 or FP4",
+        None,
+        "the schedule ZB-2p",
+        "experts or latent attention",
+    ]
+
+
+def test_nanotron_deals_out_layers_by_cost_and_the_head_counts() -> None:
+    llama = Shape("llama", 16, 2048, 32, 32, 8192, 131072, tied=True)
+    assert by_cost(llama, 2) == (10, 6)  # the head costs four layers
+    assert sum(by_cost(llama, 4)) == 16
+    with pytest.raises(Unexpressed, match="that has no layer"):
+        cuts(row(shape=dataclasses.replace(llama, layers=4), pp=4))
+
+
+def test_zero_bubble_has_a_layer_less_at_the_ends() -> None:
+    assert less_at_the_ends(22, 8) == (2, 3, 3, 3, 3, 3, 3, 2)
+    with pytest.raises(Unexpressed, match="do not divide over stages"):
+        less_at_the_ends(23, 8)
+
+
+def test_megatron_deals_out_equal_layers() -> None:
+    assert cuts(row(framework="megatron", pp=5)) == (1, 1, 1, 1, 1)
+    with pytest.raises(Unexpressed, match="do not divide over stages"):
+        cuts(row(framework="megatron", pp=2))
+
+
+# Kernels.
+
+
+def test_the_rules_of_fused_kernels_are_right_on_ranks() -> None:
+    x, weight = torch.randn(2, 4, 6).double(), torch.randn(6).double()
+    heads, angles = torch.randn(2, 2, 4, 6).double(), (torch.randn(4, 6).double(), torch.randn(4, 6).double())
+    assert len(autopar.check_rule("published::rms_norm", x, weight)) >= 3
+    assert len(autopar.check_rule("published::rotary", heads, *angles)) >= 4
+    assert len(autopar.check_rule("published::causal_softmax", torch.randn(2, 2, 4, 4).double(), 0.5)) >= 3
+
+
+def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rms_norm, (x, weight), atol=1e-4)
+    heads = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    half = torch.randn(3, 2, dtype=torch.float64)  # both halves of the features turn by the same angles
+    assert torch.autograd.gradcheck(rotary, (heads, half.cos().repeat(1, 2), half.sin().repeat(1, 2)))
+    scores = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(causal_softmax, (scores, 0.7))
+
+
+# Few layers for all.
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"dp": 2, "zero": 1}, (5,)),
+        ({"dp": 2, "tp": 2}, (5,)),
+        ({"dp": 2, "zero": 3, "accumulation": 1}, (6,)),
+        ({"dp": 2, "pp": 2, "recompute": "full"}, (3, 2)),
+    ],
+)
+def test_few_layers_say_what_all_of_them_say(changes: dict[str, object], layers: tuple[int, ...]) -> None:
+    asked, hardware = pinned(row(shape=dataclasses.replace(LARGE, layers=sum(layers)), **changes)), load("h100")
+    few, all_of_them = (predicted(asked, layers, hardware, whole) for whole in (False, True))
+    assert few.derived and not all_of_them.derived
+    # What the stages of a pipeline do once a step is a sum, of messages that join layers in ways of their own.
+    tolerance = 0.01 if "pp" in changes else 1e-9
+    assert few.first_seconds == pytest.approx(all_of_them.first_seconds, rel=tolerance)
+    assert few.further_seconds == pytest.approx(all_of_them.further_seconds, rel=1e-9)
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=1e-9)
+    assert few.standing_bytes == pytest.approx(all_of_them.standing_bytes, rel=1e-9)
+
+
+def test_tasks_of_a_layer_are_put_in_and_wait_for_their_own() -> None:
+    def tasks(*names: str) -> list[Task]:
+        return [Task(name, COMPUTE, 1.0, after=(n - 1,) if n else ()) for n, name in enumerate(names)]
+
+    found = extended(tasks("in", "layer", "out"), tasks("in", "layer", "layer", "out"), 2)
+    assert [each.name for each in found] == ["in", "layer", "layer", "layer", "layer", "out"]
+    assert [each.after for each in found] == [(), (0,), (1,), (2,), (3,), (4,)]
+
+
+def test_a_task_that_stands_for_all_layers_grows_with_them() -> None:
+    short = [Task("layer", COMPUTE, 1.0), Task("norms", COMPUTE, 3.0)]
+    long = [Task("layer", COMPUTE, 1.0), Task("layer", COMPUTE, 1.0), Task("norms", COMPUTE, 5.0)]
+    assert [each.seconds for each in extended(short, long, 2)] == [1.0, 1.0, 1.0, 1.0, 9.0]
+
+
+def test_plans_that_are_not_a_layer_apart_are_refused() -> None:
+    with pytest.raises(NotRepeated, match="forward: 2 and 3 tasks"):
+        extended(
+            [Task("a", COMPUTE, 1.0), Task("b", COMPUTE, 1.0)],
+            [Task("b", COMPUTE, 1.0), Task("b", COMPUTE, 1.0), Task("a", COMPUTE, 1.0)],
+            1,
+        )
+
+
+# Predictions.
+
+
+def outcome(predicted_seconds: float, peak: float = 1.0, **changes: object) -> Outcome:
+    """A row with a prediction that is made up."""
+    given = row(**{"accumulation": 1, **changes})
+    return Outcome(given, Predicted(predicted_seconds, 0.0, round(peak), round(peak / 2), True))
+
+
+def test_what_was_planned_is_kept_until_a_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Hardware] = []
+
+    def counting(asked: object, counts: object, hardware: Hardware, whole: bool) -> Predicted:
+        planned.append(hardware)
+        return Predicted(1.0, 0.5, 10, 5, True)
+
+    monkeypatch.setattr(prediction, "predicted", counting)
+    h100 = load("h100")
+    for accumulation in (2, 3):  # the same plan
+        (found,) = outcomes([row(accumulation=accumulation)], lambda _: h100, store=tmp_path)
+        assert found.seconds == 1.0 + 0.5 * (accumulation - 1)
+    assert len(planned) == 1
+    slower = dataclasses.replace(h100, op_latency_s=1e-3)
+    outcomes([row()], lambda _: slower, store=tmp_path)
+    outcomes([row(dp=2)], lambda _: h100, store=tmp_path)
+    assert len(planned) == 3
+
+
+def test_what_the_planner_refuses_is_a_reason() -> None:
+    odd = row(shape=dataclasses.replace(LLAMA, vocabulary=250), dp=2, tp=4, sequence=130)
+    (found,) = outcomes([odd], lambda _: load("h100"))
+    assert found.predicted is None and found.reason.startswith("StrategyError: megatron_sequence")
+
+
+def test_nanotron_keeps_buckets_and_what_zero_needs_with_each_parameter() -> None:
+    assert framework_bytes(row(dp=1), 10.0) == 0
+    assert framework_bytes(row(dp=2), 10.0) == 20
+    assert framework_bytes(row(dp=2, zero=1), 10.0) == 40
+    assert framework_bytes(row(dp=2, framework="megatron"), 10.0) == 0
+    given = outcome(1.0, 1e9, dp=2)
+    assert reserved(given) == 1e9 + 2 * LLAMA.parameters and allocated(given) == 5e8 + 2 * LLAMA.parameters
+
+
+def test_a_step_runs_out_where_the_context_and_nccl_leave_no_room() -> None:
+    capacity = CAPACITY["h100_80gb"]
+    assert not runs_out(outcome(1.0, capacity - 2 * GIB))
+    assert runs_out(outcome(1.0, capacity - GIB // 2))
+
+
+# Figures.
+
+
+def test_errors_are_shares_of_what_was_measured() -> None:
+    found = errors([1.0, 2.0, 6.0], [2.0, 2.0, 4.0])
+    assert (found.count, found.median, found.median_absolute) == (3, 0.0, 0.5)
+    assert found.mean == pytest.approx(1 / 3)
+    assert found.spearman == pytest.approx(math.sqrt(3) / 2)
+
+
+def test_out_of_memory_is_told_right_where_runs_fail_and_where_they_do_not() -> None:
+    found = confusion([True, True, False, False], [True, False, False, False])
+    assert (found.failing_told, found.failing, found.fitting_told, found.fitting) == (1, 2, 2, 2)
+    assert found.share == 0.75
+
+
+def test_pairs_in_order_leave_out_equal_ones() -> None:
+    assert pairs_in_order([1.0, 3.0, 2.0], [1.0, 2.0, 3.0]) == (2, 3)
+    assert pairs_in_order([1.0, 2.0], [5.0, 5.0]) == (0, 0)
+
+
+def test_regret_is_of_the_run_that_is_predicted_fastest_and_fits() -> None:
+    runs = [outcome(seconds, label=str(measured), seconds=measured) for seconds, measured in ((3, 1), (2, 2), (9, 3))]
+    failed = outcome(1.0, 1e12, seconds=None, out_of_memory=True)  # fastest, and predicted to fail
+    (cell,) = cells([*runs, failed], runs_out, least=3)
+    assert (cell.chosen, cell.fastest, cell.runs) == ("2", "1", 3)
+    assert cell.regret == 1.0 and cell.by_chance == pytest.approx(1.0)
+    assert cells([*runs, failed], runs_out, least=4) == ()
+    assert share_within((cell,), 0.15) == 0 and share_within((cell,), 1.0) == 1
+
+
+def test_choosing_a_run_that_fails_costs_all() -> None:
+    runs = [outcome(2.0, seconds=1.0), outcome(3.0, seconds=1.0), outcome(1.0, seconds=None, out_of_memory=True)]
+    (cell,) = cells(runs, runs_out, least=2)
+    assert cell.regret == math.inf
+
+
+# Folds.
+
+
+def many() -> list[Row]:
+    return [
+        row(shape=dataclasses.replace(LLAMA, layers=layers), dp=dp, accumulation=more)
+        for layers in (2, 3, 4)
+        for dp in (8, 16)
+        for more in range(1, 1 + layers)
+    ]
+
+
+@pytest.mark.parametrize("group", [by_model, by_nodes])
+def test_a_fold_never_fits_what_it_asks_about(group: Callable[[Row], str]) -> None:
+    rows = many()
+    made = folds(rows, group)
+    for each in made:
+        assert not {group(rows[n]) for n in each.fitted} & {group(rows[n]) for n in each.held_out}
+        assert sorted((*each.fitted, *each.held_out)) == list(range(len(rows)))
+    assert sorted(n for each in made for n in each.held_out) == list(range(len(rows)))
+
+
+def test_folds_leave_out_models_and_nodes_and_one_group_has_none() -> None:
+    assert [name for name, _ in both(many())] == ["models"] * 3 + ["nodes"] * 2
+    assert folds([row(), row(accumulation=2)], by_model) == ()
+    assert len(folds(many(), by_model, most=2)) == 2
+
+
+def test_a_sample_is_the_same_whatever_the_order() -> None:
+    rows = many()
+    assert sampled(rows, 4) == [each for each in rows if each in sampled(rows[::-1], 4)]
+    assert sampled(rows, None) == rows and len(sampled(rows, 4)) == 4
+
+
+# The command.
+
+
+def test_the_command_prints_errors_memory_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = NANOTRON.splitlines()[1].replace("small,4,2,2", "other,2,1,2")
+    (tmp_path / "papers").mkdir()
+    tables = [written(tmp_path, f"{NANOTRON}{second}\n"), written(tmp_path / "papers", PAPERS)]
+    plot = tmp_path / "plot.png"
+    pytest.importorskip("matplotlib")
+    published.main([*map(str, tables), "--rows", "--store", str(tmp_path / "store"), "--plot", str(plot)])
+    printed = capsys.readouterr().out
+    assert "nanotron pp = 1" in printed and "out of memory told right" in printed
+    assert "the schedule ZB-2p, which PyTorch has not" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
