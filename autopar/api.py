@@ -104,7 +104,7 @@ def compile(
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
         time_limit: seconds after which the solver returns the best plan that it has, with its bound and a warning;
-            TimeLimitError where it has none. Each plan has as many: every stage of a pipeline, every mesh of "auto".
+            TimeLimitError where it has none. All stages of a pipeline have them together, and all meshes of "auto".
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
             memory limit, and where the graph is too wide for elimination. By default 0.1%, and only where a search
             that goes on takes long; 0 goes on until the best is proven or time is over.
@@ -222,7 +222,7 @@ def plan(
     example_inputs: ExampleInputs,
     *,
     devices: int | None = None,
-    max_axes: int = 2,
+    max_axes: int | None = None,
     mode: Mode = "auto",
     strategy: str | None = None,
     memory: str | int | None = None,
@@ -251,8 +251,9 @@ def plan(
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
-    With mesh="auto" every way to arrange `devices` in up to `max_axes` axes is planned, and the best plan returned;
-    with `pipeline` the name of an axis, every length of a pipeline outside of these, too.
+    With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `max_axes` axes (2, or 3 where
+    the model has experts or the batch fewer samples than devices); with `pipeline` the name of an axis, pipelines of
+    every length outside of these are compared, too, as they are where a memory limit leaves nothing else.
     On a mesh with a pipeline axis the plan is a `PipelinePlan`. `plan_cache` is not asked where meshes are compared.
 
     >>> plan(model, Mesh({"dp": 8, "tp": 8}, hardware="h100"), (ids, labels))  # doctest: +SKIP

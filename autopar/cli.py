@@ -144,7 +144,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2", or "auto" with --devices')
     parser.add_argument("--devices", type=_positive, help="with --mesh auto: how many devices to arrange")
-    parser.add_argument("--max-axes", type=_positive, default=2, help="with --mesh auto: at most so many axes (2)")
+    parser.add_argument("--max-axes", type=_positive, help="with --mesh auto: at most so many axes (2, or 3)")
     parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences or images of the global batch (8)")
     parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")

@@ -42,7 +42,19 @@ class PlanError(AutoparError, ValueError):
 
 
 class InfeasibleError(PlanError):
-    """No choice of layouts satisfies the pins and the memory limit."""
+    """No choice of layouts satisfies the pins and the memory limit; `least_bytes` is the least that was found."""
+
+    def __init__(self, message: str, least_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class CutOffError(PlanError):
+    """No plan is faster than one that is known; `seconds` is what each takes at least."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"every plan takes at least {seconds:g} s, and one that is known takes no more")
+        self.seconds = seconds
 
 
 class TimeLimitError(PlanError):

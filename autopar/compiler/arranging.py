@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.pipeline.plan import PipelinePlan
@@ -13,9 +13,12 @@ from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
 
 PARAMETERS = "parameters"
+NOT_SPLIT = ("", "-", "replicated", "partial")
+SHOWN = 0.05
+"""Of the time of calls that an axis splits: what it splits for less is left out."""
 
 
-def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
+def of_plan(plan: Plan, count: int, is_rough: bool = False) -> Candidate[Plan | PipelinePlan]:
     """A plan whose step is of so many micro-batches, one after the other."""
     parts = step_parts(plan)
     return Candidate(
@@ -25,6 +28,8 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
         runs=_micro_batches(count),
         stored_bytes=_stored(plan),
         again=_again(plan.recompute),
+        axes=_axes_split([plan]),
+        is_rough=is_rough,
     )
 
 
@@ -41,7 +46,23 @@ def of_pipeline(plan: PipelinePlan) -> Candidate[Plan | PipelinePlan]:
         runs=f"{schedule.name}, {_micro_batches(schedule.num_microbatches)}{chunks}",
         stored_bytes=max(sum(_stored(plan.stages[stage].plan) for stage in stages) for stages in on_ranks),
         again=_again(every),
+        axes=_axes_split([stage.plan for stage in plan.stages]),
     )
+
+
+def _axes_split(plans: Sequence[Plan]) -> str:
+    """What each axis splits for most of the time of the calls that it splits: data, sequence, column, row, expert …"""
+    found = []
+    for number, name in enumerate(plans[0].mesh.names):
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for row in (row for plan in plans for row in plan.rows if row.kind == "call"):
+            seconds[row.roles[number]] += row.forward_seconds + row.backward_seconds
+        split = {role: each for role, each in seconds.items() if role not in NOT_SPLIT}
+        roles = [
+            role for role in sorted(split, key=lambda role: -split[role]) if split[role] > SHOWN * sum(split.values())
+        ]
+        found.append(f"{name}: {', '.join(roles) or 'nothing'}")
+    return "; ".join(found)
 
 
 def _micro_batches(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from dataclasses import replace
 
@@ -23,14 +25,17 @@ from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import tiles_asked
-from autopar.errors import InfeasibleError, PipelineError
+from autopar.errors import InfeasibleError, PipelineError, TimeLimitError
+from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.planning.mesh_search import Candidate, best_mesh, meshes_of
+from autopar.planning.least_stored import least_stored
+from autopar.planning.mesh_search import Candidate, Turn, best_mesh, meshes_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.program.operators.experts import DISPATCH
 from autopar.program.program import Program
 from autopar.progress import stages as progress
 from autopar.runtime.module.batches import batch_size, split_batch
@@ -41,6 +46,14 @@ from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until
 from autopar.space.space import Space
 
+USUAL_AXES, MOST_AXES = 2, 3
+"""Axes of a mesh that is searched for, beside that of a pipeline."""
+USUAL_PIPELINE = "pp"
+ROUGH_GAP = 0.01
+"""How far from the best a plan may be that is only to tell whether its mesh may be the best, as a share of the step."""
+MOST_CHUNKS = 2
+"""Stages per rank of the schedules that are chosen among."""
+
 
 def plan_offline(
     model: nn.Module,
@@ -48,7 +61,7 @@ def plan_offline(
     example_inputs: ExampleInputs,
     request: PlanRequest,
     devices: int | None,
-    max_axes: int,
+    max_axes: int | None,
     cache: PlanCache,
 ) -> Plan | PipelinePlan:
     """The best plan on the mesh; on "auto", on the best mesh of `devices` in up to `max_axes` axes."""
@@ -56,18 +69,43 @@ def plan_offline(
     # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
     planner = _Planner(model, example_inputs, request, PlanCache() if isinstance(mesh, str) else cache)
     if isinstance(mesh, str):
-        meshes = meshes_of(mesh, devices, request.hardware, max_axes, request.pipeline)
-        if request.pipeline is None:
-            try:
-                check_no_pipeline(request, meshes[0])
-            except PipelineError as error:
-                raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
-        with interruptible():
-            searched = best_mesh(planner.candidate, meshes, request.settings.time_limit)
-        return replace(searched.best, notes=(*searched.best.notes, searched.note))
+        return _on_the_best(planner, mesh, devices, max_axes)
     abstract = Mesh.of(mesh)
     axis = pipeline_axis(abstract, request.pipeline)
     return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
+
+
+def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: int | None) -> Plan | PipelinePlan:
+    """The best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
+    request, deadline = planner.request, after(planner.request.settings.time_limit)
+    meshes = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), request.pipeline)
+    if request.pipeline is None:
+        try:
+            check_no_pipeline(request, meshes[0])
+        except PipelineError as error:
+            raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
+    with interruptible():
+        try:
+            searched = best_mesh(
+                planner.candidate, meshes, request.settings.time_limit, planner.at_least, request.pipeline
+            )
+        except InfeasibleError as error:
+            every = meshes_of(mesh, devices, request.hardware, max_axes or USUAL_AXES, USUAL_PIPELINE)
+            longer = [each for each in every if USUAL_PIPELINE in each.axes]
+            limit = request.settings.memory
+            if (
+                request.pipeline is not None
+                or not longer
+                or limit is None
+                or planner.stored / longer[0].num_devices > limit
+            ):
+                raise
+            staged = planner.in_pipelines()
+            try:
+                searched = best_mesh(staged.candidate, longer, seconds_until(deadline), staged.at_least, USUAL_PIPELINE)
+            except (InfeasibleError, TimeLimitError) as other:
+                raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
+    return replace(searched.best, notes=(*searched.best.notes, searched.note))
 
 
 class _Planner:
@@ -111,28 +149,80 @@ class _Planner:
         program = self.captured(count, math.prod(map(mesh.size, axes)), tiles)
         return program, layouts_of_parts(program, self.batch, mesh, axes)
 
-    def candidate(self, mesh: Mesh, time_limit: float) -> Candidate[Plan | PipelinePlan]:
+    @functools.cached_property
+    def single(self) -> Space:
+        """A micro-batch, or the whole batch where nothing is said of them, on one device."""
+        program = self.captured(self.request.microbatches or 1, 1, tiles_asked(self.request))
+        return self.request.space(program, self.request.named(Mesh({"dp": 1})))
+
+    def usual_axes(self, devices: int | None) -> int:
+        """How many axes a mesh has beside a pipeline's, at most: a third one where the second has two things to do.
+
+        That is where there are experts, and where the batch has too few samples for the devices, so that positions are
+        split, too.
+        """
+        has_experts = any(node.target is DISPATCH for node in self.single.program.graph.nodes)
+        is_whole = self.request.inputs == "whole"
+        few = is_whole and batch_size(self.batch) // (self.request.microbatches or 1) < (devices or 1)
+        return MOST_AXES if has_experts or few else USUAL_AXES
+
+    def in_pipelines(self) -> _Planner:
+        """The same for pipelines, whose axis has its usual name; what is captured serves both."""
+        other = copy.copy(self)
+        other.request = replace(self.request, pipeline=USUAL_PIPELINE)
+        return other
+
+    @property
+    def stored(self) -> int:
+        """Bytes that all devices together store at least."""
+        return least_stored(MemoryModel(self.single))
+
+    def at_least(self, mesh: Mesh) -> float:
+        """What a step on a mesh takes at least: all devices compute all the time, but for the bubble of a pipeline.
+
+        Its last rank waits for the first micro-batch, whose forward is a third of its work, through the stages before.
+        """
+        calls = (each.menu.seconds for each in self.single.decisions if each.kind == "call")
+        own = (self.request.microbatches or 1) * sum(float(each.min()) for each in calls) / mesh.num_devices
+        axis = self.request.pipeline
+        if axis is None or axis not in mesh.axes:
+            return own
+        num_ranks = mesh.size(axis)
+        most = self.request.microbatches or max(batch_size(self.batch) * num_ranks // mesh.num_devices, 1)
+        return own * (1 + (num_ranks - 1) / (3 * (self.request.chunks or MOST_CHUNKS) * most))
+
+    def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan on one of the meshes that are compared.
 
         Where a pipeline has no part in it and the whole batch does not fit, it is halved until its micro-batches do.
         """
-        hurried = replace(self.request.settings, time_limit=time_limit)
-        request, deadline = replace(self.request, settings=hurried), after(time_limit)
+        settings, deadline = replace(self.request.settings, time_limit=turn.time_limit), after(turn.time_limit)
+        request = replace(self.request, settings=settings)
         if request.pipeline is not None and request.pipeline in mesh.axes:
-            return of_pipeline(self.in_stages(mesh, request.pipeline, request))
+            return of_pipeline(self.in_stages(mesh, request.pipeline, request, turn.cutoff))
+        limited = settings.memory is not None
+        if turn.rough and limited:
+            settings = replace(settings, gap=max(settings.gap or 0.0, ROUGH_GAP), hurried=True)
         count = request.microbatches or 1
         while True:
-            left = replace(request.settings, time_limit=seconds_until(deadline))
+            left = replace(settings, time_limit=seconds_until(deadline))
             try:
                 plan = self.on(mesh, replace(request, microbatches=count, settings=left))
             except InfeasibleError as error:
-                if request.microbatches or request.settings.memory is None:
+                if request.microbatches or not limited:
                     raise
-                if batch_size(self.batch) % (2 * count) or is_over(deadline):
-                    raise InfeasibleError(f"also in {count} micro-batches: {error}") from error
+                halves = batch_size(self.batch) % (2 * count) == 0
+                if not halves or is_over(deadline) or self.floor(mesh, count) > (settings.memory or 0):
+                    said = f"also in {count} micro-batches: {error}" if count > 1 else str(error)
+                    raise InfeasibleError(said, error.least_bytes) from error
                 count *= 2
             else:
-                return of_plan(plan if count == 1 else _saying(plan, count), count)
+                return of_plan(plan if count == 1 else _saying(plan, count), count, turn.rough and limited)
+
+    def floor(self, mesh: Mesh, count: int) -> int:
+        """Bytes per device that are stored however small micro-batches are."""
+        program, arriving = self.arriving(count, mesh, tiles_asked(self.request))
+        return least_stored(MemoryModel(self.request.space(program, mesh, arriving)))
 
     def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
         """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
@@ -154,8 +244,13 @@ class _Planner:
                 return self.cache.plan(request, space, space_of)
 
     @uncollected()
-    def in_stages(self, mesh: Mesh, axis: str, request: PlanRequest | None = None) -> PipelinePlan:
-        """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it."""
+    def in_stages(
+        self, mesh: Mesh, axis: str, request: PlanRequest | None = None, cutoff: float = math.inf
+    ) -> PipelinePlan:
+        """The best plan on a mesh with a pipeline, as it is asked for, or as `request` asks for it.
+
+        CutOffError where every schedule takes longer than the cut-off without a memory limit.
+        """
         request = (request or self.request).on(mesh)
         check_tiles_of_stages(request)
         inner = stage_mesh(mesh, axis)
@@ -167,7 +262,9 @@ class _Planner:
         limited = request.settings.memory is not None
         size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
         with interruptible():
-            chosen = best_schedule(Wish.of(request), size, mesh, axis, requested, limited)
+            chosen = best_schedule(
+                Wish.of(request), size, mesh, axis, requested, limited, request.settings.time_limit, cutoff
+            )
             asked = requested(chosen.schedule)
             warn_of_batch_statistics(asked.program, chosen.schedule.num_microbatches)
             return chosen.plan or self.cache.pipeline_plan(asked)

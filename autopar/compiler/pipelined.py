@@ -113,8 +113,9 @@ class _Compiler:
 
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
-            wish = Wish.of(self.request)
-            return asdict(best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited).schedule)
+            wish, seconds = Wish.of(self.request), self.request.settings.time_limit
+            chosen = best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited, seconds)
+            return asdict(chosen.schedule)
 
         if self.schedule is None:
             self.schedule = Schedule(**from_first_rank(choice, self.mesh))

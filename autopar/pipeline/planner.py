@@ -2,8 +2,8 @@
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
 cuts      `stages.cuts` cuts it where a step of the schedule is shortest, and `stages.refinement` moves the cuts
-          while the simulated step gets shorter; under a limit, each stage that `stages.cuts` thinks of is planned
-          within the limit, with as many micro-batches in flight as the schedule has there
+          while the simulated step gets shorter; under a limit, stages that `stages.cuts` thinks of are planned within
+          their rank's memory (`rooms`), with as many micro-batches in flight as the schedule has there (`stage_search`)
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -11,58 +11,63 @@ timeline  the schedule is simulated with the seconds of those plans
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
 
 import numpy as np
 from torch import fx
 
-from autopar.errors import InfeasibleError
+from autopar.errors import PipelineError
 from autopar.hardware.collectives import message_seconds
-from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.block_costs import boundary_bytes
+from autopar.pipeline.finished_stages import StageFinisher
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.request import PipelineRequest
+from autopar.pipeline.rooms import rooms_in_flight, rooms_of_least
 from autopar.pipeline.schedules.simulation import simulate
-from autopar.pipeline.stage_seconds import stage_seconds, step_parts
-from autopar.pipeline.stages.cuts import CutProblem, best_cuts
-from autopar.pipeline.stages.refinement import refined
-from autopar.pipeline.stages.splitting import split, stage_between
-from autopar.pipeline.structure import kinds, structure
-from autopar.planning.planner import make_plan
+from autopar.pipeline.stage_search import TOLERANCE, StageSearch
+from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.pipeline.stages.cuts import CutProblem, StageCosts, best_cuts
+from autopar.pipeline.stages.refinement import is_allowed, refined
+from autopar.pipeline.structure import kinds
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
+from autopar.progress import progress
 from autopar.sharding.layout import Layout
+from autopar.solver.deadline import after, is_over, why_over
 from autopar.space.space import Space
 from autopar.strategies.presets.data import warn_of_gradients
+from autopar.units import format_share
 
-TOLERANCE = 0.02
-"""Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
+MOST_CUTS = 200
+"""Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
 
 
 def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> PipelinePlan:
     """The best plan of a pipeline.
 
-    Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold.
+    Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
+    TimeLimitError where none was found in time.
     """
-    planner = StagePlanner(planned_blocks(request, request.schedule.num_stages))
-    blocks, starts = planner.planned.blocks, planner.starts()
-    storage = dict(request.storage)
+    planned, deadline = planned_blocks(request, request.schedule.num_stages), after(request.settings.time_limit)
+    starts, search = _cut(planned, deadline)
+    blocks, storage = planned.blocks, dict(request.storage)
+    finisher = StageFinisher(search)
     stages: list[StagePlan] = []
-    for program, (start, end) in zip(
-        split(request.program, blocks, starts), pairwise((*starts, len(blocks))), strict=True
-    ):
-        plan = planner.known_plan(program, len(stages), storage)
+    for first, end in progress(list(pairwise((*starts, len(blocks)))), "stages"):
+        program = search.program(first, end)[0]
+        plan = finisher.plan(first, end, len(stages), storage)
         for name, layout in stored_layouts(program, plan).items():
             storage.setdefault(name, layout)
-        names = tuple(block.name for block in blocks[start:end])
-        stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *planner.messages(program))))
+        names = tuple(block.name for block in blocks[first:end])
+        stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
     contexts = [context_of(stage.plan) for stage in stages]
     warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
@@ -76,6 +81,56 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         memory_limit=request.settings.memory,
         notes=(*notes, *_notes_of(stages)),
     )
+
+
+def _cut(planned: PlannedBlocks, deadline: float) -> tuple[tuple[int, ...], StageSearch]:
+    """The first block of every stage, and what is known of stages."""
+    request, memory = planned.request, planned.request.settings.memory
+    schedule = request.schedule
+    problem = CutProblem(planned.costs, planned.cut_seconds, schedule, planned.places())
+    until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
+    held = tuple(map(schedule.in_flight, range(schedule.num_stages)))
+
+    def search_within(rooms: Sequence[int | None]) -> StageSearch:
+        return StageSearch(planned, deadline, tuple(rooms), held, until)
+
+    if memory is None:
+        return refined(problem, best_cuts(problem).starts), search_within([None] * schedule.num_stages)
+    if schedule.chunks == 1:
+        return _within(problem, search_within([memory] * schedule.num_stages))
+    search = search_within(rooms_in_flight(planned, memory))
+    try:
+        return _within(problem, search)
+    except PipelineError:
+        for starts in _cuts_to_try(problem):
+            rooms = rooms_of_least(planned, memory, starts, search.least)
+            if rooms is not None:
+                return _within(problem, search_within(rooms))
+        raise
+
+
+def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
+    """Cuts, the fastest without a limit first: all of them where there are few, else that one alone."""
+    num_blocks, num_stages = len(problem.blocks), problem.schedule.num_stages
+    if math.comb(num_blocks - 1, num_stages - 1) > MOST_CUTS:
+        return [best_cuts(problem).starts]
+    every = ((0, *starts) for starts in combinations(range(1, num_blocks), num_stages - 1))
+    allowed = (starts for starts in every if is_allowed(problem, starts))
+    return sorted(allowed, key=lambda starts: best_cuts(replace(problem, starts=starts)).seconds)
+
+
+def _within(problem: CutProblem, search: StageSearch) -> tuple[tuple[int, ...], StageSearch]:
+    """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
+    costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over)
+    found = best_cuts(problem, costs, TOLERANCE, kinds(search.planned))
+    if is_over(search.deadline) and found.seconds > found.bound * (1 + TOLERANCE):
+        warnings.warn(
+            f"{why_over()} when {search.num_asked} stages had been planned: the best pipeline so far is taken, and at "
+            f"most {format_share(1 - found.bound / found.seconds)} of its step could be saved by other cuts.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found.starts, search
 
 
 def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:
@@ -101,110 +156,14 @@ def stage_space(request: PipelineRequest, program: Program, plan: Plan) -> tuple
     return space, choices_of(plan, space)
 
 
-@dataclass(slots=True)
-class StagePlanner:
-    """Plans stages; equal ones once."""
-
-    planned: PlannedBlocks
-    known: dict[object, float] = field(default_factory=dict)
-    """Structure of a stage and micro-batches in flight → its seconds."""
-    plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
-    """Stage and names of its calls → a plan that was made in the search."""
-
-    def starts(self) -> tuple[int, ...]:
-        """The first block of every stage."""
-        planned, request = self.planned, self.planned.request
-        problem = CutProblem(planned.costs, planned.cut_seconds, request.schedule, planned.places())
-        if request.settings.memory is None:
-            return refined(problem, best_cuts(problem).starts)
-        until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
-
-        def seconds_of(first: int, end: int, stage: int) -> float:
-            program = stage_between(request.program, planned.blocks, first, end)
-            # Alone a stage may cost a little less than its share of the whole, which bounds the search.
-            return max(self._seconds(program, stage), float(until[end] - until[first]))
-
-        return best_cuts(problem, seconds_of, TOLERANCE, kinds(self.planned)).starts
-
-    def _seconds(self, program: Program, stage: int) -> float:
-        """Seconds of one micro-batch within the memory limit; infinite where the stage does not fit."""
-        request = self.planned.request
-        key = request.schedule.in_flight(stage), structure(self.planned, program)
-        if key not in self.known:
-            try:
-                plan = self.plan(program, stage, request.storage)
-                self.plans[_names(program, stage)] = plan
-                self.known[key] = step_parts(plan).per_microbatch(request.num_microbatches)
-            except InfeasibleError:
-                self.known[key] = math.inf
-        return self.known[key]
-
-    def known_plan(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Plan:
-        """The plan of a stage, from the search unless parameters are stored that the search knew nothing of."""
-        found = self.plans.get(_names(program, stage))
-        new = (name for name in program.parameters if name in storage and name not in self.planned.request.storage)
-        return self.plan(program, stage, storage) if found is None or any(new) else found
-
-    def plan(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Plan:
-        """The plan of a stage, within its share of its rank's memory."""
-        request = self.planned.request
-        settings, schedule = request.settings, request.schedule
-        space = request.space(program, {name: self.planned.boundary(name) for name in program.received})
-        found, _ = make_plan(
-            space,
-            self._pins(space, storage),
-            None if settings.memory is None else settings.memory // schedule.chunks,
-            settings.solver,
-            settings.time_limit,
-            settings.recompute,
-            settings.gap if settings.memory is None else max(settings.gap or 0.0, TOLERANCE),
-            Microbatches(schedule.num_microbatches, schedule.in_flight(stage), request.wanted.reduces_each),
-            settings.prefetch,
-            hurried=True,
-        )
-        return found
-
-    def messages(self, program: Program) -> tuple[float, float]:
-        """Seconds in which a stage sends its outputs on, and the gradients of its inputs back."""
-        later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
-        earlier = [node for name, node in program.placeholders().items() if name in program.received]
-        return self._message(later), self._message([n for n in earlier if n.meta["tensor"].requires_grad])
-
-    def _message(self, nodes: Sequence[fx.Node]) -> float:
-        request, whole = self.planned.request, self.planned.whole
-        num_bytes = sum(boundary_bytes(whole, self.planned.nodes[node.name]) for node in nodes)
-        return message_seconds(num_bytes, request.mesh, request.axis, request.hardware) if nodes else 0.0
-
-    def _pins(self, space: Space, storage: Mapping[str, Layout]) -> dict[int, np.ndarray]:
-        """The user's pins on the decisions of a stage, the layouts of what it sends, and those of stored parameters."""
-        program, whole, pins = space.program, self.planned.whole.space, self.planned.pins
-        found: dict[int, np.ndarray] = {}
-        for here, decision in enumerate(space.decisions):
-            if decision.kind == "output":
-                continue
-            there = whole.index.get(decision.name, -1)
-            if there in pins and whole.decisions[there].kind == decision.kind:
-                menu = whole.decisions[there].menu
-                names = {str(s) for s, kept in zip(menu.strategies, pins[there], strict=True) if kept}
-                found[here] = np.array([str(s) in names for s in decision.menu.strategies])
-        for number, value in enumerate(program.output[: program.num_results]):
-            if not isinstance(value, fx.Node):
-                continue
-            here = space.index[f"output:{number}"]
-            there = whole.index[f"output:{number - program.num_sent}"] if number >= program.num_sent else -1
-            strategies = space.decisions[here].menu.strategies
-            if number < program.num_sent and len(strategies) > 1:
-                wanted = self.planned.boundary(value.name)
-                found[here] = np.array([s.outputs[0] == wanted for s in strategies])
-            elif there in pins:
-                found[here] = pins[there]
-        for name, layout in storage.items():
-            if name in program.parameters:
-                here = space.index[program.parameters[name]]
-                stored = np.array([s.outputs[0] == layout for s in space.decisions[here].menu.strategies])
-                found[here] = stored & found.get(here, True)
-        return found
+def messages(planned: PlannedBlocks, program: Program) -> tuple[float, float]:
+    """Seconds in which a stage sends its outputs on, and the gradients of its inputs back."""
+    later = [value for value in program.output[: program.num_sent] if isinstance(value, fx.Node)]
+    earlier = [node for name, node in program.placeholders().items() if name in program.received]
+    return _message(planned, later), _message(planned, [n for n in earlier if n.meta["tensor"].requires_grad])
 
 
-def _names(program: Program, stage: int) -> tuple[object, ...]:
-    return stage, tuple(node.name for node in program.graph.nodes)
+def _message(planned: PlannedBlocks, nodes: Sequence[fx.Node]) -> float:
+    request, whole = planned.request, planned.whole
+    num_bytes = sum(boundary_bytes(whole, planned.nodes[node.name]) for node in nodes)
+    return message_seconds(num_bytes, request.mesh, request.axis, request.hardware) if nodes else 0.0

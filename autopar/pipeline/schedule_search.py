@@ -6,11 +6,12 @@ Every schedule that may run is then cut and simulated with those seconds (`sched
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.errors import InfeasibleError, PipelineError
+from autopar.errors import CutOffError, InfeasibleError, PipelineError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.planner import plan_pipeline
@@ -22,6 +23,7 @@ from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import stages_of_blocks
 from autopar.planning.request import PlanRequest
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import after, seconds_until
 
 TRIED = 6
 """Schedules that are planned within a memory limit, the fastest first, until one fits."""
@@ -141,26 +143,43 @@ class Chosen(NamedTuple):
     plan: PipelinePlan | None = None
 
 
-def best_schedule(wish: Wish, batch_size: int, mesh: Mesh, axis: str, request_of: RequestOf, limited: bool) -> Chosen:
+def best_schedule(
+    wish: Wish,
+    batch_size: int,
+    mesh: Mesh,
+    axis: str,
+    request_of: RequestOf,
+    limited: bool,
+    time_limit: float,
+    cutoff: float = math.inf,
+) -> Chosen:
     """The schedule that is wished for, or the best that goes with the wish; `limited` by memory, it is tried.
 
     Micro-batches stay as large as all devices of a stage can share, where the batch is.
 
-    Raises PipelineError where none can run, or none that is recommended fits into memory.
+    Raises PipelineError where none can run, or none that is recommended fits into memory, and CutOffError where those
+    that may fit take longer than the cut-off even without a limit.
     """
     num_ranks = mesh.size(axis)
-    known = wish.schedule(num_ranks)
+    known, deadline = wish.schedule(num_ranks), after(time_limit)
     if known is not None:
         return Chosen(known)
     share = mesh.num_devices // num_ranks
     per_device = batch_size // share if batch_size % share == 0 else batch_size
     options = recommended(wish, per_device, num_ranks, request_of)
     if not limited:
+        if options[0].seconds >= cutoff:
+            raise CutOffError(options[0].seconds)
         return Chosen(options[0].schedule)
     reason: Exception | None = None
     for option in options[:TRIED]:
+        if option.seconds >= cutoff:
+            raise CutOffError(option.seconds)
+        request = request_of(option.schedule)
+        left = replace(request.settings, time_limit=seconds_until(deadline))
         try:
-            return Chosen(option.schedule, plan_pipeline(request_of(option.schedule)))
+            within = replace(request, wanted=replace(request.wanted, settings=left))
+            return Chosen(option.schedule, plan_pipeline(within))
         except (InfeasibleError, PipelineError) as error:
             reason = error
     assert reason is not None

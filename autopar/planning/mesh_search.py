@@ -1,9 +1,15 @@
-"""mesh="auto": the best arrangement of a number of devices in axes, found by planning on every one.
+"""mesh="auto": the best arrangement of a number of devices in axes, found by planning on those that may be the best.
 
 An arrangement is an ordered factorization of the number. The order is the assignment of axes to the topology: the last
-axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost,
-and every length of it is tried. None is left out, for there is no bound to skip it by; once the time is over, those
-that are left are listed as not tried.
+axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost.
+
+bounds    meshes are tried by what a step takes at least on them (`at_least`), the simplest of equals first; one that
+          takes as long as the best plan so far is not tried, and one whose search proves as much ends there (`cutoff`)
+rough     under a memory limit each mesh is planned roughly at first, and then again, to the end, those that may still
+          be the best by the bound that is proven
+pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
+
+The clock decides nothing but what is left out when the time limit passes. What has no plan is listed with the reason.
 
 Two arrangements whose plans take the same time and memory are one plan, with its mesh written in two ways (data
 parallelism over dp=64 and over dp=2 × tp=32): they are one line of the table, and the simplest mesh stands for them.
@@ -13,13 +19,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from tabulate import tabulate
 
-from autopar.errors import AnnotationError, InfeasibleError, MeshError, PipelineError, TimeLimitError
+from autopar.errors import AnnotationError, CutOffError, InfeasibleError, MeshError, PipelineError, TimeLimitError
 from autopar.hardware.profile import Hardware
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
@@ -32,6 +38,8 @@ MAX_DEVICES = 10**6
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
+MOST_PIPELINES = 4
+"""That are planned; each takes as long as many meshes without one."""
 
 
 class Found(Protocol):
@@ -61,6 +69,28 @@ class Candidate(Generic[P]):
     """Of parameters, on the device that has the most."""
     again: str
     """What is computed again, in words."""
+    axes: str = ""
+    """What each axis splits, in words."""
+    is_rough: bool = False
+    """Whether a longer search may find a faster plan on this mesh."""
+
+    @property
+    def bound(self) -> float:
+        """What a step on this mesh takes at least, as far as it is proven."""
+        return self.seconds * (1 - (self.gap or 0.0)) if self.is_rough else self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the plan of a mesh may take: seconds of search, the step it has to beat, and whether a rough one will do."""
+
+    time_limit: float
+    cutoff: float = math.inf
+    rough: bool = False
+
+
+Make = Callable[[Mesh, Turn], Candidate[P]]
+"""The plan of a mesh; CutOffError where none is faster than the cut-off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +100,8 @@ class Tried(Generic[P]):
     mesh: Mesh
     found: Candidate[P] | None
     reason: str = ""
+    least_bytes: int | None = None
+    """Where no plan is within the memory limit: the least that one was found to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +127,24 @@ class Searched(Generic[P]):
 
 
 def best_mesh(
-    make: Callable[[Mesh, float], Candidate[P]], meshes: Sequence[Mesh], time_limit: float = NEVER
+    make: Make[P],
+    meshes: Sequence[Mesh],
+    time_limit: float = NEVER,
+    at_least: Callable[[Mesh], float] | None = None,
+    pipeline: str | None = None,
 ) -> Searched[P]:
-    """What `make` finds on each of the meshes, in at most so many seconds; `make` is told how many are left.
+    """The best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from below.
 
-    Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, TimeLimitError where
-    none was found in time.
+    Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, with what came
+    nearest, and TimeLimitError where none was found in time.
     """
-    tried = try_meshes(make, meshes, time_limit)
+    tried = try_meshes(make, meshes, time_limit, at_least, pipeline)
     late = sum(each.reason.startswith(NOT_TRIED) for each in tried)
     searched = Searched(meshes[0].num_devices, merged(tried), tuple(each for each in tried if each.found is None))
     if not searched.lines:
         reasons = "\n".join(f"  {each.mesh}: {each.reason}" for each in tried)
         error = TimeLimitError if late else InfeasibleError
-        raise error(f"no mesh of {searched.devices} devices has a plan; on each of them:\n{reasons}")
+        raise error(f"no mesh of {searched.devices} devices has a plan; on each of them:\n{reasons}{_nearest(tried)}")
     if late:
         why = why_over(f"the time limit of {time_limit:g} s passed")
         warnings.warn(
@@ -117,6 +153,18 @@ def best_mesh(
             stacklevel=2,
         )
     return searched
+
+
+def _nearest(tried: Sequence[Tried[Any]]) -> str:
+    """What came nearest to a memory limit that no mesh has a plan within."""
+    known = [(each.least_bytes, each.mesh) for each in tried if each.least_bytes is not None]
+    if not known:
+        return ""
+    least, mesh = min(known, key=lambda each: each[0])
+    return (
+        f"\nWhat came nearest is {mesh}, with {format_bytes(least)} per device: memory={least} would do. "
+        "Raise the limit to that, or use more devices."
+    )
 
 
 def meshes_of(
@@ -174,24 +222,68 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def try_meshes(
-    make: Callable[[Mesh, float], Candidate[P]], meshes: Sequence[Mesh], time_limit: float = NEVER
+    make: Make[P],
+    meshes: Sequence[Mesh],
+    time_limit: float = NEVER,
+    at_least: Callable[[Mesh], float] | None = None,
+    pipeline: str | None = None,
 ) -> tuple[Tried[P], ...]:
     """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
-    found: list[Tried[P]] = []
     deadline = after(time_limit)
-    for number, mesh in enumerate(progress(meshes, "meshes")):
+    bounds = {mesh: at_least(mesh) if at_least else 0.0 for mesh in meshes}
+    ordered = sorted(meshes, key=lambda mesh: (bounds[mesh], mesh.ndim))
+    found: dict[Mesh, Tried[P]] = {}
+    for number, mesh in enumerate(progress(ordered, "meshes")):
+        seconds = [each.found.seconds for each in found.values() if each.found]
+        cutoff = min(seconds, default=math.inf)
         if number and is_over(deadline):
-            found.append(Tried(mesh, None, NOT_TRIED + why_over()))
+            found[mesh] = Tried(mesh, None, NOT_TRIED + why_over())
+        elif bounds[mesh] > cutoff:
+            found[mesh] = Tried(mesh, None, _no_better(bounds[mesh]))
+        elif pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
+            found[mesh] = Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
+        else:
+            # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
+            left = seconds_until(deadline)
+            left = left / (len(meshes) - number) if seconds else left
+            found[mesh] = _try(make, mesh, Turn(left, cutoff, rough=len(meshes) > 1))
+    for mesh in progress(_to_refine(found), "best meshes"):
+        best = min(each.found.seconds for each in found.values() if each.found)
+        before = _candidate(found[mesh])
+        if before.bound > best or is_over(deadline):
             continue
-        # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
-        left, some = seconds_until(deadline), any(each.found for each in found)
-        try:
-            found.append(Tried(mesh, make(mesh, left / (len(meshes) - number) if some else left)))
-        except TimeLimitError:
-            found.append(Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found"))
-        except (InfeasibleError, AnnotationError, PipelineError) as error:
-            found.append(Tried(mesh, None, str(error)))
-    return tuple(found)
+        again = _try(make, mesh, Turn(seconds_until(deadline)))
+        if again.found is not None and again.found.seconds <= before.seconds:
+            found[mesh] = again
+    return tuple(found[mesh] for mesh in meshes)
+
+
+def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
+    """How many pipelines have been planned."""
+    return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
+
+
+def _to_refine(found: Mapping[Mesh, Tried[Any]]) -> list[Mesh]:
+    """Meshes with a rough plan that may be the best, those with the fastest first."""
+    rough = [mesh for mesh, each in found.items() if each.found is not None and each.found.is_rough]
+    return sorted(rough, key=lambda mesh: (_candidate(found[mesh]).seconds, mesh.ndim))
+
+
+def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
+    try:
+        return Tried(mesh, make(mesh, turn))
+    except CutOffError as error:
+        return Tried(mesh, None, _no_better(error.seconds))
+    except TimeLimitError:
+        return Tried(mesh, None, f"{NOT_TRIED}{why_over()} before a plan was found")
+    except InfeasibleError as error:
+        return Tried(mesh, None, str(error), error.least_bytes)
+    except (AnnotationError, PipelineError) as error:
+        return Tried(mesh, None, str(error))
+
+
+def _no_better(seconds: float) -> str:
+    return f"no better: a step takes at least {format_seconds(seconds)}"
 
 
 def merged(tried: Sequence[Tried[P]]) -> tuple[tuple[Tried[P], ...], ...]:
@@ -233,15 +325,26 @@ def mesh_table(searched: Searched[Any]) -> str:
                 format_bytes(first.stored_bytes),
                 first.again,
                 "-" if first.gap is None else format_share(first.gap),
+                first.axes,
                 ", ".join(str(each.mesh) for each in line[1:]),
             ]
         )
     for each in searched.without:
         reason = each.reason.splitlines()[0]
         short = reason if len(reason) <= SHOWN_REASON else f"{reason[: SHOWN_REASON - 1]}…"
-        table.append([str(each.mesh), *["-"] * 5, short, ""])
-    headers = ["mesh", "step", "memory", "runs", "parameters", "computed again", "gap, or why not", "the same on"]
-    return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 1) + [48])
+        table.append([str(each.mesh), *["-"] * 5, short, "", ""])
+    headers = [
+        "mesh",
+        "step",
+        "memory",
+        "runs",
+        "parameters",
+        "computed again",
+        "gap, or why not",
+        "axes split",
+        "the same on",
+    ]
+    return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 2) + [48, 48])
 
 
 def _candidate(tried: Tried[P]) -> Candidate[P]:

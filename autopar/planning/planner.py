@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
@@ -50,9 +50,40 @@ def make_plan(
     Raises InfeasibleError where there is none.
     """
     settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried)
+    return plan_of(solved(space, pins, settings, microbatches))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """The best choices of a space, before it is known how far ahead weights are fetched; many are made for one plan."""
+
+    formulation: Formulation
+    pins: Pins
+    settings: Settings
+    answer: Answer
+    """Its seconds are what the search made least: one micro-batch's share of a step."""
+
+    @property
+    def space(self) -> Space:
+        return self.formulation.space
+
+
+def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
+    """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
     formulation = formulation_of(MemoryModel(space, microbatches), settings)
-    answer, model = _searched(formulation, pins, settings)
-    context = PlanContext(space, model, pins, answer.choices, answer.problem, settings)
+    return Solved(formulation, pins, settings, _best(formulation, pins, settings))
+
+
+def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
+    """The plan of choices that were found, weights fetched ahead where there is room, and its choices."""
+    answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
+    return written(made, answer, model)
+
+
+def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tuple[int, ...]]:
+    """The plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
+    answer = _of_a_microbatch(answer, model)
+    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings)
     return written_down(context, answer), answer.choices
 
 
@@ -81,7 +112,16 @@ def best_plan_of(
 
 def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
     return make_plan(
-        space, pins, said.memory, said.solver, said.time_limit, said.recompute, said.gap, runs, said.prefetch
+        space,
+        pins,
+        said.memory,
+        said.solver,
+        said.time_limit,
+        said.recompute,
+        said.gap,
+        runs,
+        said.prefetch,
+        said.hurried,
     )
 
 

@@ -13,7 +13,7 @@ from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.alike import raise_alike
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, Cuts, StageCosts, best_cuts
 from autopar.pipeline.structure import kinds
 from autopar.sharding.layout import Layout, S
 from tests.pipeline.test_planner import request
@@ -32,8 +32,19 @@ def _problem(seconds: list[float]) -> CutProblem:
     room=st.integers(3, 20),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_cut_is_the_same_and_fewer_stages_are_asked_for(seconds: list[float], penalty: float, room: int) -> None:
-    """Of blocks of two kinds whose activations cost time beyond a limit, the more the more are in flight."""
+def test_what_is_known_of_equal_blocks_changes_no_cut(seconds: list[float], penalty: float, room: int) -> None:
+    plain, fast, _ = _with_and_without_kinds(seconds, penalty, room)
+    assert abs(plain.seconds - fast.seconds) <= 1e-9 * plain.seconds
+
+
+def test_what_is_known_of_equal_blocks_need_not_be_asked_for() -> None:
+    *_, (without, with_kinds) = _with_and_without_kinds([1.0, 1.0], 0.5, 6)
+    assert with_kinds < without
+
+
+def _with_and_without_kinds(seconds: list[float], penalty: float, room: int) -> tuple[Cuts, Cuts, tuple[int, int]]:
+    """Cuts of blocks of two kinds whose activations cost time beyond a limit, the more the more are in flight; and the
+    number of stages that were asked for."""
     of_block = [seconds[0], *[seconds[1]] * LAYERS]
     numbers = [0, *[1] * LAYERS]
     problem = _problem(of_block)
@@ -47,10 +58,9 @@ def test_the_cut_is_the_same_and_fewer_stages_are_asked_for(seconds: list[float]
         asked[which].append((first, end, stage))
         return stage_cost(first, end, stage)
 
-    plain = best_cuts(problem, lambda *span: counted(0, *span))
-    fast = best_cuts(problem, lambda *span: counted(1, *span), kinds=numbers)
-    assert abs(plain.seconds - fast.seconds) <= 1e-9 * plain.seconds
-    assert len(asked[1]) <= len(asked[0])
+    plain = best_cuts(problem, StageCosts(lambda *span: counted(0, *span)))
+    fast = best_cuts(problem, StageCosts(lambda *span: counted(1, *span)), kinds=numbers)
+    return plain, fast, (len(asked[0]), len(asked[1]))
 
 
 def test_what_does_not_fit_fits_no_fuller_stage_of_the_same_blocks() -> None:
@@ -61,7 +71,7 @@ def test_what_does_not_fit_fits_no_fuller_stage_of_the_same_blocks() -> None:
         asked.append((first, end, stage))
         return float("inf") if (end - first) * problem.schedule.in_flight(stage) > 8 else float(end - first)
 
-    cuts = best_cuts(problem, stage_cost, kinds=[0] * LAYERS)
+    cuts = best_cuts(problem, StageCosts(stage_cost), kinds=[0] * LAYERS)
     ends = (*cuts.starts[1:], LAYERS)
     lengths = [end - first for first, end in zip(cuts.starts, ends, strict=True)]
     assert lengths == [2, 2, 4, 4]

@@ -23,7 +23,7 @@ import autopar
 from autopar.capture.export import capture, skeleton
 from autopar.cli import main
 from autopar.compiler.pipelined import check_wish, pipeline_plan_of
-from autopar.errors import AnnotationError, InputError, PipelineError, PlanError
+from autopar.errors import AnnotationError, InfeasibleError, InputError, PipelineError, PlanError
 from autopar.pipeline.block_costs import _blocks_of_decisions
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import planned_blocks
@@ -32,16 +32,18 @@ from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedule_search import Wish
 from autopar.pipeline.schedules.choice import RECOMMENDED
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stage_search import StageSearch
 from autopar.pipeline.stage_seconds import step_parts
 from autopar.pipeline.stages.blocks import shared_calls
 from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.request import PlanRequest
-from autopar.planning.settings import context_of
+from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import StepSeconds, parts_by_decision
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import NEVER
 from tests.support.parity import SLOW_DEVICES
 
 HERE = "tests.pipeline.test_planner"
@@ -225,12 +227,35 @@ def test_with_a_limit_layers_are_computed_again_and_every_rank_is_within_it() ->
 
 def test_stages_of_one_rank_share_its_memory() -> None:
     free = planned(model=Layered(4), schedule="zbv", microbatches=4)
-    most = max(stage.plan.peak_bytes for stage in free.stages)
-    limit = 2 * most - 1024
-    assert free.peak_bytes <= limit  # together two stages of a rank would fit
+    limit = int(0.9 * free.peak_bytes)
     plan = planned(model=Layered(4), schedule="zbv", microbatches=4, memory=limit)
-    assert all(2 * stage.plan.peak_bytes <= limit for stage in plan.stages)
+    assert all(plan.rank_bytes(rank) <= limit for rank in range(2))
     assert plan.starts != free.starts or any(set(stage.plan.recompute.values()) - {"none"} for stage in plan.stages)
+    shares = [stage.plan.memory_limit or 0 for stage in plan.stages]
+    assert shares[0] > shares[3] and shares[0] + shares[3] <= limit  # one has more micro-batches in flight
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
+    """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""
+    chunks = 1 if name == "1f1b" else 2
+    asked = request({"pp": 2}, Schedule(name, 2, 4, chunks), num_layers=3, vocabulary=512)
+    blocks = planned_blocks(asked, asked.schedule.num_stages)
+    held = tuple(map(asked.schedule.in_flight, range(asked.schedule.num_stages)))
+    search = StageSearch(blocks, NEVER, (2**40,) * len(held), held, (0.0,) * (len(blocks.blocks) + 1))
+    least = functools.cache(search.least)
+    count, needed = len(blocks.blocks), []
+    for inner in combinations(range(1, count), len(held) - 1):
+        spans = list(pairwise((0, *inner, count)))
+        own = [least(first, end, stage) for stage, (first, end) in enumerate(spans)]
+        needed.append(max(sum(own[stage] for stage in asked.schedule.stages_of(rank)) for rank in range(2)))
+
+    def within(memory: int) -> PipelinePlan:
+        return plan_pipeline(replace(asked, wanted=replace(asked.wanted, settings=Settings(memory))))
+
+    assert max(within(min(needed)).rank_bytes(rank) for rank in range(2)) <= min(needed)
+    with pytest.raises((PipelineError, InfeasibleError)):
+        within(int(0.97 * min(needed)))
 
 
 def test_the_first_stage_of_1f1b_keeps_more_micro_batches_than_the_last() -> None:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture, trace
-from autopar.errors import InfeasibleError, MeshError, TimeLimitError
+from autopar.compiler.offline import _Planner
+from autopar.errors import CutOffError, InfeasibleError, MeshError, TimeLimitError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
+from autopar.models.catalogue import built_in
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.stage_seconds import step_parts
-from autopar.planning.mesh_search import EQUAL_SECONDS, Candidate, Searched, best_mesh, factorizations, meshes_of
+from autopar.planning.mesh_search import (
+    EQUAL_SECONDS,
+    MOST_PIPELINES,
+    Candidate,
+    Searched,
+    Turn,
+    best_mesh,
+    factorizations,
+    meshes_of,
+)
 from autopar.planning.planner import make_plan
+from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
@@ -80,10 +96,15 @@ def test_a_family_is_planned_on_every_mesh_of_eight_devices() -> None:
     assert all(text in found.note for text in ("dp=8", "dp=2 × tp=4", "dp=4 × tp=2", "dp=2 × tp=2 × sp=2"))
 
 
+@functools.cache
+def _any_plan(mesh: Mesh) -> Plan:
+    return maker()(mesh)
+
+
 def plans_of(*seconds_and_bytes: tuple[float, int]) -> dict[Mesh, Plan]:
     """Meshes of 8 devices, in the order in which they are tried, with plans that take so much."""
-    made, meshes = maker(), meshes_of("auto", 8, SLOW_DEVICES, 3)
-    plan = made(meshes[0])
+    meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
+    plan = _any_plan(meshes[0])
     return {
         mesh: replace(plan, mesh=mesh, seconds=seconds, bound=seconds, peak_bytes=num_bytes)
         for mesh, (seconds, num_bytes) in zip(meshes, seconds_and_bytes, strict=False)
@@ -121,8 +142,8 @@ def test_what_the_time_limit_leaves_is_not_tried_and_said(monkeypatch: pytest.Mo
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     given = []
 
-    def slow(mesh: Mesh, seconds: float) -> Candidate[Plan]:
-        given.append(seconds)
+    def slow(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        given.append(turn.time_limit)
         now[0] += 6
         return candidate(plans[mesh])
 
@@ -133,7 +154,7 @@ def test_what_the_time_limit_leaves_is_not_tried_and_said(monkeypatch: pytest.Mo
 
 
 def test_a_search_that_ends_before_any_plan_is_found_is_no_proof_that_there_is_none() -> None:
-    def late(mesh: Mesh, seconds: float) -> Candidate[Plan]:
+    def late(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
         raise TimeLimitError("the time limit passed")
 
     with pytest.raises(TimeLimitError, match="no mesh of 4 devices has a plan; on each of them:\n  dp=4: not tried"):
@@ -274,7 +295,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> Non
 
 def test_what_fits_in_no_micro_batches_says_so_for_each_mesh() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"no mesh of 2 devices has a plan; on each of them:\n  dp=2: also in 64 micro-batches: "
+        InfeasibleError, match=r"no mesh of 2 devices has a plan; on each of them:\n  dp=2: the memory limit is 1.00 kB"
     ):
         autopar.plan(Layers(), "auto", (X_64_16,), devices=2, hardware=SLOW_DEVICES, memory=1000)
 
@@ -282,3 +303,93 @@ def test_what_fits_in_no_micro_batches_says_so_for_each_mesh() -> None:
 def test_compiling_on_a_mesh_that_is_to_be_found_says_how_to_find_it() -> None:
     with pytest.raises(MeshError, match=r"init_device_mesh\(device_type, plan\.mesh\.sizes"):
         autopar.compile(TwoLinears(), "auto", (X_BD,))  # type: ignore[arg-type]
+
+
+# What is left out, and what is planned twice.
+
+
+def test_a_mesh_that_cannot_be_better_is_not_planned_and_says_so() -> None:
+    plans, made = plans_of((3.0, 100), (2.0, 100), (1.0, 100), (4.0, 100)), []
+    bounds = dict(zip(plans, (0.5, 2.5, 0.4, 1.0), strict=True))
+
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        made.append((str(mesh), turn.cutoff))
+        return candidate(plans[mesh])
+
+    found = best_mesh(make, tuple(plans), at_least=bounds.__getitem__)
+    # By their bounds; the last, whose bound is as long as the best plan, may be the same plan on another mesh.
+    assert made == [("dp=4 × tp=2", math.inf), ("dp=8", 1.0), ("dp=2 × tp=2 × sp=2", 1.0)]
+    assert found.best.seconds == 1.0 and "no better: a step takes at least 2.50 s" in found.note
+
+
+@given(
+    seconds=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    slack=st.lists(st.integers(0, 9), min_size=8, max_size=8),
+)
+@settings(max_examples=25, deadline=None)
+def test_bounds_and_rough_plans_lose_no_best_mesh(seconds: list[int], slack: list[int]) -> None:
+    """Whatever is proven of meshes beforehand and by rough plans, the search ends with the best of all."""
+    plans = plans_of(*((float(each), 100) for each in seconds))
+    bounds = {mesh: each - more for mesh, each, more in zip(plans, seconds, slack[:4], strict=True)}
+    longer = dict(zip(plans, slack[4:], strict=True))
+
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        exact = candidate(plans[mesh])
+        if exact.seconds >= turn.cutoff and longer[mesh] > 4:
+            raise CutOffError(exact.seconds)
+        if not turn.rough:
+            return exact
+        rough = exact.seconds + longer[mesh]
+        return replace(exact, seconds=rough, gap=1 - max(exact.seconds - 1, 0) / rough, is_rough=True)
+
+    found = best_mesh(make, tuple(plans), at_least=bounds.__getitem__)
+    first = found.lines[0][0].found
+    assert first is not None and first.seconds == min(seconds)
+
+
+def test_as_many_pipelines_are_planned_as_are_worth_their_time() -> None:
+    made = maker()(meshes_of("auto", 4, SLOW_DEVICES, 1)[0])
+    meshes = meshes_of("auto", 64, SLOW_DEVICES, 1, "pp")
+    found = best_mesh(lambda mesh, _: candidate(replace(made, mesh=mesh)), meshes, pipeline="pp")
+    planned = [each.mesh for line in found.lines for each in line]
+    assert sum("pp" in mesh.axes for mesh in planned) == MOST_PIPELINES < sum("pp" in mesh.axes for mesh in meshes)
+    assert f"left out: {MOST_PIPELINES} pipelines that may be faster were planned" in found.note
+
+
+def test_where_nothing_fits_the_nearest_is_said_with_the_limit_that_would_do() -> None:
+    asked = {"hardware": SLOW_DEVICES, "microbatches": 1, "max_axes": 1}
+    with pytest.raises(InfeasibleError) as raised:
+        autopar.plan(Layers(), "auto", (X_64_16,), devices=2, memory=1000, **asked)
+    found = re.search(r"What came nearest is dp=2, with .* per device: memory=(\d+) would do", str(raised.value))
+    assert found is not None and raised.value.least_bytes is None
+    assert autopar.plan(Layers(), "auto", (X_64_16,), devices=2, memory=int(found[1]), **asked).peak_bytes == int(
+        found[1]
+    )
+
+
+def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(planner: _Planner, mesh: Mesh, request: PlanRequest) -> Plan:
+        raise InfeasibleError("it does not fit in one piece", 123)
+
+    monkeypatch.setattr(_Planner, "on", on)
+    asked = {"devices": 2, "hardware": SLOW_DEVICES, "microbatches": 2}
+    found = autopar.plan(Layers(), "auto", (X_64_16,), memory="1MB", **asked)
+    assert isinstance(found, PipelinePlan) and str(found.mesh) == "pp=2" and found.peak_bytes <= 10**6
+    with pytest.raises(InfeasibleError, match="does not fit in one piece") as raised:  # so little, no pipeline fits
+        autopar.plan(Layers(), "auto", (X_64_16,), memory=1000, **asked)
+    assert "In stages" not in str(raised.value)
+
+
+def test_the_table_says_what_each_axis_splits() -> None:
+    found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware=SLOW_DEVICES)
+    assert "axes split" in found.notes[-1]
+    roles = {row.roles[0] for row in found.rows if row.kind == "call"} - {"replicated", "partial"}
+    assert any(role in found.notes[-1].partition("dp: ")[2] for role in roles)
+
+
+def test_experts_and_few_samples_are_worth_a_third_axis() -> None:
+    def axes_for(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+        return _Planner(model, inputs, PlanRequest()).usual_axes(8)
+
+    assert axes_for(*built_in("tiny-moe", 64, 16, None)) == 3
+    assert axes_for(Layers(), (X_64_16,)) == 2 and axes_for(Layers(), (X_64_16[:4],)) == 3

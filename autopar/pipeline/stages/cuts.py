@@ -28,10 +28,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.errors import PipelineError
+from autopar.errors import PipelineError, TimeLimitError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.alike import raise_alike
 from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
+from autopar.solver.deadline import why_over
 
 _EQUAL = 1e-12
 """Relative: what float sums in another order differ by."""
@@ -168,59 +169,124 @@ class Cuts:
     bound: float
 
 
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """What stages take, found out stage by stage, where that is dear.
+
+    `seconds` finds out, `at_most` says what is known of a stage without finding out anything (infinite: nothing), and
+    `fuller` says of a stage in which others the same blocks take as many seconds at least: those with no more memory
+    and as many micro-batches in flight.
+    """
+
+    seconds: StageCost
+    at_most: StageCost = lambda first, end, stage: np.inf
+    fuller: Callable[[int], Sequence[int]] | None = None
+    """None: those with as many micro-batches in flight, or more."""
+    is_over: Callable[[int], bool] = lambda asked: False
+    """Whether no more stages may be asked for than these, so that the best cut that is known is taken."""
+
+
 def best_cuts(
     problem: CutProblem,
-    stage_cost: StageCost | None = None,
+    costs: StageCosts | None = None,
     tolerance: float = 0.0,
     kinds: Sequence[int] | None = None,
 ) -> Cuts:
-    """The cut of least seconds, by the sums of its blocks or by `stage_cost`.
+    """The cut of least seconds, by the sums of its blocks or by `costs`.
 
-    With `stage_cost`, the sums of blocks are lower bounds (asserted). The best cut by what is known is found, its
-    stages are asked for, and so on until all stages of the best cut have been asked for: no other cut can be better
-    then, as the rest of the table is below the truth. A stage that does not fit (infinite) is taken not to fit with
-    more blocks either. It ends sooner once a cut is within `tolerance` of the bound (relative).
+    With `costs`, the sums of blocks are lower bounds (asserted). The best cut by what is known is found, stages of it
+    are asked for, and so on until a cut is within `tolerance` (relative) of that: no other cut can be better then, as
+    the rest of the table is below the truth. Of a cut, those stages are asked for of which nothing is known, the one
+    with the most micro-batches in flight first: what it does, stages of equal blocks with fewer in flight can do, too.
+    Once that is known of all stages, the one is asked for of which the least is known. A stage that does not fit
+    (infinite) is taken not to fit with more blocks either.
 
     With `kinds`, a number per block that is the same for equal blocks, what a stage takes beyond its blocks says of
     other stages what these take at least (`alike`), if seconds may be too many by the tolerance.
 
     Raises:
         PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
+        TimeLimitError: No more may be asked for, and no cut is known to fit.
     """
     transfers, own = _transfers(problem), _own_seconds(problem)
     least, table = own + transfers, own + transfers
-    in_flight = [problem.schedule.in_flight(stage) for stage in range(problem.schedule.num_stages)]
     asked: dict[tuple[int, int, int], float] = {}
     best: Cuts | None = None
+    in_flight = [problem.schedule.in_flight(stage) for stage in range(problem.schedule.num_stages)]
+
+    def ask(stage: int, first: int, end: int) -> float:
+        assert costs is not None
+        asked[stage, first, end] = seconds = costs.seconds(first, end, stage)
+        assert seconds >= own[stage, first, end] * (1 - 1e-9), f"stage {stage}, blocks {first}-{end}: below its blocks"
+        if kinds is not None:
+            more = seconds / (1 + tolerance) - own[stage, first, end]
+            fuller = [other for other, held in enumerate(in_flight) if held >= in_flight[stage]]
+            fuller = costs.fuller(stage) if costs.fuller else fuller
+            raise_alike(table, least, max(more, 0.0), (first, end), kinds, fuller)
+            _keep(table, transfers, asked)
+        table[stage, first, end] = seconds + transfers[stage, first, end]
+        if np.isinf(seconds):
+            table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
+        return seconds
+
     while True:
         starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
         if starts is None:
             raise PipelineError(_why_none_fits(problem, table, asked))
         found = _cuts(problem, table, starts)
-        stages = _stages(starts, len(problem.blocks))
-        missing = [stage for stage in stages if stage not in asked] if stage_cost else []
+        if costs is None:
+            return found
         if best is not None and best.seconds <= found.seconds * (1 + max(tolerance, _EQUAL)):
             return replace(best, bound=min(best.seconds, found.seconds))
-        if not missing:
+        stages = _stages(starts, len(problem.blocks))
+        if all(stage in asked for stage in stages):
             return found
-        for stage, first, end in missing:
-            assert stage_cost is not None
-            asked[stage, first, end] = seconds = stage_cost(first, end, stage)
-            assert seconds >= own[stage, first, end] * (1 - 1e-9), (
-                f"stage {stage}, blocks {first}-{end}: below its blocks"
-            )
-            if kinds is not None:
-                more = seconds / (1 + tolerance) - own[stage, first, end]
-                fuller = [other for other, held in enumerate(in_flight) if held >= in_flight[stage]]
-                raise_alike(table, least, max(more, 0.0), (first, end), kinds, fuller)
-                _keep(table, transfers, asked)
-            table[stage, first, end] = seconds + transfers[stage, first, end]
-            if np.isinf(seconds):
-                table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
-                break
-        exact = _cuts(problem, table, starts)
-        if np.isfinite(exact.seconds) and (best is None or exact.seconds < best.seconds):
-            best = exact
+        if costs.is_over(len(asked)):
+            if best is None:
+                raise TimeLimitError(
+                    f"{why_over()} before stages that fit into memory were found; give it longer, raise the memory "
+                    "limit, or say the stages."
+                )
+            return replace(best, bound=min(best.seconds, found.seconds))
+        before = len(asked)
+        try:
+            known = {place: _known(costs, asked, place) for place in stages}
+            for place in sorted(stages, key=lambda place: -in_flight[place[0]]):
+                if np.isinf(known[place]):
+                    known[place] = _known(costs, asked, place)  # by what was asked for since
+                if np.isinf(known[place]):
+                    known[place] = ask(*place)
+                    if np.isinf(known[place]):
+                        break
+            else:
+                exact = _exact(problem, transfers, starts, known)
+                if best is None or exact.seconds < best.seconds:
+                    best = exact
+                if len(asked) == before:  # what is known of these stages does not tell this cut from the best
+                    ask(*max((each for each in stages if each not in asked), key=lambda at: known[at] - _at(own, at)))
+        except TimeLimitError:
+            if best is None:
+                raise
+            return replace(best, bound=min(best.seconds, found.seconds))
+
+
+def _known(costs: StageCosts, asked: Mapping[tuple[int, int, int], float], place: tuple[int, int, int]) -> float:
+    """What a stage takes at most."""
+    stage, first, end = place
+    return min(costs.at_most(first, end, stage), asked.get(place, np.inf))
+
+
+def _at(table: Floats, place: tuple[int, int, int]) -> float:
+    return float(table[place])
+
+
+def _exact(
+    problem: CutProblem, transfers: Floats, starts: tuple[int, ...], known: Mapping[tuple[int, int, int], float]
+) -> Cuts:
+    """A cut whose stages take what is known."""
+    own = tuple(known[place] + _at(transfers, place) for place in _stages(starts, len(problem.blocks)))
+    seconds = problem.seconds_of(own)
+    return Cuts(starts, own, seconds, seconds)
 
 
 def _keep(table: Floats, transfers: Floats, asked: Mapping[tuple[int, int, int], float]) -> None:

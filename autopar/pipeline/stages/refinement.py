@@ -28,7 +28,7 @@ def refined(problem: CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
         for moved in _moves(best, len(problem.blocks)):
             if left <= 0:
                 break
-            if _allowed(problem, moved):
+            if is_allowed(problem, moved):
                 left -= 1
                 found = simulated_seconds(problem, moved)
                 if found < seconds * (1 - 1e-9):
@@ -76,7 +76,7 @@ def _moves(starts: tuple[int, ...], num_blocks: int) -> Iterator[tuple[int, ...]
                     yield moved
 
 
-def _allowed(problem: CutProblem, starts: tuple[int, ...]) -> bool:
+def is_allowed(problem: CutProblem, starts: tuple[int, ...]) -> bool:
     """Whether every block that must be on a stage is there."""
     ends = (*starts[1:], len(problem.blocks))
     return all(starts[stage] <= block < ends[stage] for block, stage in problem.places)

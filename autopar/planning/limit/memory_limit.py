@@ -144,7 +144,7 @@ class _Search(Asked):
             self.by_sums(found, limit, modes)
         except MemoryLimitError as error:
             smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
-            raise InfeasibleError(self.refusal(limit, modes, smallest, conflict)) from error
+            raise InfeasibleError(self.refusal(limit, modes, smallest, conflict), smallest.peak_bytes) from error
         if not found.fitting:
             met = min(int(taken.max()) for taken in found.taken)
             found.fitting.append(self.smallest_answer(limit, modes, met))
@@ -202,7 +202,7 @@ class _Search(Asked):
                 f"found: {least}. Raise the time limit or the memory limit, or use more devices."
             ) from None
         if smallest.peak_bytes > limit:
-            raise InfeasibleError(self.refusal(limit, modes, smallest))
+            raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
         modes = smallest.modes or None
         problem = self._problem(None, limit, modes)
         choices = (*smallest.choices, *(MODES.index(mode) for mode in smallest.modes.values()))

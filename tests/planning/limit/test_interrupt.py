@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ortools.sat.python import cp_model
 
-from autopar.planning.mesh_search import Candidate, try_meshes
+from autopar.planning.mesh_search import Candidate, Turn, try_meshes
 from autopar.planning.planner import make_plan
 from autopar.sharding.mesh import Mesh
 from autopar.solver import deadline
@@ -70,7 +70,7 @@ def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
 def test_meshes_that_are_left_are_not_tried() -> None:
     meshes = [Mesh({"dp": number}) for number in (2, 4, 8)]
 
-    def make(mesh: Mesh, seconds: float) -> Candidate[Any]:
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Any]:
         if mesh is meshes[1]:
             signal.raise_signal(signal.SIGINT)
             assert is_over(NEVER) and seconds_until(NEVER) == 0

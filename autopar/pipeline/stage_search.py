@@ -1,0 +1,200 @@
+"""What the stages of a pipeline take within their memory, found out for as few of them as the cut needs.
+
+A stage is its structure (its calls, without their names), the micro-batches that it has in flight, and the memory that
+it may take. Stages of equal structure have the same choices before them, so that what is found for one serves others:
+
+    in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
+    in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
+    does not fit in M with f                      does not fit in M' <= M with f' >= f
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import InfeasibleError, TimeLimitError
+from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
+from autopar.memory.peak import memory_use
+from autopar.pipeline.masks import masks_of
+from autopar.pipeline.planned_blocks import PlannedBlocks
+from autopar.pipeline.stages.splitting import stage_between
+from autopar.pipeline.structure import structure
+from autopar.planning.limit.least_peak import least_peak
+from autopar.planning.planner import Solved, formulation_of, solved
+from autopar.planning.settings import Settings
+from autopar.planning.step_seconds import parts_of
+from autopar.program.program import Program
+from autopar.sharding.layout import Layout
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.space.space import Space
+
+TOLERANCE = 0.02
+"""Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
+MOST_ASKED = 40
+"""Stages that are planned within a memory limit before the best cut so far is taken."""
+STORED = ("parameters", "optimizer", "master copies", "gradients")
+"""Parts of a stage's memory that do not grow with micro-batches in flight."""
+NEARLY = 1.02
+"""Of a room: choices that by rule of three take more are not looked at."""
+SHARE_OF_TIME = 0.125
+"""Of the time that is left, at most, goes to each stage that is asked for."""
+LEAST_SECONDS = 1.0
+"""That the plan of a stage has, however late it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A stage that was asked for: with so many micro-batches in flight and so much room, its choices, if any fit."""
+
+    in_flight: int
+    room: int | None
+    made: Solved | None
+    seconds: float
+    """Of one micro-batch, with its share of what is done once; infinite where it does not fit."""
+
+
+@dataclass(slots=True)
+class StageSearch:
+    """Plans stages of one pipeline until a deadline; what one stage says of others is asked only once."""
+
+    planned: PlannedBlocks
+    deadline: float
+    rooms: tuple[int | None, ...]
+    """Bytes per stage."""
+    held: tuple[int, ...]
+    """Micro-batches in flight per stage."""
+    until: tuple[float, ...]
+    """Seconds of the blocks before each, and of all, by the plan of the whole."""
+    by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
+    numbers: dict[object, int] = field(default_factory=dict)
+    programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
+    fits: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Choices (by identity) and micro-batches in flight → the bytes that they take."""
+
+    @property
+    def num_asked(self) -> int:
+        """How many stages were planned."""
+        return sum(map(len, self.by_structure.values()))
+
+    def is_over(self, asked: int) -> bool:
+        """Whether the best cut so far has to do."""
+        return asked >= MOST_ASKED or is_over(self.deadline)
+
+    def seconds(self, first: int, end: int, stage: int) -> float:
+        """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""
+        known = self.find(first, end, stage) or self._ask(first, end, stage)
+        return known.seconds
+
+    def at_most(self, first: int, end: int, stage: int) -> float:
+        """What the stage takes by what is known of others; infinite where that is nothing."""
+        known = self.best_known(first, end, stage)
+        return math.inf if known is None else known.seconds
+
+    def fuller(self, stage: int) -> Sequence[int]:
+        """The stages with no more room and as many micro-batches in flight."""
+        held, room = self.held[stage], self.rooms[stage]
+        return [
+            other
+            for other, each in enumerate(self.rooms)
+            if self.held[other] >= held and (room is None or (each is not None and each <= room))
+        ]
+
+    def find(self, first: int, end: int, stage: int) -> Known | None:
+        """What was found out of just this stage, or that it does not fit."""
+        held, room = self.held[stage], self.rooms[stage]
+        for each in self.by_structure[self.program(first, end)[1]]:
+            if (each.in_flight, each.room) == (held, room):
+                return each
+            if each.made is None and each.in_flight <= held and _as_much(each.room, room):
+                return each
+        return None
+
+    def best_known(self, first: int, end: int, stage: int) -> Known | None:
+        """The fastest of the choices that are known to fit into the room of a stage."""
+        held, room = self.held[stage], self.rooms[stage]
+        known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
+        return next((each for each in known if each.made is not None and self._fits(each, held, room)), None)
+
+    def program(self, first: int, end: int) -> tuple[Program, int]:
+        """The program of a stage, and the number of its structure."""
+        if (first, end) not in self.programs:
+            program = stage_between(self.planned.request.program, self.planned.blocks, first, end)
+            number = self.numbers.setdefault(structure(self.planned, program), len(self.numbers))
+            self.programs[first, end] = program, number
+        return self.programs[first, end]
+
+    def least(self, first: int, end: int, stage: int) -> int:
+        """The least bytes that a stage takes at its fullest moment, as far as it is found."""
+        program = self.program(first, end)[0]
+        space = self.space(program)
+        formulation = formulation_of(MemoryModel(space, self.microbatches(stage)), self.settings(stage))
+        modes = dict.fromkeys(formulation.memory.lifetimes.segments, "") or None
+        if self.planned.request.settings.recompute != "auto":
+            modes = None if self.planned.request.settings.recompute == "none" else modes
+        pins = masks_of(self.planned, space, self.planned.request.storage)
+        return least_peak(formulation, pins, modes, self.deadline).peak_bytes
+
+    def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
+        """The best choices of a stage within its room; InfeasibleError where there are none."""
+        space = self.space(program)
+        pins = masks_of(self.planned, space, storage)
+        try:
+            return solved(space, pins, self.settings(stage, SHARE_OF_TIME), self.microbatches(stage))
+        except TimeLimitError:  # its share of the time was too little for any choices
+            return solved(space, pins, self.settings(stage), self.microbatches(stage))
+
+    def space(self, program: Program) -> Space:
+        received = {name: self.planned.boundary(name) for name in program.received}
+        return self.planned.request.space(program, received)
+
+    def settings(self, stage: int, share: float = 1.0) -> Settings:
+        """How a stage is planned."""
+        asked, room = self.planned.request.settings, self.rooms[stage]
+        gap = asked.gap if room is None else max(asked.gap or 0.0, TOLERANCE)
+        left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
+        return replace(asked, memory=room, time_limit=left, gap=gap, hurried=True)
+
+    def microbatches(self, stage: int) -> Microbatches:
+        request = self.planned.request
+        return Microbatches(request.num_microbatches, self.held[stage], request.wanted.reduces_each)
+
+    def _ask(self, first: int, end: int, stage: int) -> Known:
+        program, number = self.program(first, end)
+        made: Solved | None = None
+        seconds = math.inf
+        try:
+            made = self.solve(program, stage, self.planned.request.storage)
+            parts = parts_of(made.formulation.memory, made.answer.choices, made.answer.modes)
+            seconds = parts.per_microbatch(self.planned.request.num_microbatches)
+        except InfeasibleError:
+            pass
+        # Alone a stage may cost a little less than its share of the whole, which bounds the search.
+        seconds = max(seconds, self.until[end] - self.until[first])
+        known = Known(self.held[stage], self.rooms[stage], made, seconds)
+        self.by_structure[number].append(known)
+        return known
+
+    def _fits(self, known: Known, held: int, room: int | None) -> bool:
+        """Whether choices fit with so many micro-batches in flight into so much room."""
+        if room is None or (known.in_flight >= held and _as_much(room, known.room)):
+            return True
+        key, made = (id(known), held), known.made
+        assert made is not None
+        if key not in self.fits:
+            answer = made.answer
+            stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
+            if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room:
+                return False  # far from it: memory need not be counted
+            runs = replace(made.formulation.memory.microbatches, in_flight=held)
+            memory = MemoryModel(made.space, runs).fetching_ahead(made.settings.least_prefetch)
+            self.fits[key] = memory_use(memory, made.answer.choices, made.answer.modes)[0]
+        return self.fits[key] <= room
+
+
+def _as_much(room: int | None, other: int | None) -> bool:
+    """Whether a room is as large as another."""
+    return room is None or (other is not None and room >= other)
