@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
 
@@ -55,13 +56,38 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            there = [each for each in group["params"] if each.grad is not None]
-            if group["kind"] == OTHERS:
-                self._step_others(there, group)
-                continue
-            for parameter in there:
-                self.step_matrix(parameter, parameter.grad, group)
+            self._step([each for each in group["params"] if each.grad is not None], group)
         return loss
+
+    def step_in_backward(self) -> list[RemovableHandle]:
+        """Update each parameter in the backward as soon as its gradient is there, which is then freed.
+
+        Whole gradients of a model are never there at once, and `step` has nothing left to do. Not for gradients that
+        add up over several backwards, are clipped by their norm over all parameters, or are scaled. Returns handles,
+        of which `remove()` ends it.
+        """
+
+        def hook_of(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+            @torch.no_grad()
+            def update(parameter: torch.Tensor) -> None:
+                self._step([parameter], group)
+                parameter.grad = None
+
+            return update
+
+        return [
+            each.register_post_accumulate_grad_hook(hook_of(group))
+            for group in self.param_groups
+            for each in group["params"]
+        ]
+
+    def _step(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if group["kind"] == OTHERS:
+            self._step_others(parameters, group)
+            return
+        for parameter in parameters:
+            assert parameter.grad is not None
+            self.step_matrix(parameter, parameter.grad, group)
 
     def _step_others(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         for each in parameters:

@@ -61,15 +61,18 @@ def _optimizer(kind: str) -> autopar.Optimizer:
     return autopar.Optimizer(kind, rank=RANK) if kind == "galore" else autopar.Optimizer(kind)
 
 
-def _train(model: nn.Module, kind: str) -> _Run:
+def _train(model: nn.Module, kind: str, in_backward: bool = False) -> _Run:
     made_by, settings = KINDS[kind]
     optimizer = made_by(model.named_parameters(), **settings)
+    if in_backward:
+        optimizer.step_in_backward()
     losses, counting = [], _Counting()
     for step in range(STEPS):
         args, kwargs = FAMILIES["llama"].inputs(step)
         optimizer.zero_grad()
         loss = FAMILIES["llama"].loss(model(*args, **kwargs))
         loss.backward()
+        assert not in_backward or all(each.grad is None for each in model.parameters())
         with counting if step % 2 else torch.no_grad():  # steps that renew no basis
             optimizer.step()
         losses.append(loss.item())
@@ -80,7 +83,7 @@ def _train(model: nn.Module, kind: str) -> _Run:
     return _Run(losses, parameters, held, moved=moved)  # pyright: ignore[reportArgumentType]
 
 
-def _compiled(kind: str, shape: tuple[int, ...], strategy: str, **options: Any) -> _Run:
+def _compiled(kind: str, shape: tuple[int, ...], strategy: str, in_backward: bool = False) -> _Run:
     args, kwargs = FAMILIES["llama"].inputs(0)
     model = autopar.compile(
         FAMILIES["llama"].build(),
@@ -89,9 +92,8 @@ def _compiled(kind: str, shape: tuple[int, ...], strategy: str, **options: Any) 
         strategy=strategy,
         optimizer=_optimizer(kind),
         hardware=SLOW_DEVICES,
-        **options,
     )
-    found = _train(model, kind)
+    found = _train(model, kind, in_backward)
     rows = [row for row in model.plan.rows if row.kind == "parameter"]
     planned: Counter[str] = Counter()
     for row in rows:
@@ -128,3 +130,10 @@ def test_compiled_models_are_trained_as_on_one_process(
             assert apart.norm() <= (0.15 if kind == "muon" else 1e-3) * changed.norm(), name
         assert found.state_bytes == found.planned_bytes < wanted.state_bytes or strategy == "data_parallel"
         assert found.moved == found.planned
+
+
+def test_parameters_are_updated_in_the_backward_as_behind_it(ranks: Ranks) -> None:
+    behind = ranks.run(_compiled, "galore", (2,), "zero3", world_size=2, timeout=180)
+    for found, wanted in zip(ranks.run(_compiled, "galore", (2,), "zero3", True, world_size=2), behind, strict=True):
+        assert found.losses == wanted.losses
+        torch.testing.assert_close(found.parameters, wanted.parameters, rtol=0, atol=0)
