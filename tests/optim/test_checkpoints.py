@@ -40,7 +40,7 @@ def _steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list
 
 
 def _resumed(kind: str) -> tuple[list[float], list[float], dict[str, Any], dict[str, Any]]:
-    """Losses of a run that goes on, and of one that goes on from its checkpoint by another strategy; the state of both."""
+    """Losses of a run that goes on, and of one that does by another strategy from its checkpoint; the state of both."""
     model, optimizer = _made(kind, "zero3")
     _steps(model, optimizer, range(3))
     weights, state = get_state_dict(model, optimizer, options=WHOLE)
