@@ -7,6 +7,7 @@ rewrites the graph into one readable per-rank program with collectives, and trai
 from autopar.annotations.annotate import annotate, annotate_plan, constrain
 from autopar.api import compile, load, plan
 from autopar.benchmarking.bench import bench
+from autopar.cost.optimizer import Optimizer
 from autopar.errors import (
     AnnotationError,
     AutoparError,
@@ -40,6 +41,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "MeshError",
+    "Optimizer",
     "PeerError",
     "PipelineError",
     "PipelinePlan",

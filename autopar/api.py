@@ -29,6 +29,7 @@ from autopar.compiler.options import check_options
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.whole import compile_whole
+from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
@@ -52,7 +53,7 @@ def compile(
     plan: Plan | PipelinePlan | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
@@ -96,7 +97,8 @@ def compile(
         memory: hard limit per device at every moment of a step, in bytes or as text ("8GB").
         recompute: "auto" (layers are computed again in the backward where the limit asks for it), or one of "none",
             "selective" (all but contractions) and "full" for every layer.
-        optimizer: whose state and step are planned for: "adamw", "sgd", "adamw-8bit" or "none".
+        optimizer: whose state and step are planned for: "adamw", "sgd", "adamw-8bit", "muon", "galore" or "none", or an
+            `autopar.Optimizer`, which says GaLore's rank and which parameters are matrices.
         master_copies: plan for float32 copies of parameters of lower precision.
         inputs: what each rank is called with: the "whole" batch, its own part of it ("local", as DistributedSampler
             gives), or the names of the axes over which ranks have different parts; example_inputs are the same.
@@ -227,7 +229,7 @@ def plan(
     strategy: str | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",

@@ -27,7 +27,7 @@ ORDER = (
     ("program.operators",),
     ("program.operators.attention",),
     ("program",),
-    ("capture.passes", "capture.python", "sharding", "models"),
+    ("capture.passes", "capture.python", "sharding", "models", "optim"),
     (
         "capture.experts",
         "capture.masks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def plan_request(
     strategy: str | None = None,
     memory: str | int | None = None,
     recompute: Recompute = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
     outputs: Outputs = "dtensor",
@@ -89,7 +89,7 @@ def plan_request(
         strategy,
         mode,
         Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap, prefetch),
-        Optimizer(optimizer, master_copies),
+        _optimizer(optimizer, master_copies),
         hardware,
         outputs,
         microbatches,
@@ -105,6 +105,12 @@ def plan_request(
         imbalance,
         precision_of(precision),
     )
+
+
+def _optimizer(said: str | Optimizer, master_copies: bool) -> Optimizer:
+    if isinstance(said, str):
+        return Optimizer(said, master_copies)
+    return replace(said, master_copies=master_copies or said.master_copies)
 
 
 def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

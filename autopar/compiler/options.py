@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError, MeshError
 from autopar.files.schema import Flag, Malformed, Maybe, Real, Schema, Text, Whole, differs
 from autopar.hardware.profile import Hardware
@@ -55,6 +56,9 @@ _WORD = Text()
 _MEMORY = _Satisfying(
     lambda found: isinstance(found, str) or (isinstance(found, int) and not isinstance(found, bool) and found > 0),
     'bytes per device, as a whole number above 0 or as text ("8GB")',
+)
+_OPTIMIZER = _Satisfying(
+    lambda found: isinstance(found, str | Optimizer), 'the name of an optimizer ("adamw") or an autopar.Optimizer'
 )
 _PROFILE = _Satisfying(
     lambda found: isinstance(found, str | os.PathLike | Hardware),
@@ -111,7 +115,7 @@ OPTIONS: Mapping[str, Schema] = {
     "memory": Maybe(_MEMORY),
     "recompute": _WORD,
     "prefetch": _DEPTH,
-    "optimizer": _WORD,
+    "optimizer": _OPTIMIZER,
     "master_copies": Flag(),
     "outputs": _WORD,
     "hardware": Maybe(_PROFILE),

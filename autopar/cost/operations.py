@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
@@ -116,13 +115,3 @@ def share_beside(implementation: Implementation, call: Call, local: LocalSizes) 
     """The share of an implementation's own collectives that it issues before it computes, whatever a device hides."""
     share = implementation.hidden_share
     return share(call, local) if callable(share) else share
-
-
-def optimizer_seconds(
-    info: TensorInfo, layout: Layout, sizes: Sequence[int], hardware: Hardware, optimizer: Optimizer
-) -> float:
-    """Seconds of the optimizer's step of a parameter in its storage layout: bound by memory bandwidth."""
-    each = optimizer.step_bytes(info)
-    if not each:
-        return 0.0
-    return local_elements(info, layout, sizes) * each / hardware.memory_bytes_per_s + hardware.op_latency_s

@@ -1,9 +1,14 @@
 """What an optimizer keeps and moves per parameter: its state, and a copy of the weights in float32 where asked for.
 
 adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 beside master copies
-adamw-8bit   two moments of one byte, and a float32 scale per block of 256 (Dettmers et al., ICLR 2022)
+adamw-8bit   two moments of one byte, and a float32 scale per block of 256 (Dettmers et al., ICLR 2022; torchao's)
 sgd          nothing (torch.optim.SGD without momentum)
+muon         one moment of each matrix (Jordan 2024; `autopar.optim.Muon`), AdamW's of all else
+galore       of each matrix m×n, m ≥ n, a basis n×r and two moments m×r (Zhao et al. 2024; `autopar.optim.GaLoreAdamW`),
+             AdamW's of all else
 none         nothing, and no step
+
+Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is.
 """
 
 from __future__ import annotations
@@ -11,45 +16,70 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import InputError
+from autopar.optim.matrices import is_matrix, is_projected
 from autopar.program.program import TensorInfo
 
-NAMES = ("adamw", "sgd", "adamw-8bit", "none")
-BLOCK = 256  # elements that share a scale: bitsandbytes' optimizers
+NAMES = ("adamw", "sgd", "adamw-8bit", "muon", "galore", "none")
+BLOCK = 256  # elements that share a scale: bitsandbytes' and torchao's optimizers
 MASTER_BYTES = 4  # float32
+RANK = 128  # of GaLore's reference implementation
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """An optimizer by name; with `master_copies`, parameters below float32 have a copy in float32 that it updates.
 
-    Raises InputError for a name that is not known.
+    `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
+    default those in numbered layers. Raises InputError for a name that is not known, or what another optimizer takes.
     """
 
     name: str = "adamw"
     master_copies: bool = False
+    rank: int = RANK
+    matrices: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise InputError(f"optimizer={self.name!r} is not known; optimizers are {', '.join(map(repr, NAMES))}.")
+        if self.rank < 1 or (self.rank != RANK and self.name != "galore"):
+            raise InputError(f'optimizer={self.name!r} was given rank={self.rank}; "galore" takes one, of at least 1.')
+        if self.matrices is not None and self.name not in ("muon", "galore"):
+            raise InputError(
+                f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
+            )
+
+    def takes(self, name: str, info: TensorInfo) -> bool:
+        """Whether it is an optimizer of matrices, and the parameter `name` is one."""
+        if not info.requires_grad or self.name not in ("muon", "galore"):
+            return False
+        if self.name == "muon":
+            return is_matrix(name, info.shape, self.matrices)
+        return is_projected(name, info.shape, self.rank, self.matrices)
 
     def master_bytes(self, info: TensorInfo) -> int:
         """Bytes of the master copy of one element."""
         copied = self.master_copies and info.requires_grad and info.dtype.itemsize < MASTER_BYTES
         return MASTER_BYTES if copied else 0
 
-    def state_bytes(self, info: TensorInfo) -> float:
-        """Bytes of optimizer state of one element."""
+    def state_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
+        """Bytes of optimizer state of one element, of a parameter that it takes as a matrix or not."""
         if not info.requires_grad or self.name in ("sgd", "none"):
             return 0.0
         if self.name == "adamw-8bit":
             return 2.0 * (1 + 4 / BLOCK)
-        return 2.0 * max(info.dtype.itemsize, self.master_bytes(info))
+        moment = max(info.dtype.itemsize, self.master_bytes(info))
+        if not matrix:
+            return 2.0 * moment
+        if self.name == "muon":
+            return float(moment)
+        short, long = sorted(info.shape)
+        return moment * self.rank * (short + 2 * long) / (short * long)
 
-    def step_bytes(self, info: TensorInfo) -> float:
+    def step_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
         """Bytes that one step reads and writes per element: gradient read, weight and state read and written."""
         if not info.requires_grad or self.name == "none":
             return 0.0
-        return 3.0 * info.dtype.itemsize + 2 * self.state_bytes(info) + 2 * self.master_bytes(info)
+        return 3.0 * info.dtype.itemsize + 2 * self.state_bytes(info, matrix) + 2 * self.master_bytes(info)
 
 
 ADAMW = Optimizer()

@@ -28,6 +28,7 @@ from torch import fx
 
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
+from autopar.cost.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
@@ -214,21 +215,27 @@ class _Ledger:
     def _parameter(self, number: int, times: int) -> None:
         decision, optimizer, hardware = self.space.decisions[number], self.space.optimizer, self.space.hardware
         info = symbolic_info(decision.node.meta["tensor"], self.sizes.shape((decision.node.name, 0)))
-        count = self.repetition.of_decision(number) * times
+        count, matrix = self.repetition.of_decision(number) * times, self.space.is_matrix(number)
         strategy = decision.menu.strategies[self.choices[number]]
         elements = self.sizes.local(info.shape, strategy.outputs[0]).polynomial * count
         each = {
             "parameter_bytes": info.dtype.itemsize,
             "gradient_bytes": info.dtype.itemsize if info.requires_grad else 0,
-            "optimizer_bytes": optimizer.state_bytes(info) + optimizer.master_bytes(info),
+            "optimizer_bytes": optimizer.state_bytes(info, matrix) + optimizer.master_bytes(info),
         }
         for name, size in each.items():
             self.stored[name].add(elements * (int(size) if size == int(size) else size))
         self._moved_weight(decision.node, Size.of(info.num_elements).polynomial * count, count)
-        moved = optimizer.step_bytes(info)
+        moved = optimizer.step_bytes(info, matrix)
         if moved:
             self.seconds.add(elements * (moved / hardware.memory_bytes_per_s))
             self.seconds.add(count * hardware.op_latency_s)
+        flops = step_flops(info, self.sizes.local(info.shape, strategy.outputs[0]), optimizer, matrix)
+        if flops:
+            self.seconds.add(count * Size.of(flops).polynomial * (1 / step_peak(info, hardware, optimizer)))
+        for transfer in step_transfers(info, strategy.outputs[0], cast(Mesh, self.sizes.axes), optimizer, matrix):
+            self.seconds.add(count, self._seconds_of(transfer))
+            self._count(transfer, count)
 
     def _call(self, number: int, times: int, unused: bool) -> None:
         decision = self.space.decisions[number]

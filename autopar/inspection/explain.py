@@ -62,7 +62,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         forward_seconds=row.forward_seconds,
         backward_seconds=row.backward_seconds,
         recompute_seconds=row.recompute_seconds,
-        optimizer_seconds=float(decision.menu.seconds[context.choices[number]]) if is_parameter else 0.0,
+        optimizer_seconds=_own_seconds(decision, context.choices[number]) if is_parameter else 0.0,
         own=tuple(
             Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)
             for t, wait in zip(strategy.transfers, strategy.waits, strict=True)
@@ -76,6 +76,11 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         without_limit=_without_limit(context, number),
         alternatives=tuple(_alternatives(context, number)) if alternatives else (),
     )
+
+
+def _own_seconds(decision: Decision, choice: int) -> float:
+    """Seconds of an optimizer's step without its collectives."""
+    return float(decision.menu.seconds[choice]) - sum(decision.menu.strategies[choice].waits)
 
 
 def label(space: Space, number: int) -> str:

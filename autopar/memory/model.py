@@ -75,7 +75,7 @@ class MemoryModel(TensorBytes):
         optimizer = self.space.optimizer
         each = {
             "parameters": info.dtype.itemsize,
-            "optimizer": optimizer.state_bytes(info),
+            "optimizer": optimizer.state_bytes(info, self.space.is_matrix(number)),
             "master copies": optimizer.master_bytes(info),
         }
         return {name: self.times(elements, size) for name, size in each.items() if size}

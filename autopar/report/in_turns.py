@@ -27,7 +27,7 @@ def in_turns(plan: Plan) -> Timeline:
     tasks = [*_forward(rows, rests), *_backward(rows)]
     for row in plan.rows:
         if row.kind == "parameter":
-            tasks += _moves(row, row.transfers)
+            tasks += [replace(each, phase="optimizer") for each in _moves(row, row.transfers)]
             computed = row.forward_seconds + row.backward_seconds + row.recompute_seconds
             tasks += [_computed(row, "optimizer", computed)]
             tasks += [Task("optimizer", COMPUTE, rests[row.name], "optimizer", row=row.name)]

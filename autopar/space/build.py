@@ -17,9 +17,10 @@ from torch import fx
 
 from autopar.cost.messages import ALONE, first_layer, sharing
 from autopar.cost.moves import MovedTensor
-from autopar.cost.operations import optimizer_seconds
 from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.cost.optimizer_step import step_seconds, step_transfers
 from autopar.files.schema import MAX_WHOLE
+from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.infinite import may_be_infinite
@@ -122,7 +123,8 @@ class _Builder:
         is_input = node.name in self.program.inputs or node.name in self.program.received
         mesh, hardware = self.space.mesh, self.space.hardware
         if parameter:
-            menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer), "parameter"
+            matrix = self.space.optimizer.takes(self.program.parameter_names[node.name], info)
+            menu, kind = _parameter_menu(info, mesh, hardware, self.space.optimizer, matrix), "parameter"
             if self._is_regathered(node):
                 menu = gathered_or_kept(menu)
         else:
@@ -324,10 +326,19 @@ def _moved_together(consumers: tuple[tuple[Menu, int], ...]) -> tuple[Layout, ..
 
 
 @functools.lru_cache(maxsize=4096)
-def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer: Optimizer) -> Menu:
+def _parameter_menu(info: TensorInfo, mesh: Mesh, hardware: Hardware, optimizer: Optimizer, matrix: bool) -> Menu:
     layouts = split_layouts(info, mesh, padded=True)
-    seconds = [optimizer_seconds(info, each, mesh.sizes, hardware, optimizer) for each in layouts]
-    return replace(whole_menu(layouts), seconds=np.array(seconds))
+    seconds = [step_seconds(info, each, mesh, hardware, optimizer, matrix) for each in layouts]
+    menu = whole_menu(layouts)
+    if not matrix:
+        return replace(menu, seconds=np.array(seconds))
+    strategies = []
+    for each, strategy in zip(layouts, menu.strategies, strict=True):
+        moved = step_transfers(info, each, mesh, optimizer, matrix)
+        waits = tuple(transfer_seconds(transfer, mesh, hardware) for transfer in moved)
+        strategies.append(replace(strategy, transfers=moved, waits=waits))
+    waiting = [sum(strategy.waits) for strategy in strategies]
+    return replace(menu, strategies=tuple(strategies), seconds=np.array(seconds) + np.array(waiting))
 
 
 def _auxiliary(menu: Menu) -> Menu:

@@ -116,6 +116,11 @@ class Space:
         decision = self.decisions[number]
         return decision.kind == "parameter" or decision.name in self.weight_casts
 
+    def is_matrix(self, number: int) -> bool:
+        """Whether the optimizer takes a parameter as a matrix."""
+        node = self.decisions[number].node
+        return self.optimizer.takes(self.program.parameter_names[node.name], node.meta["tensor"])
+
     def rows_on(self, wire: Wire) -> ExpertRows | None:
         """The rows at the end of a wire that brings some."""
         rows = self.rows.get(wire.target)

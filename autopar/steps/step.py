@@ -102,7 +102,9 @@ class _Step:
         for number, decision in enumerate(self.space.decisions):
             seconds = float(decision.menu.seconds[self.choices[number]])
             if decision.kind == "parameter" and seconds:
-                self.tasks.compute("optimizer", seconds, decision.name)
+                own = decision.menu.strategies[self.choices[number]]
+                self.tasks.compute("optimizer", seconds - sum(own.waits), decision.name)
+                self.tasks.move(own.transfers, decision.name)
         return tuple(self.tasks.found)
 
     def _is_each_time(self, entry: Entry) -> bool:

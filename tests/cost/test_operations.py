@@ -17,10 +17,8 @@ from autopar.cost.operations import (
     flops,
     forward_seconds,
     moved_bytes,
-    optimizer_seconds,
     peak_flops,
 )
-from autopar.cost.optimizer import Optimizer
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
@@ -142,25 +140,6 @@ def test_a_strategy_that_splits_a_product_computes_half_of_it() -> None:
     times = {str(s): float(t) for s, t in zip(menu.strategies, menu.seconds, strict=True)}
     assert times["-"] == 2 * 48.0
     assert times["o"] == times["k"] == 48.0
-
-
-def test_the_optimizer_step_is_bound_by_memory_and_skips_frozen_parameters() -> None:
-    traffic = 60 * (3 * 4 + 16)
-    assert optimizer_seconds(info(10, 6), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 8.0
-    assert optimizer_seconds(info(10, 6), Layout.parse("S(1)"), (2,), BANDWIDTH_BOUND, Optimizer()) == traffic / 16.0
-    assert (
-        optimizer_seconds(info(10, 6, requires_grad=False), Layout.parse("I"), (2,), BANDWIDTH_BOUND, Optimizer())
-        == 0.0
-    )
-
-
-def test_an_optimizer_of_another_kind_moves_other_bytes() -> None:
-    def step(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
-        return optimizer_seconds(info(10, 6, dtype=dtype), Layout.parse("I"), (2,), BANDWIDTH_BOUND, optimizer) * 8.0
-
-    assert step(Optimizer("sgd")) == 60 * 3 * 4
-    assert step(Optimizer("none")) == 0.0
-    assert step(Optimizer("adamw", master_copies=True), torch.bfloat16) == 60 * (3 * 2 + 2 * 8 + 2 * 4)
 
 
 def test_a_cast_is_no_view() -> None:

@@ -1,0 +1,33 @@
+"""Matrices that are whole or DTensors alike: made whole, cut as another is, multiplied where each rank has a part.
+
+A matrix that a plan stores in parts is a DTensor; on each axis of its mesh it is split in one of its dims, or whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+def whole(matrix: torch.Tensor) -> torch.Tensor:
+    """All of a matrix, on every rank that has a part of it; equal on all of them."""
+    return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
+
+
+def as_stored(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole matrix that every rank has, in the parts of `like`; nothing is communicated."""
+    if not isinstance(like, DTensor):
+        return matrix
+    return placed(matrix, like, like.placements)
+
+
+def placed(tensor: torch.Tensor, like: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A whole tensor that every rank has, in parts on the mesh of `like`; nothing is communicated."""
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(placements=placements)
+
+
+def split_dim(placement: Placement) -> int | None:
+    """The dim that a placement of a matrix splits, None where it is whole."""
+    return placement.dim if isinstance(placement, Shard) else None

@@ -1,0 +1,72 @@
+"""On parameters in parts, however they are split: as on whole ones, with state that is split as planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from autopar.optim import GaLoreAdamW, Muon
+from tests.support.ranks import Ranks, mesh
+
+STEPS = 5
+SHAPES = ((24, 12), (12, 24), (16, 16), (14, 9))
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+LAYOUTS: dict[tuple[int, ...], tuple[tuple[Placement, ...], ...]] = {
+    (2,): ((S0,), (S1,), (R,)),
+    (2, 2): ((S0, S0), (S0, S1), (S1, S0), (S1, S1), (R, S0), (S1, R)),
+}
+KINDS: dict[str, tuple[type[Muon] | type[GaLoreAdamW], dict[str, Any]]] = {
+    "muon": (Muon, {"lr": 0.02}),
+    "galore": (GaLoreAdamW, {"lr": 0.01, "rank": 4, "update_proj_gap": 2}),
+}
+
+
+def _updated(kind: str, shape: tuple[int, ...], placements: tuple[Placement, ...] | None) -> tuple[list[Tensor], int]:
+    """Matrices after some steps, whole, and the elements of optimizer state that this rank has."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(size: tuple[int, ...]) -> Tensor:
+        values = torch.randn(size, generator=generator)
+        return (
+            values
+            if placements is None
+            else distribute_tensor(values, mesh(shape, ("dp", "tp")[: len(shape)]), placements)
+        )
+
+    weights = [nn.Parameter(made(size)) for size in SHAPES]
+    made_by, settings = KINDS[kind]
+    optimizer = made_by([(f"layers.{i}.w", each) for i, each in enumerate(weights)], **settings)
+    for _ in range(STEPS):
+        for weight, size in zip(weights, SHAPES, strict=True):
+            weight.grad = made(size)
+        optimizer.step()
+    state = [x for values in optimizer.state.values() for x in values.values() if x.ndim]
+    held = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in state)
+    assert all(x.placements == w.placements for w in weights for x in [w.grad] if isinstance(x, DTensor))
+    return [w.detach().full_tensor() if isinstance(w, DTensor) else w.detach() for w in weights], held
+
+
+def _every_layout(shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[list[Tensor], int]]:
+    return {(k, str(p)): _updated(k, shape, p) for k in KINDS for p in LAYOUTS[shape]}
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+def test_matrices_in_parts_are_updated_as_whole_ones(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    for found in ranks.run(_every_layout, shape, world_size=math.prod(shape)):
+        for (kind, placements), (weights, _) in found.items():
+            wanted, _ = _updated(kind, shape, None)
+            torch.testing.assert_close(weights, wanted, msg=lambda m, at=(kind, placements): f"{at}: {m}")
+
+
+def test_state_is_split_as_often_as_the_matrix_is(ranks: Ranks) -> None:
+    every = ranks.run(_every_layout, (2, 2), world_size=4)
+    for kind in KINDS:
+        whole = _updated(kind, (2, 2), None)[1]
+        for placements in LAYOUTS[2, 2]:
+            split = 2 ** sum(each.is_shard() for each in placements)
+            assert sum(found[kind, str(placements)][1] for found in every) == 4 * whole / split
