@@ -4,6 +4,8 @@ A rank has some rows of the input and some columns of the weight: it gathers the
 features of all rows, and the rows of the weight that go with them: it reduces all rows of the result, and has its own.
 The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient.
 
+Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused_products`): `_way` decides.
+
 Legend: M rows of one rank, n·M of all, K features, O columns; dims before the rows are left out.
 """
 
@@ -13,16 +15,18 @@ Legend: M rows of one rank, n·M of all, K features, O columns; dims before the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, autograd
 from torch.nn import functional as F
 
 from autopar.program.operators.derivatives import is_asked_for, once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
+from autopar.runtime.implementations.fused_products import gather_and_multiply, is_fused, multiply_and_scatter
 from autopar.strategies.rules.chunked_products import COLUMN, ROW, chunks_of
 
 
@@ -73,11 +77,12 @@ SHARED = {linear: linears, matmul: matmuls}
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The axis over which rows travel, to be gathered or reduced, and in which chunks."""
+    """The axis over which rows travel, to be gathered or reduced, and in which chunks, or in one kernel."""
 
     axis: Axis
     chunks: Chunks
     gathers: bool
+    fused: bool
 
 
 def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> _Way:
@@ -89,7 +94,8 @@ def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collecti
     leading = [*x.shape[:dim], x.shape[dim] if gathers else x.shape[dim] // axis.size]
     features = w_OK.shape[1 if gathers else 0]
     along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
-    return _Way(axis, Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag), gathers)
+    chunks = Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag)
+    return _Way(axis, chunks, gathers, is_fused(x, axis, chunks.zigzag))
 
 
 def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> Tensor:
@@ -128,6 +134,49 @@ class _Reduced:
         return self._way.chunks.joined(self._parts)
 
 
+def _products_of_gathered(
+    part: Tensor, way: _Way, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The rows of all ranks, where they are to be kept, and their product by each weight [O, K], with its bias."""
+    whole, products = way.chunks.whole(), [way.chunks.whole() for _ in weights]
+    for chunk in _gathered(part, way):
+        for product, w_OK, bias in zip(products, weights, biases, strict=True):
+            product.add(F.linear(chunk, w_OK, bias))
+        if keep:
+            whole.add(chunk)
+    return whole.made() if keep else None, [product.made() for product in products]
+
+
+def _fused_products_of_gathered(
+    part: Tensor, way: _Way, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The same in one kernel."""
+    matrices = [w_OK.mT for w_OK in weights]
+    whole, products = gather_and_multiply(part, matrices, way.axis, way.chunks.dim, keep)
+    pairs = zip(products, biases, strict=True)
+    return whole, [product if bias is None else product.add_(bias) for product, bias in pairs]
+
+
+def _reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way) -> Tensor:
+    """This rank's rows of the sum over ranks of all parts [n·M, O], each by its matrix [O, K]."""
+    reduced = _Reduced(way)
+    for chunks in zip(*map(way.chunks.of_whole, parts), strict=True):
+        first, *others = zip(chunks, matrices, strict=True)
+        product = first[0] @ first[1]
+        for chunk, matrix in others:
+            product = product + chunk @ matrix
+        reduced.add(product)
+    return reduced.arrived()
+
+
+def _fused_reduced_sum(parts: Sequence[Tensor], matrices: Sequence[Tensor], way: _Way) -> Tensor:
+    """The same in one kernel, which takes one part: several are one of all their features."""
+    part, matrix = (
+        (parts[0], matrices[0]) if len(parts) == 1 else (torch.cat(list(parts), -1), torch.cat(list(matrices)))
+    )
+    return multiply_and_scatter(part, matrix, way.axis, way.chunks.dim)
+
+
 def _asked_for(ctx: Any) -> list[bool]:
     """Of each argument of a Function, whether the backward that runs is to give its gradient."""
     return [needed and is_asked_for(ctx, sum(ctx.are_tensors[:at])) for at, needed in enumerate(ctx.needs_input_grad)]
@@ -145,35 +194,24 @@ class _OfGathered(autograd.Function):
     def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:
         of_x, _, *of_operands = ctx.needs_input_grad
         weights, biases = operands[::2], operands[1::2]
-        whole, products = way.chunks.whole(), [way.chunks.whole() for _ in weights]
-        learns = any(of_operands[::2])
-        for chunk in _gathered(x, way):
-            for product, w_OK, bias in zip(products, weights, biases, strict=True):
-                product.add(F.linear(chunk, w_OK, bias))  # type: ignore[arg-type]
-            if learns:
-                whole.add(chunk)
-        ctx.save_for_backward(whole.made() if learns else None, *(weights if of_x else ()))
+        products_of = _products_of_gathered if not way.fused else _fused_products_of_gathered
+        whole, products = products_of(x, way, weights, biases, any(of_operands[::2]))  # type: ignore[arg-type]
+        ctx.save_for_backward(whole, *(weights if of_x else ()))
         ctx.way, ctx.are_tensors = way, [True, False, *(each is not None for each in operands)]
-        return tuple(product.made() for product in products)
+        return tuple(products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         whole, *weights = ctx.saved_tensors
         of_x, _, *of_operands = _asked_for(ctx)
-        reduced = _Reduced(ctx.way)
-        if of_x:
-            for chunks in zip(*map(ctx.way.chunks.of_whole, grads), strict=True):
-                first, *others = zip(chunks, weights, strict=True)
-                product = first[0] @ first[1]
-                for grad, w_OK in others:
-                    product = product + grad @ w_OK
-                reduced.add(product)
+        reduce = _reduced_sum if not ctx.way.fused else _fused_reduced_sum
+        of_rows = reduce(grads, weights, ctx.way) if of_x else None
         found: list[Tensor | None] = []
         for grad, of_weight, of_bias in zip(grads, of_operands[::2], of_operands[1::2], strict=True):
             found.append(_weight_gradient(grad, whole) if of_weight else None)
             found.append(grad.flatten(0, -2).sum(0) if of_bias else None)
-        return reduced.arrived() if of_x else None, None, *found
+        return of_rows, None, *found
 
 
 class _ThenReduced(autograd.Function):
@@ -182,23 +220,17 @@ class _ThenReduced(autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_OK: Tensor, way: _Way) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
-        reduced = _Reduced(way)
-        for chunk in way.chunks.of_whole(x):
-            reduced.add(F.linear(chunk, w_OK))
+        reduce = _reduced_sum if not way.fused else _fused_reduced_sum
         ctx.save_for_backward(x if of_weight else None, w_OK if of_x else None)
         ctx.way, ctx.are_tensors = way, [True, True, False]
-        return reduced.arrived()
+        return reduce([x], [w_OK.mT], way)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w_OK = ctx.saved_tensors
         of_x, of_weight, _ = _asked_for(ctx)
-        of_rows, whole = ctx.way.chunks.whole(), ctx.way.chunks.whole()
-        for chunk in _gathered(grad, ctx.way):
-            if of_x:
-                of_rows.add(chunk @ w_OK)
-            if of_weight:
-                whole.add(chunk)
-        of_weights = _weight_gradient(whole.made(), x) if of_weight else None
-        return of_rows.made() if of_x else None, of_weights, None
+        products_of = _products_of_gathered if not ctx.way.fused else _fused_products_of_gathered
+        whole, of_rows = products_of(grad, ctx.way, [w_OK.mT] if of_x else [], [None] if of_x else [], of_weight)
+        of_weights = None if whole is None else _weight_gradient(whole, x)
+        return of_rows[0] if of_x else None, of_weights, None

@@ -1,0 +1,129 @@
+"""Products fused with their collective give what those in chunks give, as far as a CPU can show.
+
+torch has the fused kernels for CUDA alone. Here its own fallbacks stand in for them on a CPU, which run the collective
+and then the product: they hold arguments, dims and the backward to account, not the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from autopar.runtime.collectives.axes import axis_of, record_traffic, use_mesh
+from autopar.runtime.implementations import fused_products
+from autopar.runtime.implementations.chunked_products import linear, linears, matmul
+from tests.support.ranks import Ranks, mesh
+
+FALLBACKS = {
+    "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
+    "fused_matmul_reduce_scatter": symmetric_memory._fused_matmul_reduce_scatter_fallback,
+}
+
+
+@contextlib.contextmanager
+def _fused_on(device: str) -> Iterator[Counter[str]]:
+    """Fuse products on a device; counts the calls that a CPU runs."""
+    calls: Counter[str] = Counter()
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def counted(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return FALLBACKS[name](*args, **kwargs)
+
+        return run
+
+    for name in FALLBACKS:
+        library.impl(name, counted(name), "CPU")
+    try:
+        with symmetric_memory._test_mode(), mock.patch.object(fused_products, "FUSED_ON", (device,)):
+            yield calls
+    finally:
+        library._destroy()
+
+
+def _given(device: str, *leading: int) -> list[Tensor]:
+    """The rows of a rank, three weights of its columns, one of its features, and a bias."""
+    torch.manual_seed(0)
+    shapes = [(*leading, 8), (6, 8), (6, 8), (6, 8), (8, 6), (6,)]
+    return [torch.randn(shape, dtype=torch.float64).to(device).requires_grad_() for shape in shapes]
+
+
+def _step(x: Tensor, first: Tensor, second: Tensor, third: Tensor, back: Tensor, bias: Tensor) -> Tensor:
+    """Three products of rows that are gathered once, one alone, and two that are reduced."""
+    rows = f"...{x.ndim - 2}"
+    gathers: Any = {"axes": {rows: ("tp",), "o": ("tp",)}, "sizes": {}}
+    reduces: Any = {"axes": {rows: ("tp",), "k": ("tp",)}, "sizes": {}}
+    q, k, v = linears(x, first, bias, second, None, third, None, **gathers)
+    h = linear((q * k).tanh() * v, back, **reduces)
+    up = matmul(h, first.mT, axes={"m": ("tp",), "o": ("tp",)}, sizes={})
+    return linear(up.relu(), back, bias.new_ones(8), **reduces)
+
+
+def _results(leading: tuple[int, ...]) -> list[Any]:
+    """Of products in chunks, and of fused ones: output, gradients, and bytes moved; then the calls of the latter."""
+    found: list[Any] = []
+    with use_mesh(mesh((2,), ("tp",))), _fused_on("cpu") as calls:
+        for devices in ((), ("cpu",)):
+            given = _given("cpu", *leading)
+            with mock.patch.object(fused_products, "FUSED_ON", devices), record_traffic() as traffic:
+                out = _step(*given)
+                gradients = torch.autograd.grad(out.square().sum(), given)
+            assert out.is_contiguous()
+            found.append(([out.detach(), *gradients], dict(traffic.num_bytes)))
+    return [*found, dict(calls)]
+
+
+@pytest.mark.parametrize("leading", [(4, 6), (1, 6), (5,), (2, 3, 4)], ids=str)
+def test_they_are_the_products_in_chunks_with_the_same_bytes(ranks: Ranks, leading: tuple[int, ...]) -> None:
+    for (chunked, moved), (fused, moved_fused), calls in ranks.run(_results, leading):
+        torch.testing.assert_close(fused, chunked)
+        assert moved == moved_fused
+        # Two gather and two reduce, each with the other in its backward.
+        assert calls == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 4}
+        assert all(x.abs().sum() > 0 for x in fused)
+
+
+def _shapes() -> list[list[tuple[Any, ...]]]:
+    """Shapes, strides and dtypes of the same on the meta device, by torch's own rules for the kernels."""
+    found = []
+    with use_mesh(mesh((2,), ("tp",))), _fused_on("meta") as calls:
+        for devices in ((), ("meta",)):
+            given = _given("meta", 4, 6)
+            with mock.patch.object(fused_products, "FUSED_ON", devices):
+                out = _step(*given)
+                results = [out, *torch.autograd.grad(out.square().sum(), given)]
+            found.append([(x.shape, x.stride(), x.dtype) for x in results])
+    assert not calls
+    return found
+
+
+def test_shapes_follow_without_data(ranks: Ranks) -> None:
+    for chunked, fused in ranks.run(_shapes):
+        assert chunked == fused
+
+
+def _fuses() -> list[bool]:
+    x = torch.ones(2, 4)
+    with use_mesh(mesh((2,), ("tp",))):
+        axis = axis_of("tp")
+        asked = [fused_products.is_fused(x, axis, False)]
+        with mock.patch.object(fused_products, "FUSED_ON", ("cpu",)):
+            asked.append(fused_products.is_fused(x, axis, False))
+            with symmetric_memory._test_mode({str(axis.group)}):
+                asked += [fused_products.is_fused(x, axis, zigzag) for zigzag in (False, True)]
+        with symmetric_memory._test_mode():
+            asked.append(fused_products.is_fused(x, axis, False))
+    return asked
+
+
+def test_they_are_fused_on_gpus_whose_group_has_symmetric_memory_but_for_zigzag_rows(ranks: Ranks) -> None:
+    assert ranks.run(_fuses) == [[False, False, True, False, False]] * 2
