@@ -67,7 +67,7 @@ class Trainer(transformers.Trainer):
             model = self._compiled(mesh, {"inputs": "local", **(options or {})})
             check_gives_parts(model)
             self.model = self.model_wrapped = self.callback_handler.model = model
-        model._is_accelerate_prepared = True  # accelerate leaves it as it is
+        vars(model)["_is_accelerate_prepared"] = True  # accelerate leaves it as it is
 
     def _compiled(self, mesh: DeviceMesh, options: Mapping[str, Any]) -> Any:
         """The model, compiled for a step as the Trainer makes it."""
