@@ -25,7 +25,8 @@ class Machine:
     """What is replaced in a profile."""
 
     launch_s: float | None = None
-    straggling_s: float = 0.0
+    straggling_s: tuple[float, float] = (0.0, 0.0)
+    """For each further device of a node, and for each further node."""
     network_bytes_per_s: float = inf
     """Of the outermost link, where that carries more."""
     network_latency: float = 1.0
@@ -33,22 +34,24 @@ class Machine:
 
     def of(self, profile: Hardware) -> Hardware:
         """The profile of its devices, on this machine."""
-        *inner, outer = profile.links
+        node, network = profile.links
+        links = replace(node, straggling_s=self.straggling_s[0]), self._network(network)
         launch = profile.launch_s if self.launch_s is None else self.launch_s
-        return replace(profile, launch_s=launch, straggling_s=self.straggling_s, links=(*inner, self._network(outer)))
+        return replace(profile, launch_s=launch, links=links)
 
     def _network(self, link: Link) -> Link:
         protocols = tuple(
             replace(each, step_latency_s=each.step_latency_s * self.network_latency) for each in link.protocols
         )
-        return replace(link, bytes_per_s=min(link.bytes_per_s, self.network_bytes_per_s), protocols=protocols)
+        num_bytes = min(link.bytes_per_s, self.network_bytes_per_s)
+        return replace(link, bytes_per_s=num_bytes, protocols=protocols, straggling_s=self.straggling_s[1])
 
 
 MACHINES = {
     "vtrain one node": Machine(4.7e-5),
     "vtrain several nodes": Machine(4.7e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
-    "nanotron": Machine(5.5e-5, 4e-6, 31e9, 25.0),
-    "nanotron, late hosts": Machine(5.5e-5, 3.7e-4, 21e9, 10.5),
+    "nanotron": Machine(5.8e-5, (1e-6, 4.5e-4), 31e9, 3.0),
+    "nanotron, late hosts": Machine(5.8e-5, (3.6e-4, 2.7e-3), 21e9, 10.0),
 }
 """measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's."""
 
