@@ -131,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [
                 each
                 for each in read_table(table)
-                if each.seconds and PROFILES.get(each.device, "").startswith(given.kind)
+                if each.seconds
+                and PROFILES.get(each.device, "").startswith(given.kind)
+                and machine_name(each) != "nanotron, no NVLink"
             ],
             given.sample,
         )
