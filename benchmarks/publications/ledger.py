@@ -137,15 +137,13 @@ class RowLedger:
         kinds = [_passes(*each[:3], hardware) for each in self.stages]
         if self.schedule is None or self.mesh is None:
             return kinds[0].step + (self.row.accumulation - 1) * (kinds[0].forward + kinds[0].backward)
-        sent = [message_seconds(MESSAGE, self.mesh, "pp", each) for each in (self.hardware, hardware)]
-        stages = [
-            StageSeconds(
-                *(own.forward, (1 - WEIGHTS) * own.backward, WEIGHTS * own.backward),
-                *(each * sent[1] / sent[0] for each in self.stages[kind][3]),
-                own.once,
-            )
-            for kind, own in ((kind, kinds[kind]) for kind in self.order)
-        ]
+        before, now = (message_seconds(MESSAGE, self.mesh, "pp", each) for each in (self.hardware, hardware))
+        stages = []
+        for kind in self.order:
+            own, (forth, back) = kinds[kind], self.stages[kind][3]
+            weight = WEIGHTS * own.backward
+            sent = forth * now / before, back * now / before
+            stages.append(StageSeconds(own.forward, own.backward - weight, weight, *sent, own.once))
         return simulate_stages(self.schedule, stages).seconds
 
 
