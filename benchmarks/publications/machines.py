@@ -30,10 +30,10 @@ class Machine:
     """For each further device of a node, and for each further node."""
     network_bytes_per_s: float = inf
     """Of the outermost link, where that carries more."""
-    node_bytes_per_s: float = inf
-    """Of the link in a node, where that carries more."""
     network_latency: float = 1.0
     """Times the latency of a step over it."""
+    node_bytes_per_s: float = inf
+    """Of the link in a node, where that carries more."""
 
     def of(self, profile: Hardware) -> Hardware:
         """The profile of its devices, on this machine."""
