@@ -1,0 +1,60 @@
+"""The fit of what GPUs reach: numbers come back, and machines are told apart by what runs say of themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.hardware.load import load
+from benchmarks.fit_profiles import begin, hardware_of, nearest
+from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name
+from benchmarks.publications.machines import hardware_of as on_its_machine
+from benchmarks.publications.rows import Row, Shape
+
+SHAPE = Shape("llama", 2, 64, 4, 4, 128, 100)
+ROW = Row("nanotron", "one", "nanotron", SHAPE, 128, 1, 1, "h100_80gb", seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "name"),
+    [(460e9, "nanotron"), (425e9, "nanotron, late hosts"), (45e9, "nanotron, no NVLink"), (None, "nanotron")],
+)
+def test_the_states_of_a_cluster_are_told_apart_by_the_bandwidth_in_a_node(bandwidth: float | None, name: str) -> None:
+    found = {} if bandwidth is None else {"intra_all_reduce": bandwidth}
+    assert machine_name(replace(ROW, bandwidths=found)) == name
+    assert machine_name(replace(ROW, source="korthikanti", bandwidths=found)) == "korthikanti"
+
+
+def test_a_machine_replaces_what_it_differs_in_and_nothing_else() -> None:
+    h100 = load("h100")
+    assert Machine().of(h100) == h100
+    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 1e11).of(h100)
+    assert [each.bytes_per_s for each in slower.links] == [1e11, 1e10]
+    assert [each.straggling_s for each in slower.links] == [2e-4, 3e-3]
+    assert slower.links[1].protocols[0].step_latency_s == 2 * h100.links[1].protocols[0].step_latency_s
+    assert slower.links[0].protocols == h100.links[0].protocols and slower.launch_s == 1e-4
+    assert Machine(network_bytes_per_s=1e15).of(h100) == h100, "a profile's own links are not made faster"
+
+
+def test_a_row_of_several_nodes_of_vtrain_has_the_cards_that_its_source_says() -> None:
+    row = replace(ROW, source="vtrain several nodes")
+    assert on_its_machine(row, load("a100")).links[1].bytes_per_s == VTRAIN_BYTES_PER_S == 12.5e9
+    numbers = begin([row])
+    fitted = hardware_of(numbers, row, load("a100"))
+    assert fitted.links[1].bytes_per_s == VTRAIN_BYTES_PER_S and fitted.launch_s == numbers["launch vtrain"]
+    assert fitted.attention_efficiency == pytest.approx(numbers["attention"] / numbers["product"])
+
+
+def test_numbers_that_rows_agree_on_come_back_and_those_they_say_nothing_of_stay() -> None:
+    slopes = np.array([[1.0, 0.0], [2.0, 0.0], [0.5, 0.0]])
+    move = nearest(-slopes @ [0.3, 0.0], slopes, np.zeros(2), np.array([1e-6, 0.25]))
+    assert move == pytest.approx([0.3, 0.0])
+    assert nearest(np.zeros(3), slopes, np.array([0.0, 0.4]), np.array([1e-6, 0.25])) == pytest.approx([0.0, -0.4])
+
+
+def test_a_row_that_is_far_off_counts_for_less_than_a_mean_would_have_it() -> None:
+    off, slopes = np.array([0.0] * 9 + [3.0]), np.ones((10, 1))
+    (move,) = nearest(off, slopes, np.zeros(1), np.array([1e-6]))
+    assert -0.3 < move < 0.0
