@@ -22,9 +22,10 @@ import torch
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications import report
-from benchmarks.publications.choice import cells
-from benchmarks.publications.folds import sampled
+from benchmarks.publications.choice import FEWEST_RUNS, cells
+from benchmarks.publications.folds import of_cells, sampled
 from benchmarks.publications.memory import runs_out
+from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.plots import scatter
 from benchmarks.publications.prediction import outcomes
 from benchmarks.publications.rows import Row
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", help="CSV files")
     parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("--cells", type=int, help="of each table the rows of so many models on so many GPUs")
     parser.add_argument("--successful", action="store_true", help="leave out runs that ran out of memory")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--plot", help="write a scatter plot to this PNG")
@@ -50,7 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     for table in given.tables:
+        if is_of_parts(table):
+            print(f"{report.memory_parts(parts(table, load('a100')))}\n")
+            continue
         read = [row for row in read_table(table) if not (given.successful and row.out_of_memory)]
+        if given.cells:
+            read = of_cells(read, given.cells, FEWEST_RUNS)
         rows += sampled(read, given.sample)
     profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
     known: dict[str, Hardware] = {}
@@ -64,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def progress(done: int, of: int) -> None:
         print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)
 
+    if not rows:
+        return
     found = outcomes(rows, hardware_of, given.jobs, given.store, given.whole, progress)
     print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(rows)} rows\n")
     made = cells(found, runs_out)

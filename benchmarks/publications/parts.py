@@ -57,6 +57,12 @@ class Part:
     reason: str = ""
 
 
+def is_of_parts(path: str | Path) -> bool:
+    """Whether a table is one of parts, by its columns."""
+    with Path(path).open(newline="") as file:
+        return set(next(csv.reader(file), ())) >= COLUMNS
+
+
 def parts(path: str | Path, hardware: Hardware) -> tuple[Part, ...]:
     """The lines of a table of parts."""
     with Path(path).open(newline="") as file:
