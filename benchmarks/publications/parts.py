@@ -1,7 +1,8 @@
 """Memory by part, as papers show it for Megatron's models, beside the parts of a plan.
 
-A device of the first stage keeps activations of as many layers as the model has: L/p layers for each of p micro-batches
-in flight (Korthikanti et al., 2205.05198, section 4.2.3). So the model is planned without a pipeline for activations.
+A device of the first stage keeps activations of as many layers as the model has, L/p layers for each of p micro-batches
+in flight, and 1 + (p - 1)/(p m) times as much with m stages on each device (Korthikanti et al., 2205.05198, section
+4.2.3). So the model is planned without a pipeline for activations.
 What selective recomputation computes again there, attention from scores to their product with values, fused attention
 computes again: it stands for it.
 
@@ -27,12 +28,12 @@ from benchmarks.publications.strategies import pinned
 
 COLUMNS = frozenset(("figure", "mode", "quantity", "value", "unit"))
 TENSOR = 8
-MODELS: Mapping[str, tuple[int, int, int, int, int]] = {
-    # Layers, hidden, heads, stages, samples of a micro-batch: table 3 of the paper.
-    "megatron-22B": (48, 6144, 64, 1, 4),
-    "gpt3-175B": (96, 12288, 96, 8, 1),
-    "turing-530B": (105, 20480, 128, 35, 1),
-    "megatron-1T": (128, 25600, 160, 64, 1),
+MODELS: Mapping[str, tuple[int, int, int, int, int, int]] = {
+    # Layers, hidden, heads, devices of the pipeline, stages of each, samples of a micro-batch: table 3 of the paper.
+    "megatron-22B": (48, 6144, 64, 1, 1, 4),
+    "gpt3-175B": (96, 12288, 96, 8, 3, 1),
+    "turing-530B": (105, 20480, 128, 35, 3, 1),
+    "megatron-1T": (128, 25600, 160, 64, 1, 1),
 }
 MODES = {
     # Sequence parallelism, fused attention in place of selective recomputation, recomputation.
@@ -84,7 +85,7 @@ def _part(cells: Mapping[str, str], hardware: Hardware) -> Part:
 
 def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
     sequence_parallel, flash, recompute = MODES[mode]
-    _, hidden, heads, _, samples = MODELS[model]
+    _, hidden, heads, _, _, samples = MODELS[model]
     shape = Shape("gpt", layers, hidden, heads, heads, 4 * hidden, 51200, True, flash, 0.1)
     row = Row(
         *("korthikanti", model, "korthikanti", shape, 2048, samples, 2, "a100-80gb"),
@@ -107,7 +108,9 @@ def _activations(model: str, mode: str, hardware: Hardware) -> float:
     """Bytes that all layers keep of one micro-batch, without those of the embedding and the head."""
     depths = _depths(model, mode, hardware, MODELS[model][0])
     assert depths.shorter is not None
-    return MODELS[model][0] * (_kept(depths.longer) - _kept(depths.shorter))
+    layers, _, _, devices, chunks, _ = MODELS[model]
+    more = 1 + (devices - 1) / (devices * chunks) if chunks > 1 else 1.0
+    return more * layers * (_kept(depths.longer) - _kept(depths.shorter))
 
 
 def _kept(plan: Plan) -> float:
@@ -118,8 +121,8 @@ def _kept(plan: Plan) -> float:
 
 def _stored(model: str, hardware: Hardware) -> float:
     """Bytes of the parameters of a stage's layers, with their gradients and the optimizer's state."""
-    layers, _, _, stages, _ = MODELS[model]
+    layers, _, _, devices, _, _ = MODELS[model]
     depths = _depths(model, "none", hardware, layers)
     assert depths.shorter is not None
     longer, shorter = (standing_bytes(each, Microbatches(2)) for each in (depths.longer, depths.shorter))
-    return layers / stages * (longer - shorter)
+    return layers / devices * (longer - shorter)

@@ -53,7 +53,7 @@ def memory(found: Sequence[Outcome]) -> str:
             if len(known) >= 2:
                 every = errors([predicted(each) for each in known], [getattr(each.row, measured) for each in known])
                 lines.append((name, what, every.count, f"{every.median:+.1%}", f"{every.median_absolute:.1%}"))
-    text = tabulate(lines, ("bytes of a device", "", "rows", "median", "median, absolute"))
+    text = tabulate(lines, ("bytes of a device", "", "rows", "median", "median, absolute")) if lines else ""
     limited = [each for each in planned if each.row.device in CAPACITY and (each.row.seconds or each.row.out_of_memory)]
     if any(each.row.out_of_memory for each in limited):
         fails = [each.row.out_of_memory for each in limited]
