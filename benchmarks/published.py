@@ -7,6 +7,8 @@ other rows have no plan.
     python -m benchmarks.published nanotron_h100.csv vtrain_a100_single_node.csv --jobs 2 --plot published.png
     python -m benchmarks.published papers.csv --rows                a line for each row, too
     python -m benchmarks.published nanotron_h100.csv --sample 100   so many rows, the same every time
+    python -m benchmarks.published nanotron_h100.csv --cells 3      all runs of three models on so many GPUs
+    python -m benchmarks.published memory_papers.csv                memory by part
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
-from benchmarks.publications import report
+from benchmarks.publications import machines, report
 from benchmarks.publications.choice import FEWEST_RUNS, cells
 from benchmarks.publications.folds import of_cells, sampled
 from benchmarks.publications.memory import runs_out
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--whole", action="store_true", help="plan all layers of each model")
     parser.add_argument("--store", type=Path, default=STORE, help="folder in which predictions are kept")
     parser.add_argument("--profile", action="append", default=[], metavar="DEVICE=PROFILE", help="another profile")
+    parser.add_argument("--bare", action="store_true", help="leave out what machines differ in from profiles")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = profiles[row.device]
         if name not in known:
             known[name] = load(name)
-        return known[name]
+        return known[name] if given.bare else machines.hardware_of(row, known[name])
 
     def progress(done: int, of: int) -> None:
         print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)

@@ -24,8 +24,8 @@ from autopar.sharding.annotation import FACTOR, NODE, Annotation, Said
 from autopar.sharding.constraint import is_constraint
 from autopar.sharding.layout import I, Layout, Placement, R, S, Z
 from autopar.sharding.rule import TOGETHER, VIA, factors_of
-from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
+from autopar.space.strategy import Strategy
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Mask = np.ndarray

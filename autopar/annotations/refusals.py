@@ -15,8 +15,8 @@ from autopar.program.program import TensorInfo
 from autopar.sharding.annotation import FACTOR, NODE, Said, Slices
 from autopar.sharding.layout import P
 from autopar.sharding.rule import TOGETHER, VIA, factors_of
-from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space
+from autopar.space.strategy import Strategy
 
 _SHOWN = 6
 _WHAT_A_ROLE_SPLITS = {

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.calibration.timing import LAYERS, Timer
+from autopar.calibration.timing import LAYERS, SHORTER, Timer
 from autopar.hardware.profile import dtype_name
 from autopar.units import format_bytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_OF_LENGTH = 0.5
+"""Where a longer sequence is as much faster as it is longer, its rate tells of no limit: at most this share of it."""
 Profile = dict[str, Any]
 
 
@@ -34,10 +37,13 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     device = timer.device.type
     threads = torch.get_num_threads()
     each = "one device" if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} on each rank, all at once"
-    flops = {}
+    flops, products = {}, {}
     for dtype in DTYPES:
-        best, size = timer.matmul_flops(dtype)
-        flops[dtype_name(dtype)] = stamp.number(best, f"{size}² matmuls, forward and backward, {each}")
+        products[dtype] = rates = timer.matmul_flops(dtype)
+        largest = max(rates, key=rates.__getitem__)
+        flops[dtype_name(dtype)] = stamp.number(rates[largest], f"{largest}² matmuls, forward and backward, {each}")
+    reached, length = attention_rate(timer.attention_flops())
+    smallest = min(timer.effort.matmul_sizes)
     rows, size = timer.effort.product
     latency = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
@@ -52,11 +58,15 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
             timer.product_bytes_per_s(),
             f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
         ),
+        "product_wave": stamp.number(
+            product_wave(products[timer.effort.attention_dtype]), f"{smallest}² matmuls beside the fastest, {each}"
+        ),
         "attention_efficiency": stamp.number(
-            min(1.0, timer.attention_flops() / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
+            min(1.0, reached / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
             f"features), forward and backward, beside matmuls, {each}",
         ),
+        "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
         "memory_bytes_per_s": stamp.number(
             timer.optimizer_bytes_per_s(),
             f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
@@ -65,6 +75,26 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
         "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
         **({"launch_s": stamp.number(latency, "the same, which a GPU waits for")} if device == "cuda" else {}),
     }
+
+
+def product_wave(rates: Mapping[int, float]) -> float:
+    """`Hardware.product_wave` from the FLOP/s of square matmuls by their rows: what the smallest lack of the best.
+
+    A square one of n rows takes 2n³ + n · wave FLOPs at the full rate (see `cost.product_efficiency`).
+    """
+    smallest = min(rates)
+    return 2 * smallest**2 * (max(rates.values()) / rates[smallest] - 1)
+
+
+def attention_rate(rates: Mapping[int, float]) -> tuple[float, float]:
+    """The FLOP/s of attention over long sequences, and `Hardware.attention_length`, from those of two lengths.
+
+    Over s queries it reaches  rate / (1 + length / s).
+    """
+    short, long = sorted(rates)
+    slower = min(max(rates[long] / rates[short], 1.0), MOST_OF_LENGTH * long / short)
+    length = long * (slower - 1) / (long / short - slower)
+    return rates[long] * (1 + length / long), length
 
 
 def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ COMPUTE_SECONDS = 5e-2  # a timing repeats short calls until about here: ranks t
 SHORTEST = 1e-6  # seconds of a collective: it cannot be measured to cost less than nothing
 FEW_BYTES = 16  # sum and count of a mean loss: too few for every step of a ring to have something to send
 ROWS = 64  # of the messages, whose columns are split over the ranks: as most tensors, not in their first dim
+SHORTER = 4  # times as few queries tell what attention loses to short sequences
 CHAIN = 64  # small operations in a row,
 LAYERS = 8  # and large ones
 
@@ -116,11 +118,11 @@ class Timer:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
 
-    def matmul_flops(self, dtype: torch.dtype) -> tuple[float, int]:
-        """FLOP/s of the square matmul of the best size, and its rows."""
-        best = (0.0, 0)
+    def matmul_flops(self, dtype: torch.dtype) -> dict[int, float]:
+        """FLOP/s of square matmuls by their rows, until one takes long."""
+        found: dict[int, float] = {}
         for size in self.effort.matmul_sizes:
-            if best[0] and 2 * size**3 / best[0] > ENOUGH_SECONDS:
+            if found and 2 * size**3 / max(found.values()) > ENOUGH_SECONDS:
                 break
             x, *weights = (
                 torch.randn(size, size, device=self.device).to(dtype).requires_grad_() for _ in range(1 + LAYERS)
@@ -130,8 +132,8 @@ class Timer:
             used = weights[: max(1, int(COMPUTE_SECONDS / one))]
             layers = _trained([x, *used], [weight.mm for weight in used])
             (seconds,) = self.median_seconds([layers], f"matmul {dtype_name(dtype)} {size}")
-            best = max(best, (3 * len(used) * 2 * size**3 / seconds, size))
-        return best
+            found[size] = 3 * len(used) * 2 * size**3 / seconds
+        return found
 
     def elementwise_bytes_per_s(self) -> float:
         """Bytes read plus bytes written per second of products, sums and activations, forward and backward.
@@ -154,14 +156,21 @@ class Timer:
         (seconds,) = self.median_seconds([_trained([x, *weights], calls)], "products of few rows")
         return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
 
-    def attention_flops(self) -> float:
-        """FLOP/s of fused attention, forward and backward, counted as its rule does."""
-        shape, dtype = self.effort.attention, self.effort.attention_dtype
-        q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
-        calls = [lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v)] * LAYERS
-        (seconds,) = self.median_seconds([_trained([q, k, v], calls)], "attention")
-        batch, heads, sequence, features = shape
-        return (1 + FUSED_BACKWARD) * LAYERS * 4 * batch * heads * sequence**2 * features / seconds
+    def attention_flops(self) -> dict[int, float]:
+        """FLOP/s of fused attention by its queries, forward and backward, counted as its rule does; of as many in all.
+
+        They are those of the effort, and SHORTER times as few.
+        """
+        batch, heads, whole, features = self.effort.attention
+        calls = []
+        for times in (1, SHORTER):
+            shape, dtype = (batch * times, heads, whole // times, features), self.effort.attention_dtype
+            q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
+            attend = partial(torch.nn.functional.scaled_dot_product_attention, key=k, value=v)
+            calls.append(_trained([q, k, v], [attend] * LAYERS))
+        each = dict(zip((whole, whole // SHORTER), self.median_seconds(calls, "attention"), strict=True))
+        rows = (1 + FUSED_BACKWARD) * LAYERS * 4 * batch * heads * whole * features
+        return {length: rows * length / seconds for length, seconds in each.items()}
 
     def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))

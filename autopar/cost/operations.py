@@ -4,8 +4,9 @@
 
 where the bandwidth is that of products of few rows for contractions, which read what they need once, and for other
 operations that of elementwise ones (a CPU computes tanh, and multiplies a few rows, more slowly than it reads; a GPU's
-memory bounds all of them), and the peak is what matmuls reach of it by the hardware's `product_efficiency`, of which
-fused attention reaches the share that the hardware states; forward once, backward once per input that needs a gradient
+memory bounds all of them), and the peak is what large matmuls reach of it by the hardware's `product_efficiency`, of
+which fused attention reaches the share that the hardware states, FLOPs being counted as in `product_efficiency`, which
+says what is lost to small shapes; forward once, backward once per input that needs a gradient
 (a matmul has one matmul for each of them) unless its rule says otherwise, as that of fused attention.
 What a call moves, and whose share of the peak it reaches, its rule says, or the implementation that runs it.
 """
@@ -74,7 +75,8 @@ def forward_seconds(
     scratch_bytes: int = 0,
     elementwise_bytes: int = 0,
 ) -> float:
-    """Seconds of the forward of a call that computes `num_flops` on each device; see `bandwidth`.
+    """Seconds of the forward of a call that takes each device as long as `num_flops` at its full rate (see
+    `product_efficiency`), or as its bytes (see `bandwidth`).
 
     `scratch_bytes` are read and written beside inputs and outputs; what it reads and writes in elementwise operations
     beside its products takes time of its own.

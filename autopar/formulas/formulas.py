@@ -29,6 +29,7 @@ from torch import fx
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
+from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
 from autopar.formulas.memory import memory_formulas, mode_of
 from autopar.formulas.repetition import Repetition, stacks_of
@@ -45,8 +46,10 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, OpRule, is_view
 from autopar.sharding.rule import BoundRule
 from autopar.space.beside import beside_of, dtypes_of
-from autopar.space.menu import Strategy, num_launches, own_transfers
+from autopar.space.computing import num_launches
+from autopar.space.menu import own_transfers
 from autopar.space.space import Decision, Space, Wire, without_gradient
+from autopar.space.strategy import Strategy
 from autopar.strategies import rule_of
 
 Item = TypeVar("Item")
@@ -284,7 +287,8 @@ class _Ledger:
         if chosen is not None and chosen.scratch_bytes is not None:
             moved = moved + Size.of(chosen.scratch_bytes(call, local)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        roofline = f"Max(({flops})/{peak!r}, ({moved})/{speed!r})"
+        computing = full_rate_formula(flops, op, bound, local, hardware, chosen)
+        roofline = f"Max(({computing})/{peak!r}, ({moved})/{speed!r})"
         if op.elementwise_bytes is not None:
             beside = Size.of(op.elementwise_bytes(call, local)).polynomial
             roofline = f"({roofline} + ({beside})/{hardware.elementwise_bytes_per_s!r})"
@@ -308,7 +312,8 @@ class _Ledger:
         moved = Size.of(operations.moved_bytes(op, read, written)).polynomial
         flops = Size.of(operations.flops(call, op, bound)).polynomial
         speed = float(operations.bandwidth(op, bound, hardware))
-        return f"Max(({flops})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
+        computing = full_rate_formula(flops, op, bound, bound.sizes, hardware)
+        return f"Max(({computing})/{operations.peak_flops(call, op, hardware)!r}, ({moved})/{speed!r})"
 
     def _same_wire(self, wire: Wire) -> tuple[Hashable, ...]:
         """Equal for wires whose terms are equal."""

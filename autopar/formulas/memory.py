@@ -27,8 +27,8 @@ from autopar.program.recompute_segments import MODES
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, largest_split_input
-from autopar.space.menu import Strategy
 from autopar.space.space import Decision, ExpertRows, Wire
+from autopar.space.strategy import Strategy
 
 
 def memory_formulas(

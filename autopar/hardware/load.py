@@ -34,6 +34,18 @@ class _Sourced:
 
 
 _NUMBER = _Sourced(Real())
+_OPTIONAL = (
+    "elementwise_bytes_per_s",
+    "product_bytes_per_s",
+    "product_efficiency",
+    "product_wave",
+    "attention_efficiency",
+    "attention_length",
+    "launch_s",
+    "straggling_s",
+    "communication_share",
+)
+"""Numbers of `Hardware` that a profile need not say."""
 
 
 def _numbers_of(cls: type) -> Record:
@@ -60,14 +72,7 @@ PROFILE = Record(
         "op_latency_s": _NUMBER,
         "links": ListOf(_LINK, most=100),
     },
-    optional={
-        "elementwise_bytes_per_s": _NUMBER,
-        "product_bytes_per_s": _NUMBER,
-        "product_efficiency": _NUMBER,
-        "attention_efficiency": _NUMBER,
-        "launch_s": _NUMBER,
-        "communication_share": _NUMBER,
-    },
+    optional=dict.fromkeys(_OPTIONAL, _NUMBER),
     others=True,
 )
 """The fields of a profile; what else it says, as what a fit left over, is for those who read it."""
@@ -135,12 +140,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
         tuple(map(_link, profile["links"])),
-        _number(profile, "elementwise_bytes_per_s") if "elementwise_bytes_per_s" in profile else 0.0,
-        _number(profile, "product_bytes_per_s") if "product_bytes_per_s" in profile else 0.0,
-        _number(profile, "attention_efficiency") if "attention_efficiency" in profile else 1.0,
-        _number(profile, "launch_s") if "launch_s" in profile else 0.0,
-        _number(profile, "communication_share") if "communication_share" in profile else 1.0,
-        _number(profile, "product_efficiency") if "product_efficiency" in profile else 1.0,
+        **{name: _number(profile, name) for name in _OPTIONAL if name in profile},
     )
 
 

@@ -137,7 +137,14 @@ class Hardware:
     communication_share: float = 1.0
     """Share of the device that a running collective takes from what is computed beside it; 1: nothing is gained."""
     product_efficiency: float = 1.0
-    """Share of the peak FLOP/s that products reach, differentiated; 1: the peak was measured so."""
+    """Share of the peak FLOP/s that large products reach, differentiated; 1: the peak was measured so."""
+    product_wave: float = 0.0
+    """Elements of a product's output that the device makes at once (see `cost.product_efficiency`); 0: one by one."""
+    attention_length: float = 0.0
+    """Queries of a sequence at which fused attention reaches half of its share; 0: it does not depend on them."""
+    straggling_s: float = 0.0
+    """Seconds of the host for each collective and each further rank of its group: the slowest is the later, the more
+    there are. Hidden, as launches are, where hosts are ahead of their devices."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -159,7 +166,7 @@ class Hardware:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
-        for name in ("op_latency_s", "launch_s"):
+        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length", "straggling_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:

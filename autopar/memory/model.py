@@ -28,8 +28,8 @@ from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
 from autopar.program.saved_tensors import Saved
 from autopar.sharding.operation import Call, LocalSizes, largest_split_input
-from autopar.space.menu import Strategy
 from autopar.space.space import Decision, Space, Wire
+from autopar.space.strategy import Strategy
 
 
 class MemoryModel(TensorBytes):

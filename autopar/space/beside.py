@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds
+from autopar.cost.product_efficiency import full_rate_flops, sides_of
 from autopar.hardware.beside import Beside, Pass
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_cast
@@ -42,7 +43,8 @@ def beside_of(program: Program, hardware: Hardware) -> Beside:
 def seconds_alone(call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) -> float:
     """Seconds of the forward of a whole call on one device, without the latency."""
     whole = ([replicated(0)] * len(call.inputs), [replicated(0)] * len(call.outputs))
-    speed, num_flops = bandwidth(op, bound, hardware), flops(call, op, bound)
+    num_flops = full_rate_flops(flops(call, op, bound), op, sides_of(op, bound), bound.sizes, hardware)
+    speed = bandwidth(op, bound, hardware)
     return forward_seconds(call, op, num_flops, whole, (), hardware, speed) - hardware.op_latency_s
 
 

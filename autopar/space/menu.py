@@ -16,94 +16,24 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.cost.operations import backward_share, bandwidth, flops, forward_seconds, hidden_share
+from autopar.cost.operations import backward_share, hidden_share
 from autopar.cost.reshard import Transfer, transfer_seconds
 from autopar.hardware.profile import Hardware
-from autopar.plans.strategy_names import MOVED_TOGETHER, strategy_name
+from autopar.plans.strategy_names import MOVED_TOGETHER
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, Placement, R, S, dealt_in
-from autopar.sharding.mesh import Mesh, joined_name
-from autopar.sharding.operation import ZIGZAG, Call, Implementation, OpRule
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.operation import Call, Implementation, OpRule
 from autopar.sharding.padding import padded_factors
-from autopar.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, TOGETHER, BoundRule, Choice, factors_of
+from autopar.sharding.rule import NONE, PASS_PARTIAL, PASS_REPLICATED, BoundRule, Choice, factors_of
+from autopar.space.computing import Work, computing_seconds
+from autopar.space.strategy import Strategy
 from autopar.strategies.ruled import RuledCall
 
 Turn = Literal["alone", "first", "later"]
 """Of calls that may move an input together."""
 DealtDims = tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]
 """Of each input, and of each output, the dims that are dealt by zigzag."""
-
-
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """One way to run a call: a choice per mesh axis, the layouts it asks of its inputs and gives its outputs."""
-
-    choices: tuple[str, ...]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    implementation: Implementation | None = None
-    """What runs in place of the ATen call."""
-    transfers: tuple[Transfer, ...] = ()
-    """The collectives that the implementation runs itself."""
-    zigzag: frozenset[str] = frozenset()
-    """The factors that are dealt by zigzag, of those that are split."""
-    waits: tuple[float, ...] = ()
-    """Seconds of each of them, as far as computing does not hide them."""
-    shared: bool = False
-    """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
-    kept: bool = False
-    """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
-
-    def __str__(self) -> str:
-        return strategy_name(self.choices, self.kept, self.implementation.name if self.implementation else "")
-
-    @property
-    def implemented(self) -> bool:
-        return self.implementation is not None
-
-    @property
-    def communicates(self) -> bool:
-        """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
-        return self.shared or any(not transfer.backward for transfer in self.transfers)
-
-    def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
-        axes = self.axes_by_factor(mesh)
-        local = {
-            factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
-            for factor, size in sizes.items()
-        }
-        local.update((ZIGZAG + factor, 1) for factor in self.zigzag)
-        for size, choice in zip(mesh.sizes, self.choices, strict=True):
-            for factor in factors_of(choice)[1:]:
-                local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
-        return local
-
-    def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """Split factors → the names of the mesh axes that split them, outer first."""
-        found: dict[str, tuple[str, ...]] = {}
-        for name, choice in zip(mesh.names, self.choices, strict=True):
-            for factor in factors_of(choice):
-                found[factor] = (*found.get(factor, ()), name)
-        return found
-
-    def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
-
-        A factor with "+" before it stands for the axes that split it with another factor: one joined axis.
-        """
-        together = factor[:1] == TOGETHER
-        name = factor.removeprefix(TOGETHER)
-        made = [factors_of(choice)[together:] for choice in self.choices]
-        axes = [axis for axis, found in enumerate(made) if name in found and mesh.sizes[axis] > 1]
-        if together:
-            return (joined_name(mesh.names, axes),) if axes else ()
-        return tuple(mesh.names[axis] for axis in axes)
-
-    def num_parts(self, mesh: Mesh) -> int:
-        """Into how many equal parts the call's work is divided."""
-        split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
-        return math.prod(split)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +137,7 @@ def menu_of(
         for each in (None, *op.implementations)
     }
     num_choices = len(offered[None].choices)
-    total, speed, passes = flops(call, op, bound), bandwidth(op, bound, hardware), 1 + backward_share(call, op)
+    work, passes = Work.of(call, op, bound), 1 + backward_share(call, op)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     # An axis of one device splits nothing.
     whole = next(number for number, choice in enumerate(offered[None].choices) if choice.name == NONE)
@@ -222,14 +152,7 @@ def menu_of(
             if not _divides(choices, bound, offer.paddable, mesh) or not _nested(choices, bound, mesh):
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
-            layouts = strategy.inputs, strategy.outputs
-            num_flops = _local_flops(total, strategy, call, bound, mesh)
-            scratch = _scratch_bytes(strategy, call, bound, mesh)
-            beside = op.elementwise_bytes(call, strategy.local_sizes(bound.sizes, mesh)) if op.elementwise_bytes else 0
-            forward = forward_seconds(
-                call, op, num_flops, layouts, mesh.sizes, hardware, speed, implementation, scratch, beside
-            )
-            forward += (num_launches(strategy, call, bound.sizes, mesh) - 1) * hardware.op_latency_s
+            forward = computing_seconds(strategy, work, mesh, hardware)
             if strategy.transfers:
                 share = hidden_share(implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
                 strategy = replace(strategy, waits=_waits(strategy, forward * passes, share, mesh, hardware))
@@ -268,33 +191,11 @@ def _inside(names: Sequence[str], implementation: Implementation) -> bool:
     return len(at) == 1 and not any(first in factors_of(name) for name in names[at[0] + 1 :])
 
 
-def num_launches(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> int:
-    """How many operations one device starts in a forward; `sizes` are those of the call's factors."""
-    launches = strategy.implementation.launches if strategy.implementation is not None else None
-    return 1 if launches is None else launches(call, strategy.local_sizes(sizes, mesh))
-
-
 def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
     """Whether partial values, or gradients, meet an input of infinite values that all ranks have."""
     passes = P in choice.inputs and choice.name.startswith(PASS_PARTIAL)
     passes_gradients = choice.name == PASS_REPLICATED and len(choice.inputs) > 1
     return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
-
-
-def _local_flops(total: int, strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> float:
-    """What one device computes: its share of the whole, or what the implementation says."""
-    implementation = strategy.implementation
-    if implementation is not None and implementation.flops is not None:
-        return implementation.flops(call, strategy.local_sizes(bound.sizes, mesh))
-    return total * (1 / strategy.num_parts(mesh))
-
-
-def _scratch_bytes(strategy: Strategy, call: Call, bound: BoundRule, mesh: Mesh) -> int:
-    """What one device reads and writes beside inputs and outputs."""
-    implementation = strategy.implementation
-    if implementation is None or implementation.scratch_bytes is None:
-        return 0
-    return implementation.scratch_bytes(call, strategy.local_sizes(bound.sizes, mesh))
 
 
 def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:

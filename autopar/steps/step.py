@@ -23,7 +23,7 @@ from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
-from autopar.space.menu import num_launches
+from autopar.space.computing import num_launches
 from autopar.space.space import without_gradient
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks

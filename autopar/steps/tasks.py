@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from autopar.hardware.collectives import Transfer, transfer_seconds
@@ -33,11 +34,14 @@ class Tasks:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
         seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
-        axes = frozenset(self.mesh.names[position] for position in self.mesh.positions(transfer.axis))
+        positions = self.mesh.positions(transfer.axis)
+        axes = frozenset(self.mesh.names[position] for position in positions)
+        ranks = math.prod(self.mesh.sizes[position] for position in positions)
+        launch = self.hardware.launch_s + (ranks - 1) * self.hardware.straggling_s
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(self.hardware.launch_s, tuple(sorted(after)), transfer.axis, axes),
+                *(launch, tuple(sorted(after)), transfer.axis, axes),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
             )

@@ -100,14 +100,19 @@ def _program(asked: Pinned, layers: int) -> Program:
     return captured(replace(asked.shape, layers=layers), asked.sequence, asked.batch, asked.precision)
 
 
-def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
+def depths_alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Depths:
+    """The plans that stand for a model without a pipeline; `whole` plans all of it."""
     request, mesh = request_of(asked, hardware), asked.mesh(hardware.name)
 
     def plan(layers: int) -> Plan:
         return request.plan(request.space(_program(asked, layers), mesh))
 
-    layers, share = asked.shape.layers, hardware.communication_share
-    depths = Depths(plan(layers)) if whole else Depths.of(plan, layers, asked.gathered)
+    layers = asked.shape.layers
+    return Depths(plan(layers)) if whole else Depths.of(plan, layers, asked.gathered)
+
+
+def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
+    depths, share = depths_alone(asked, hardware, whole), hardware.communication_share
     runs = context_of(depths.longer).memory_model.microbatches
     step = simulate(depths.step(), share).seconds
     further = sum(forward_and_backward(depths.microbatch(), share)) if runs.several else 0.0
@@ -134,24 +139,29 @@ def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
     return [Microbatches(count, schedule.in_flight(s), wanted.reduces_each) for s in range(schedule.num_stages)]
 
 
-def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+def stage_planner(asked: Pinned, hardware: Hardware) -> tuple[StagePlanner, Schedule]:
+    """What plans the stages of a pipeline, in a model that is as deep as that needs."""
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     # The first and the last stage may each have as many layers as a longer plan.
     depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
     program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
-    planner = StagePlanner(planned_blocks(request, 3))
+    return StagePlanner(planned_blocks(request, 3)), schedule
+
+
+def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
+    planner, schedule = stage_planner(asked, hardware)
     last = schedule.num_stages - 1
     known: dict[tuple[bool, bool, int], tuple[Depths, StageSeconds]] = {}
     stages: list[tuple[Depths, StageSeconds]] = []
     for stage, layers in enumerate(counts):
         kind = stage == 0, stage == last, layers
         if kind not in known:
-            depths = Depths.of(partial(_plan_of_stage, planner, stage, last), layers, asked.gathered)
+            depths = Depths.of(partial(plan_of_stage, planner, stage, last), layers, asked.gathered)
             messages = planner.messages(context_of(depths.longer).space.program)
             known[kind] = depths, _seconds(depths, messages, hardware.communication_share)
         stages.append(known[kind])
-    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, wanted))
+    peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
     seconds = simulate_stages(schedule, [each for _, each in stages]).seconds
     derived = any(depths.shorter is not None for depths, _ in stages)
     return Predicted(seconds, 0.0, peaks, standing, derived)
@@ -172,7 +182,7 @@ def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbat
     return round(max(peaks)), max(standing)
 
 
-def _plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> Plan:
+def plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> Plan:
     """The plan of a stage with so many layers, cut out of the model that there is."""
     blocks, program = planner.planned.blocks, planner.planned.request.program
     places = [number for number, block in enumerate(blocks) if block.name.startswith("layers.")]

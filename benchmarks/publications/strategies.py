@@ -19,13 +19,14 @@ from benchmarks.publications.rows import Row, Shape
 
 PROFILES = {
     "a100": "a100",
-    "a100_40gb": "a100",
+    "a100_40gb": "a100-40gb",
     "a100_80gb": "a100",
     "a100-80gb": "a100",
     "h100_80gb": "h100",
     "h100-80gb": "h100",
     "h100": "h100",
     "b200": "b200",
+    "gb200": "gb200",
 }
 """What the sources call a device → the profile."""
 DATA = ("data_parallel", "zero1", "zero2", "zero3")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.calibration.computing import attention_rate, product_wave
 from autopar.calibration.fit import Line, Sample, fit, relative_error
 from autopar.hardware.profile import Protocol
 
@@ -138,3 +139,21 @@ def test_collectives_are_told_apart_under_noise() -> None:
     ]
     assert fit(named).efficiencies == {}
     assert fit(slower).efficiencies["all_gather"] == pytest.approx(0.5, abs=0.15)
+
+
+def test_what_small_products_lack_of_the_best_is_the_wave() -> None:
+    """A square product of n rows takes 2n³ + n · wave FLOPs at the full rate of 1e9, here of a wave of 3e5 elements."""
+    rates = {n: 1e9 * 2 * n**3 / (2 * n**3 + n * 3e5) for n in (64, 4096)}
+    assert product_wave({64: rates[64], 4096: 1e9}) == pytest.approx(3e5)
+    assert product_wave({64: 1e9, 4096: 1e9}) == product_wave({64: 1e9}) == 0.0
+
+
+def test_attention_of_two_lengths_tells_its_rate_and_the_length_at_which_it_reaches_half() -> None:
+    rates = {s: 1e9 / (1 + 300 / s) for s in (512, 2048)}
+    assert attention_rate(rates) == pytest.approx((1e9, 300))
+    assert attention_rate({512: 2e9, 2048: 1e9}) == (1e9, 0.0), "shorter ones are no slower: length tells nothing"
+
+
+def test_attention_that_is_as_slow_over_few_queries_as_over_many_is_no_limit() -> None:
+    rate, length = attention_rate({512: 1e8, 2048: 4e8})
+    assert 2e9 > rate > 4e8 and 0 < length < 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Iterator
@@ -148,6 +149,9 @@ def test_a_dtype_the_profile_does_not_list_computes_as_float32() -> None:
         ({"memory_bytes": 0}, "memory_bytes = 0; give a number above 0"),
         ({"op_latency_s": -1.0}, "op_latency_s = -1.0"),
         ({"launch_s": -1.0}, "launch_s = -1.0; give at least 0"),
+        ({"product_wave": -1.0}, "product_wave = -1.0; give at least 0"),
+        ({"attention_length": -1.0}, "attention_length = -1.0; give at least 0"),
+        ({"straggling_s": math.inf}, "straggling_s = inf; give at least 0"),
         ({"product_efficiency": 0.0}, "product_efficiency = 0.0; give a share above 0, at most 1"),
         ({"communication_share": 1.5}, "communication_share = 1.5; give a share, from 0 to 1"),
         ({"links": (INNER,)}, "needs a last link that joins any number"),
@@ -270,6 +274,13 @@ def test_attention_is_as_fast_as_matmuls_where_nothing_else_is_said() -> None:
             PlanError, match=rf"has attention_efficiency = {share:.1f}; give a share above 0, at most 1"
         ):
             parse({**profile, "attention_efficiency": share})
+
+
+@pytest.mark.parametrize("name", ["product_wave", "attention_length", "straggling_s"])
+def test_shapes_and_ranks_cost_nothing_where_a_profile_says_nothing_of_them(name: str) -> None:
+    profile = json.loads((PROFILES / "cpu.json").read_text())
+    assert getattr(parse(profile), name) == 0.0
+    assert getattr(parse({**profile, name: {"value": 3e-5, "source": "a guess"}}), name) == 3e-5
 
 
 @pytest.mark.parametrize("name", ["elementwise_bytes_per_s", "product_bytes_per_s"])

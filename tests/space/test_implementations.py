@@ -28,7 +28,8 @@ from autopar.runtime.implementations import loss
 from autopar.runtime.rewrite.rewrite import rewrite
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule
-from autopar.space.menu import Menu, Strategy
+from autopar.space.menu import Menu
+from autopar.space.strategy import Strategy
 from autopar.strategies import RULES, rule_of
 from autopar.strategies.ruled import ruled
 from tests.support import parity

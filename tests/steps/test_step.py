@@ -12,6 +12,7 @@ import torch
 import autopar
 from autopar.compiler.arguments import Prefetch
 from autopar.cost import messages
+from autopar.hardware.collectives import Transfer
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware, Link
 from autopar.planning.settings import context_of
@@ -19,6 +20,7 @@ from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.steps.step import microbatch_seconds
+from autopar.steps.tasks import Tasks
 from autopar.timeline.values import COMPUTE, Timeline
 from tests.runtime.rewrite.test_prefetch import LAYERS, WIDTH, Stack
 from tests.support.parity import FAMILIES
@@ -135,3 +137,12 @@ def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_anot
     found = microbatch_seconds(context.memory_model, context.choices, plan.recompute)
     assert found == pytest.approx((parts.forward, parts.backward), rel=10 * LOCAL_MOVES)
     assert sum(found) < plan.timeline().seconds
+
+
+def test_a_host_waits_for_the_slowest_of_those_that_take_part_in_a_collective() -> None:
+    """Each of its further ranks adds to the launch of a collective, and to nothing else."""
+    tasks = Tasks(Mesh({"dp": 2, "tp": 4}), replace(IN_TURNS, launch_s=1.0, straggling_s=0.5))
+    tasks.compute("mm", 1.0, "row")
+    for axis in ("dp", "tp", "dp_tp"):
+        tasks.issue(Transfer("all_reduce", axis, 1024), "row")
+    assert [each.launch for each in tasks.found] == [1.0, 1.5, 2.5, 4.5]

@@ -1,0 +1,31 @@
+"""The FLOPs of `cost.product_efficiency`, of sizes with symbols: text that sympy reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autopar.cost.product_efficiency import QUERIES, SIDES, sides_of, takes_longer
+from autopar.formulas.symbols import Polynomial, Size
+from autopar.hardware.profile import Hardware
+from autopar.sharding.operation import Implementation, OpRule
+from autopar.sharding.rule import BoundRule
+
+
+def full_rate_formula(
+    flops: Polynomial,
+    op: OpRule,
+    bound: BoundRule,
+    local: Mapping[str, int],
+    hardware: Hardware,
+    chosen: Implementation | None = None,
+) -> str:
+    """What a device makes at its full rate while a call computes `flops`; `local` are its own sizes."""
+    found = str(flops)
+    if takes_longer(op, local, hardware, chosen):
+        found = f"({found})*(1 + {hardware.attention_length!r}/({Size.of(local[QUERIES]).polynomial}))"
+    sides = sides_of(op, bound) if hardware.product_wave else ()
+    if sides:
+        elements = Polynomial.sum(Size.of(math.prod(local[each] for each in side)).polynomial for side in sides)
+        found = f"{found} + {hardware.product_wave / SIDES!r}*({elements})"
+    return found

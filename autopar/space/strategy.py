@@ -1,0 +1,86 @@
+"""One way to run a call on a mesh: a choice per axis, the layouts that it takes and gives, and what runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost.reshard import Transfer
+from autopar.plans.strategy_names import strategy_name
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh, joined_name
+from autopar.sharding.operation import ZIGZAG, Implementation
+from autopar.sharding.rule import TOGETHER, factors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call: a choice per mesh axis, the layouts it asks of its inputs and gives its outputs."""
+
+    choices: tuple[str, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    implementation: Implementation | None = None
+    """What runs in place of the ATen call."""
+    transfers: tuple[Transfer, ...] = ()
+    """The collectives that the implementation runs itself."""
+    zigzag: frozenset[str] = frozenset()
+    """The factors that are dealt by zigzag, of those that are split."""
+    waits: tuple[float, ...] = ()
+    """Seconds of each of them, as far as computing does not hide them."""
+    shared: bool = False
+    """Of a call, whether it moves its first input together with all calls that take it; of a hub, whether these do."""
+    kept: bool = False
+    """A parameter that is stored in parts: once gathered it is kept for the backward, not gathered again there."""
+
+    def __str__(self) -> str:
+        return strategy_name(self.choices, self.kept, self.implementation.name if self.implementation else "")
+
+    @property
+    def implemented(self) -> bool:
+        return self.implementation is not None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
+        return self.shared or any(not transfer.backward for transfer in self.transfers)
+
+    def local_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+        """The size of every factor on one device; under "+x" the parts of x that go with those of another factor."""
+        axes = self.axes_by_factor(mesh)
+        local = {
+            factor: -(-size // math.prod(mesh.size(axis) for axis in axes.get(factor, ())))
+            for factor, size in sizes.items()
+        }
+        local.update((ZIGZAG + factor, 1) for factor in self.zigzag)
+        for size, choice in zip(mesh.sizes, self.choices, strict=True):
+            for factor in factors_of(choice)[1:]:
+                local[TOGETHER + factor] = local.get(TOGETHER + factor, 1) * size
+        return local
+
+    def axes_by_factor(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """Split factors → the names of the mesh axes that split them, outer first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, choice in zip(mesh.names, self.choices, strict=True):
+            for factor in factors_of(choice):
+                found[factor] = (*found.get(factor, ()), name)
+        return found
+
+    def links(self, factor: str, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a collective over `factor` runs over, one after the other.
+
+        A factor with "+" before it stands for the axes that split it with another factor: one joined axis.
+        """
+        together = factor[:1] == TOGETHER
+        name = factor.removeprefix(TOGETHER)
+        made = [factors_of(choice)[together:] for choice in self.choices]
+        axes = [axis for axis, found in enumerate(made) if name in found and mesh.sizes[axis] > 1]
+        if together:
+            return (joined_name(mesh.names, axes),) if axes else ()
+        return tuple(mesh.names[axis] for axis in axes)
+
+    def num_parts(self, mesh: Mesh) -> int:
+        """Into how many equal parts the call's work is divided."""
+        split = (size for size, choice in zip(mesh.sizes, self.choices, strict=True) if factors_of(choice))
+        return math.prod(split)

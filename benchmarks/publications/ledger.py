@@ -1,0 +1,158 @@
+"""A row's plan, priced again on other numbers of the same hardware without being planned again: what a fit needs.
+
+A plan is pinned to the row's strategy, so that its choices do not depend on the numbers. What a call computes is priced
+as the planner does, collectives as the timeline does, and both are simulated; where plans of few layers stand for all
+(`depths`), the seconds of the others are on a line with them. It meets `planning.predicted` within some per cent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.hardware.collectives import collective_seconds, message_seconds
+from autopar.hardware.profile import Hardware
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds
+from autopar.pipeline.schedules.simulation import simulate as simulate_stages
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.space.computing import Work, computing_seconds
+from autopar.space.strategy import Strategy
+from autopar.steps.step import microbatch_tasks, step_tasks
+from autopar.timeline.simulation import simulate
+from autopar.timeline.values import COMPUTE, Task
+from benchmarks.publications import planning
+from benchmarks.publications.depths import Depths
+from benchmarks.publications.rows import Row
+from benchmarks.publications.strategies import cuts, pinned
+
+MESSAGE = 10**8  # bytes of a message between stages by which links are compared
+WEIGHTS = 0.4  # of a backward: what makes gradients of weights, as in layers of large products
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of a micro-batch, of a step of one, and of what a step does once."""
+
+    forward: float
+    backward: float
+    step: float
+    once: float
+
+    def further(self, fewer: Passes, times: int) -> Passes:
+        """With so many layers more than these have, which have one more than `fewer`."""
+        pairs = zip(self._all(), fewer._all(), strict=True)
+        return Passes(*(more + times * (more - less) for more, less in pairs))
+
+    def _all(self) -> tuple[float, ...]:
+        return self.forward, self.backward, self.step, self.once
+
+
+class Ledger:
+    """The tasks of one plan on the hardware that it was made for, with what each of its calls computes."""
+
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        context = context_of(plan)
+        self.hardware, self.mesh = hardware, context.space.mesh
+        self.microbatch = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
+        self.step = step_tasks(context.memory_model, context.choices, plan.recompute)
+        self.computed: dict[str, tuple[Strategy, Work]] = {}
+        """Row of a task → the strategy of its call."""
+        for name, number in context.space.index.items():
+            menu = context.space.decisions[number].menu
+            if menu.call is not None and menu.op is not None and menu.bound is not None:
+                strategy = menu.strategies[context.choices[number]]
+                self.computed[name] = strategy, Work.of(menu.call, menu.op, menu.bound)
+
+    def passes(self, hardware: Hardware) -> Passes:
+        """On other numbers."""
+        ratios = {name: self._ratio(*each, hardware) for name, each in self.computed.items()}
+        share = hardware.communication_share
+        microbatch, step = (self._repriced(tasks, hardware, ratios) for tasks in (self.microbatch, self.step))
+        found = simulate(microbatch, share)
+        forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
+        once = sum(each.seconds for each in step) - sum(each.seconds for each in microbatch)
+        return Passes(forward, found.seconds - forward, simulate(step, share).seconds, max(0.0, once))
+
+    def _ratio(self, strategy: Strategy, work: Work, hardware: Hardware) -> float:
+        before = computing_seconds(strategy, work, self.mesh, self.hardware)
+        return computing_seconds(strategy, work, self.mesh, hardware) / before if before else 1.0
+
+    def _repriced(self, tasks: Sequence[Task], hardware: Hardware, ratios: dict[str, float]) -> list[Task]:
+        found, own = [], self.hardware
+        for task in tasks:
+            if task.stream != COMPUTE:
+                ranks = math.prod(self.mesh.sizes[position] for position in self.mesh.positions(task.axis))
+                launch = hardware.launch_s + (ranks - 1) * hardware.straggling_s
+                seconds = float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
+            else:
+                launch = task.launch / own.launch_s * hardware.launch_s
+                seconds = task.seconds * ratios.get(task.row, own.memory_bytes_per_s / hardware.memory_bytes_per_s)
+            found.append(replace(task, seconds=seconds, launch=launch))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RowLedger:
+    """The ledgers of a row: of its model, or of each kind of its pipeline's stages."""
+
+    row: Row
+    hardware: Hardware
+    stages: tuple[tuple[Ledger, Ledger | None, int, tuple[float, float]], ...]
+    """Of each kind the longer plan, the shorter, the layers that they stand for besides, and seconds of messages."""
+    order: tuple[int, ...] = ()
+    """The kind of each stage of a pipeline."""
+    schedule: Schedule | None = None
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(cls, row: Row, hardware: Hardware) -> RowLedger:
+        """Planned on some numbers, whose `launch_s` is above 0; raises Unexpressed, and the planner's errors."""
+        asked = pinned(row)
+        if asked.pipeline == 1:
+            depths = planning.depths_alone(asked, hardware)
+            return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0)),))
+        planner, schedule = planning.stage_planner(asked, hardware)
+        known: dict[tuple[bool, bool, int], int] = {}
+        kinds, order, last = [], [], schedule.num_stages - 1
+        for stage, layers in enumerate(cuts(row)):
+            key = stage == 0, stage == last, layers
+            if key not in known:
+                known[key] = len(kinds)
+                depths = Depths.of(partial(planning.plan_of_stage, planner, stage, last), layers, asked.gathered)
+                messages = planner.messages(context_of(depths.longer).space.program)
+                kinds.append(_kind(depths, hardware, messages))
+            order.append(known[key])
+        return cls(row, hardware, tuple(kinds), tuple(order), schedule, planner.planned.request.mesh)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Of a step on other numbers."""
+        kinds = [_passes(*each[:3], hardware) for each in self.stages]
+        if self.schedule is None or self.mesh is None:
+            return kinds[0].step + (self.row.accumulation - 1) * (kinds[0].forward + kinds[0].backward)
+        sent = [message_seconds(MESSAGE, self.mesh, "pp", each) for each in (self.hardware, hardware)]
+        stages = [
+            StageSeconds(
+                *(own.forward, (1 - WEIGHTS) * own.backward, WEIGHTS * own.backward),
+                *(each * sent[1] / sent[0] for each in self.stages[kind][3]),
+                own.once,
+            )
+            for kind, own in ((kind, kinds[kind]) for kind in self.order)
+        ]
+        return simulate_stages(self.schedule, stages).seconds
+
+
+def _kind(
+    depths: Depths, hardware: Hardware, messages: tuple[float, float]
+) -> tuple[Ledger, Ledger | None, int, tuple[float, float]]:
+    shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware)
+    return Ledger(depths.longer, hardware), shorter, depths.times, messages
+
+
+def _passes(longer: Ledger, shorter: Ledger | None, times: int, hardware: Hardware) -> Passes:
+    found = longer.passes(hardware)
+    return found if shorter is None else found.further(shorter.passes(hardware), times)

@@ -1,0 +1,65 @@
+"""What a source's machine and framework differ in from the profile of its devices: numbers that a profile may hold.
+
+    vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
+    launch_s      of the framework: Python that runs modules call by call, measured in no table, but fitted (below)
+    nanotron      one cluster in two states, told apart by the bandwidth of the run's own all-reduce in a node: in those
+                  below 440 GB/s hosts come late to collectives; the network's latencies exceed those of NCCL's model
+
+Fitted numbers are those of `benchmarks.fit_profiles`, which prints them with their cross-validated errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from autopar.hardware.profile import Hardware, Link
+from benchmarks.publications.rows import Row
+
+VTRAIN_BYTES_PER_S = 800e9 / 8 / 8  # of each of a node's eight devices
+UNDISTURBED = 440e9  # bytes/s of an all-reduce in a node: no run of nanotron is within 1% of it
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is replaced in a profile."""
+
+    launch_s: float | None = None
+    straggling_s: float = 0.0
+    network_bytes_per_s: float = inf
+    """Of the outermost link, where that carries more."""
+    network_latency: float = 1.0
+    """Times the latency of a step over it."""
+
+    def of(self, profile: Hardware) -> Hardware:
+        """The profile of its devices, on this machine."""
+        *inner, outer = profile.links
+        launch = profile.launch_s if self.launch_s is None else self.launch_s
+        return replace(profile, launch_s=launch, straggling_s=self.straggling_s, links=(*inner, self._network(outer)))
+
+    def _network(self, link: Link) -> Link:
+        protocols = tuple(
+            replace(each, step_latency_s=each.step_latency_s * self.network_latency) for each in link.protocols
+        )
+        return replace(link, bytes_per_s=min(link.bytes_per_s, self.network_bytes_per_s), protocols=protocols)
+
+
+MACHINES = {
+    "vtrain one node": Machine(4.7e-5),
+    "vtrain several nodes": Machine(4.7e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
+    "nanotron": Machine(5.5e-5, 4e-6, 31e9, 25.0),
+    "nanotron, late hosts": Machine(5.5e-5, 3.7e-4, 21e9, 10.5),
+}
+"""measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's."""
+
+
+def machine_name(row: Row) -> str:
+    """The machine that a row ran on, where it is told apart."""
+    if row.source == "nanotron":
+        return "nanotron" if row.bandwidths.get("intra_all_reduce", inf) > UNDISTURBED else "nanotron, late hosts"
+    return row.source
+
+
+def hardware_of(row: Row, profile: Hardware) -> Hardware:
+    """The profile of a row's devices with what its machine and framework differ in."""
+    return MACHINES.get(machine_name(row), Machine()).of(profile)
