@@ -36,15 +36,9 @@ from benchmarks.publications.tables import read_table
 
 DEVICE = {"product": 0.75, "attention": 0.4, "length": 200.0, "elementwise": 0.8}
 """Shares of the peak FLOP/s that products and attention reach, queries at which this is half, share of bandwidth."""
-BEGIN = {
-    "nanotron": {"late nanotron": 4e-6, "network nanotron": 30e9, "latency nanotron": 25.0},
-    "nanotron, late hosts": {
-        "late nanotron, late hosts": 3e-4,
-        "network nanotron, late hosts": 25e9,
-        "latency nanotron, late hosts": 10.0,
-    },
-}
-"""Of a machine seconds of lateness, bytes/s of the network, and times the latency of NCCL's model."""
+MACHINE = ("late in node", "late in network", "network", "latency")
+BEGIN = {"nanotron": (1e-6, 4.5e-4, 30e9, 3.0), "nanotron, late hosts": (3.6e-4, 2.7e-3, 21e9, 10.0)}
+"""Of a machine seconds of lateness, bytes/s of the network, and times the latencies of NCCL's model."""
 MOST = {"product": 0.95, "attention": 0.95, "elementwise": 1.0}
 FIRM = {"product": 1.0, "elementwise": 0.6, "length": 0.5, "attention": 0.3}
 """How firmly a number stays where it begins, in rows that are 100% off."""
@@ -60,7 +54,7 @@ def begin(rows: Sequence[Row]) -> dict[str, float]:
     for name in sorted({machine_name(row) for row in rows}):
         found[f"launch {'nanotron' if name.startswith('nanotron') else name.split()[0]}"] = 3e-5
         if name.startswith("nanotron"):
-            found |= BEGIN[name]
+            found |= {f"{what} {name}": value for what, value in zip(MACHINE, BEGIN[name], strict=True)}
     return found
 
 
@@ -68,8 +62,9 @@ def hardware_of(numbers: Numbers, row: Row, profile: Hardware) -> Hardware:
     """The profile with fitted numbers, on the machine of a row."""
     name = machine_name(row)
     machine = Machine(numbers[f"launch {'nanotron' if name.startswith('nanotron') else name.split()[0]}"])
-    if f"late {name}" in numbers:
-        machine = Machine(machine.launch_s, *(numbers[f"{each} {name}"] for each in ("late", "network", "latency")))
+    if name in BEGIN:
+        in_node, between, *network = (numbers[f"{each} {name}"] for each in MACHINE)
+        machine = Machine(machine.launch_s, (in_node, between), *network)
     elif name == "vtrain several nodes":
         machine = replace(machine, network_bytes_per_s=VTRAIN_BYTES_PER_S)
     device = replace(
@@ -136,12 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [
                 each
                 for each in read_table(table)
-                if each.seconds and PROFILES.get(each.device, "").startswith(given.kind)
+                if each.seconds
+                and PROFILES.get(each.device, "").startswith(given.kind)
+                and machine_name(each) != "nanotron, no NVLink"
             ],
             given.sample,
         )
     ]
-    profiles = {row.device: load(PROFILES[row.device]) for row in rows}
+    profiles = {row.device: Machine(straggling_s=(1e-9, 1e-9)).of(load(PROFILES[row.device])) for row in rows}
     ledgers = []
     warnings.simplefilter("ignore")  # what strategies repeat or leave whole, the sources' do, too
     for row in rows:

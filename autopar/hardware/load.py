@@ -42,7 +42,6 @@ _OPTIONAL = (
     "attention_efficiency",
     "attention_length",
     "launch_s",
-    "straggling_s",
     "communication_share",
 )
 """Numbers of `Hardware` that a profile need not say."""
@@ -60,6 +59,7 @@ _LINK = Record(
         "protocols": ListOf(Record(_WORDS, _numbers_of(Protocol).optional), most=100),
         "efficiencies": _numbers_of(Efficiencies),
         "latencies": _numbers_of(Latencies),
+        "straggling_s": _NUMBER,
     },
     others=True,
 )
@@ -160,6 +160,7 @@ def _link(link: Mapping[str, Any]) -> Link:
         protocols,
         Efficiencies(**_numbers(link.get("efficiencies", {}))),
         Latencies(**_numbers(link.get("latencies", {}))),
+        _number(link, "straggling_s") if "straggling_s" in link else 0.0,
     )
 
 

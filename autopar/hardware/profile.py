@@ -1,8 +1,9 @@
 """What the planner assumes of a machine: peak FLOP/s, memory, and the links between devices, read from JSON profiles.
 
 A profile in `profiles/` states every number as {"value": …, "source": …}. Sources say "datasheet", "measured" (with
-hardware, date and script) or "assumed". A profile of one's own is the same file anywhere, given by its path;
-`autopar calibrate` writes one. What the numbers of a link mean for a collective is in `collectives`.
+hardware, date and script), "fit" (with script, date and data), "derived" or "assumed". A profile of one's own is the
+same file anywhere, given by its path; `autopar calibrate` writes one. What the numbers of a link mean for a collective
+is in `collectives`.
 """
 
 from __future__ import annotations
@@ -93,12 +94,19 @@ class Link:
     protocols: tuple[Protocol, ...] = ()
     efficiencies: Efficiencies = Efficiencies()
     latencies: Latencies = Latencies()
+    straggling_s: float = 0.0
+    """Seconds of the host for each collective that is waited for and each further block that the link joins to its
+    group: the slowest host is the later, the more there are. Hidden, as launches are, where hosts are ahead."""
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
             raise PlanError(f"link {self.name!r} joins {self.devices} devices; give at least 1, or null for any.")
         if not 0 <= self.latency_s < math.inf:
             raise PlanError(f"link {self.name!r} has a latency of {self.latency_s} s; give seconds of at least 0.")
+        if not 0 <= self.straggling_s < math.inf:
+            raise PlanError(
+                f"link {self.name!r} has a straggling_s of {self.straggling_s}; give seconds of at least 0."
+            )
         if not 0 < self.bytes_per_s < math.inf:
             raise PlanError(f"link {self.name!r} moves {self.bytes_per_s} bytes/s; give a number above 0.")
         if not self.protocols:
@@ -142,9 +150,6 @@ class Hardware:
     """Elements of a product's output that the device makes at once (see `cost.product_efficiency`); 0: one by one."""
     attention_length: float = 0.0
     """Queries of a sequence at which fused attention reaches half of its share; 0: it does not depend on them."""
-    straggling_s: float = 0.0
-    """Seconds of the host for each collective and each further rank of its group: the slowest is the later, the more
-    there are. Hidden, as launches are, where hosts are ahead of their devices."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -166,7 +171,7 @@ class Hardware:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
-        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length", "straggling_s"):
+        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from autopar.hardware.collectives import Transfer, transfer_seconds
+from autopar.hardware.collectives import Transfer, levels_of, transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.sharding.mesh import Mesh
 from autopar.timeline.values import COMPUTE, Task
+
+
+def lateness(mesh: Mesh, axis: str, hardware: Hardware) -> float:
+    """Seconds by which the slowest host of a group on an axis is late: those of every further block of each level."""
+    levels = levels_of(hardware.links, mesh, axis)
+    return sum((level.outer // level.inner - 1) * level.link.straggling_s for level in levels)
 
 
 class Tasks:
@@ -30,18 +35,15 @@ class Tasks:
         launch = launches * self.hardware.launch_s
         self.found.append(Task(name, COMPUTE, seconds, self.phase, launch, after, row=row))
 
-    def issue(self, transfer: Transfer, row: str, stream: str = "", times: float = 1.0) -> int:
+    def issue(self, transfer: Transfer, row: str, stream: str = "", times: float = 1.0, lateness: float = 0.0) -> int:
         """A collective that runs beside what comes next; the number to wait for. It takes `times` its own seconds."""
         seconds = transfer_seconds(transfer, self.mesh, self.hardware) * times
         after = self._awaited if self._computed is None else {*self._awaited, self._computed}
-        positions = self.mesh.positions(transfer.axis)
-        axes = frozenset(self.mesh.names[position] for position in positions)
-        ranks = math.prod(self.mesh.sizes[position] for position in positions)
-        launch = self.hardware.launch_s + (ranks - 1) * self.hardware.straggling_s
+        axes = frozenset(self.mesh.names[position] for position in self.mesh.positions(transfer.axis))
         self.found.append(
             Task(
                 *(transfer.collective, stream or transfer.axis, seconds, self.phase),
-                *(launch, tuple(sorted(after)), transfer.axis, axes),
+                *(self.hardware.launch_s + lateness, tuple(sorted(after)), transfer.axis, axes),
                 num_bytes=round(transfer.num_bytes * min(times, 1.0)),
                 row=row,
             )
@@ -53,6 +55,7 @@ class Tasks:
         self._awaited.update(numbers)
 
     def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0) -> None:
-        """Collectives that are waited for, one after the other."""
+        """Collectives that are waited for, one after the other, and for the host that comes to each of them last."""
         for transfer in transfers:
-            self.wait([self.issue(transfer, row, times=times)])
+            late = lateness(self.mesh, transfer.axis, self.hardware)
+            self.wait([self.issue(transfer, row, times=times, lateness=late)])

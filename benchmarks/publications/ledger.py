@@ -7,7 +7,6 @@ as the planner does, collectives as the timeline does, and both are simulated; w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.computing import Work, computing_seconds
 from autopar.space.strategy import Strategy
 from autopar.steps.step import microbatch_tasks, step_tasks
+from autopar.steps.tasks import lateness
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning
@@ -86,8 +86,8 @@ class Ledger:
         found, own = [], self.hardware
         for task in tasks:
             if task.stream != COMPUTE:
-                ranks = math.prod(self.mesh.sizes[position] for position in self.mesh.positions(task.axis))
-                launch = hardware.launch_s + (ranks - 1) * hardware.straggling_s
+                waited = task.launch > own.launch_s
+                launch = hardware.launch_s + waited * lateness(self.mesh, task.axis, hardware)
                 seconds = float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
             else:
                 launch = task.launch / own.launch_s * hardware.launch_s
@@ -111,7 +111,10 @@ class RowLedger:
 
     @classmethod
     def of(cls, row: Row, hardware: Hardware) -> RowLedger:
-        """Planned on some numbers, whose `launch_s` is above 0; raises Unexpressed, and the planner's errors."""
+        """Planned on some numbers; raises Unexpressed, and the planner's errors.
+
+        Their `launch_s`, and `straggling_s` of all links, are above 0, as tasks tell by their launches what they are.
+        """
         asked = pinned(row)
         if asked.pipeline == 1:
             depths = planning.depths_alone(asked, hardware)

@@ -2,8 +2,8 @@
 
     vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
     launch_s      of the framework: Python that runs modules call by call, measured in no table, but fitted (below)
-    nanotron      one cluster in two states, told apart by the bandwidth of the run's own all-reduce in a node: in those
-                  below 440 GB/s hosts come late to collectives; the network's latencies exceed those of NCCL's model
+    nanotron      one cluster in states, told apart by the bandwidth of the run's own all-reduce in a node: below
+                  440 GB/s hosts come late to collectives, and below 100 GB/s there is no NVLink
 
 Fitted numbers are those of `benchmarks.fit_profiles`, which prints them with their cross-validated errors.
 """
@@ -17,6 +17,7 @@ from autopar.hardware.profile import Hardware, Link
 from benchmarks.publications.rows import Row
 
 VTRAIN_BYTES_PER_S = 800e9 / 8 / 8  # of each of a node's eight devices
+NVLINK = 100e9  # bytes/s of an all-reduce in a node: 13 runs that ended reach 45 GB/s, all others 390 or more
 UNDISTURBED = 440e9  # bytes/s of an all-reduce in a node: no run of nanotron is within 1% of it
 
 
@@ -25,30 +26,37 @@ class Machine:
     """What is replaced in a profile."""
 
     launch_s: float | None = None
-    straggling_s: float = 0.0
+    straggling_s: tuple[float, float] = (0.0, 0.0)
+    """For each further device of a node, and for each further node."""
     network_bytes_per_s: float = inf
     """Of the outermost link, where that carries more."""
+    node_bytes_per_s: float = inf
+    """Of the link in a node, where that carries more."""
     network_latency: float = 1.0
     """Times the latency of a step over it."""
 
     def of(self, profile: Hardware) -> Hardware:
         """The profile of its devices, on this machine."""
-        *inner, outer = profile.links
+        node, network = profile.links
+        num_bytes = min(node.bytes_per_s, self.node_bytes_per_s)
+        links = replace(node, bytes_per_s=num_bytes, straggling_s=self.straggling_s[0]), self._network(network)
         launch = profile.launch_s if self.launch_s is None else self.launch_s
-        return replace(profile, launch_s=launch, straggling_s=self.straggling_s, links=(*inner, self._network(outer)))
+        return replace(profile, launch_s=launch, links=links)
 
     def _network(self, link: Link) -> Link:
         protocols = tuple(
             replace(each, step_latency_s=each.step_latency_s * self.network_latency) for each in link.protocols
         )
-        return replace(link, bytes_per_s=min(link.bytes_per_s, self.network_bytes_per_s), protocols=protocols)
+        num_bytes = min(link.bytes_per_s, self.network_bytes_per_s)
+        return replace(link, bytes_per_s=num_bytes, protocols=protocols, straggling_s=self.straggling_s[1])
 
 
 MACHINES = {
     "vtrain one node": Machine(4.7e-5),
     "vtrain several nodes": Machine(4.7e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
-    "nanotron": Machine(5.5e-5, 4e-6, 31e9, 25.0),
-    "nanotron, late hosts": Machine(5.5e-5, 3.7e-4, 21e9, 10.5),
+    "nanotron": Machine(5.8e-5, (1e-6, 4.5e-4), 31e9, 3.0),
+    "nanotron, late hosts": Machine(5.8e-5, (3.6e-4, 2.7e-3), 21e9, 10.0),
+    "nanotron, no NVLink": Machine(5.8e-5, (3.6e-4, 2.7e-3), 21e9, 10.0, 45e9),
 }
 """measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's."""
 
@@ -56,7 +64,9 @@ MACHINES = {
 def machine_name(row: Row) -> str:
     """The machine that a row ran on, where it is told apart."""
     if row.source == "nanotron":
-        return "nanotron" if row.bandwidths.get("intra_all_reduce", inf) > UNDISTURBED else "nanotron, late hosts"
+        reached = row.bandwidths.get("intra_all_reduce", inf)
+        late = "nanotron, late hosts" if reached > NVLINK else "nanotron, no NVLink"
+        return "nanotron" if reached > UNDISTURBED else late
     return row.source
 
 

@@ -20,6 +20,7 @@ from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
+from autopar.units import format_seconds
 from tests.support.families import FAMILIES
 from tests.support.pinned import IDS_BS, Net
 from tests.support.planned import X_BD, TwoLinears, space_of
@@ -138,8 +139,8 @@ def test_all_claims_that_do_not_hold_are_in_one_error(llama: Plan) -> None:
     with pytest.raises(PlanError) as raised:
         replace(llama, seconds=1.0, peak_bytes=1).verify()
     assert str(raised.value) == (
-        f"the plan does not hold: it says 1.00 s, its choices take {llama.seconds * 1e6:.1f} µs; it says 1 bytes per "
-        f"device, its choices take {llama.peak_bytes}. Plan again, or load a plan that was not changed."
+        f"the plan does not hold: it says 1.00 s, its choices take {format_seconds(llama.seconds)}; it says 1 bytes "
+        f"per device, its choices take {llama.peak_bytes}. Plan again, or load a plan that was not changed."
     )
 
 

@@ -139,10 +139,12 @@ def test_a_micro_batch_takes_its_parts_of_the_sum_where_nothing_runs_beside_anot
     assert sum(found) < plan.timeline().seconds
 
 
-def test_a_host_waits_for_the_slowest_of_those_that_take_part_in_a_collective() -> None:
-    """Each of its further ranks adds to the launch of a collective, and to nothing else."""
-    tasks = Tasks(Mesh({"dp": 2, "tp": 4}), replace(IN_TURNS, launch_s=1.0, straggling_s=0.5))
+def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_waited_for() -> None:
+    """Of 8 ranks on nodes of 4: each further device of a node, and each further node, adds to the launch."""
+    links = Link("node", 4, 0.0, 1e9, straggling_s=0.5), Link("wire", None, 0.0, 1e9, straggling_s=10.0)
+    tasks = Tasks(Mesh({"dp": 2, "tp": 4}), replace(IN_TURNS, launch_s=1.0, links=links))
     tasks.compute("mm", 1.0, "row")
     for axis in ("dp", "tp", "dp_tp"):
-        tasks.issue(Transfer("all_reduce", axis, 1024), "row")
-    assert [each.launch for each in tasks.found] == [1.0, 1.5, 2.5, 4.5]
+        tasks.move([Transfer("all_reduce", axis, 1024)], "row")
+    tasks.issue(Transfer("all_reduce", "dp_tp", 1024), "row")
+    assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0]
