@@ -51,6 +51,8 @@ class Row:
     hardware: str = "h100"
     schedule: str | None = None
     microbatches: int | None = None
+    pipeline: str | None = None
+    """The axis of the pipelines that a search compares, too."""
     is_searched: bool = False
     time_limit: float = TIME_LIMIT
 
@@ -114,7 +116,8 @@ def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """A Plan, or a PipelinePlan, which has no gap."""
     limits = {"memory": row.memory, "time_limit": row.time_limit, "microbatches": row.microbatches}
     if row.is_searched:
-        return autopar.plan(model, "auto", inputs, devices=row.mesh[0], hardware=row.hardware, **limits)
+        found = {"devices": row.mesh[0], "hardware": row.hardware, "pipeline": row.pipeline}
+        return autopar.plan(model, "auto", inputs, **found, **limits)
     names = IN_STAGES if row.schedule else AXES[len(row.mesh)]
     mesh = Mesh(dict(zip(names, row.mesh, strict=True)), hardware=row.hardware)
     return autopar.plan(model, mesh, inputs, schedule=row.schedule, **limits)

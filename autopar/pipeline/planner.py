@@ -56,7 +56,8 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
     Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
     TimeLimitError where none was found in time.
     """
-    planned, deadline = planned_blocks(request, request.schedule.num_stages), after(request.settings.time_limit)
+    deadline = after(request.settings.time_limit)
+    planned = planned_blocks(request, request.schedule.num_stages)
     starts, search = _cut(planned, deadline)
     blocks, storage = planned.blocks, dict(request.storage)
     finisher = StageFinisher(search)

@@ -35,7 +35,7 @@ from autopar.space.space import Space
 TOLERANCE = 0.02
 """Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
 MOST_ASKED = 40
-"""Stages that are planned within a memory limit before the best cut so far is taken."""
+"""Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
 STORED = ("parameters", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
@@ -80,9 +80,9 @@ class StageSearch:
         """How many stages were planned."""
         return sum(map(len, self.by_structure.values()))
 
-    def is_over(self, asked: int) -> bool:
-        """Whether the best cut so far has to do."""
-        return asked >= MOST_ASKED or is_over(self.deadline)
+    def is_over(self, asked: int, has_cut: bool) -> bool:
+        """Whether the best cut so far has to do, or, where there is none, time is over."""
+        return (has_cut and asked >= MOST_ASKED) or is_over(self.deadline)
 
     def seconds(self, first: int, end: int, stage: int) -> float:
         """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""

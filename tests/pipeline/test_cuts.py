@@ -261,7 +261,7 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
             raise TimeLimitError("the time limit passed")
         return exact[stage, first, end]
 
-    costs = StageCosts(seconds, is_over=lambda asked: not late and asked >= most)
+    costs = StageCosts(seconds, is_over=lambda asked, has_cut: not late and asked >= most)
     try:
         cuts = best_cuts(problem, costs)
     except (PipelineError, TimeLimitError):
@@ -271,7 +271,7 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
 
 
 def test_no_cut_in_time_is_an_error_that_says_what_to_do() -> None:
-    costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked: True)
+    costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked, has_cut: True)
     with pytest.raises(TimeLimitError, match="before stages that fit into memory were found; give it longer"):
         best_cuts(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), costs)
 

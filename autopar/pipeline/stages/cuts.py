@@ -182,8 +182,8 @@ class StageCosts:
     at_most: StageCost = lambda first, end, stage: np.inf
     fuller: Callable[[int], Sequence[int]] | None = None
     """None: those with as many micro-batches in flight, or more."""
-    is_over: Callable[[int], bool] = lambda asked: False
-    """Whether no more stages may be asked for than these, so that the best cut that is known is taken."""
+    is_over: Callable[[int, bool], bool] = lambda asked, has_cut: False
+    """Whether the search ends after so many stages, where a cut that fits is known, or none is."""
 
 
 def best_cuts(
@@ -241,7 +241,7 @@ def best_cuts(
         stages = _stages(starts, len(problem.blocks))
         if all(stage in asked for stage in stages):
             return found
-        if costs.is_over(len(asked)):
+        if costs.is_over(len(asked), best is not None):
             if best is None:
                 raise TimeLimitError(
                     f"{why_over()} before stages that fit into memory were found; give it longer, raise the memory "
