@@ -25,6 +25,8 @@ from autopar.solver.order import elimination_order, separators
 from autopar.solver.problem import Floats, Integers, Problem, only_bytes
 
 MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
+MAX_BYTES = 1_500_000_000  # of all messages together
+BYTES = 8  # of an entry
 SURROUNDINGS = 3  # edges: nodes whose surroundings are equal so far are of one kind
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
@@ -66,6 +68,11 @@ class Elimination:
     def work(self) -> int:
         """Entries computed by one evaluation."""
         return sum(math.prod(step.sizes) for step in self.steps)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the messages of all steps, which an evaluation keeps."""
+        return BYTES * sum(math.prod(step.sizes[1:]) for step in self.steps)
 
     @property
     def largest(self) -> int:
@@ -201,14 +208,17 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
 
 
 def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
-    """An order that is cheap, or the cheapest of some; None if the graph is too wide for all of them."""
+    """An order that is cheap, or the cheapest of some; None if the graph is too wide for the time or memory of all."""
     last = separators(problem)
     found: list[Elimination] = []
     for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):
         order, largest = elimination_order(problem, balanced, by_growth, kept)
         if largest > MAX_TABLE:
             continue
-        found.append(compile_order(problem, tables, order))
+        compiled = compile_order(problem, tables, order)
+        if compiled.num_bytes > MAX_BYTES:
+            continue
+        found.append(compiled)
         if found[-1].work <= (FAIR_WORK if kept else CHEAP_WORK):
             return found[-1]
     return min((each for each in found if each.work <= MAX_WORK), key=lambda each: each.work, default=None)

@@ -26,6 +26,7 @@ from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.reductions.reduction import cut_table
 
 HAIR = 0.01  # of the grid
+MAX_CALIBRATED = 150_000_000  # entries of a bag that `excesses` may build whole: 1.2 GB
 BLOCK = 1 << 22  # entries of a bag that are calibrated at once
 
 
@@ -39,8 +40,6 @@ class Excesses:
     """Of every strategy."""
     of_edge: tuple[Floats, ...]
     """Of every pair of strategies that are alive."""
-    of_message: tuple[Floats, ...]
-    """For each bucket, over what is alive of its neighbours: what the rest of the graph costs above its optimum."""
 
 
 def excesses(
@@ -63,12 +62,11 @@ def excesses(
     over_neighbours: dict[int, Floats] = {}
     of_node: list[Floats] = [np.empty(0)] * len(problem.nodes)
     of_edge: list[Floats] = [np.empty(0)] * len(problem.edges)
-    of_message: list[Floats] = [np.zeros(())] * len(elimination.buckets)
     shared: dict[object, _Calibrated] = {}
     for place in reversed(range(len(elimination.buckets))):
         bucket = elimination.buckets[place]
         rows = tuple(alive[each] for each in bucket.bag[1:])
-        outside = of_message[place] = over_neighbours.pop(place, np.zeros(()))
+        outside = over_neighbours.pop(place, np.zeros(()))
         key = (bucket.step, outside.tobytes(), *(each.tobytes() for each in rows))
         axis = {member: number for number, member in enumerate(bucket.bag)}
         edges = [problem.edges[number] for number in bucket.edges]
@@ -88,7 +86,7 @@ def excesses(
             of_edge[number] = found.loop if edge.is_loop else found.least[tuple(axis[end] for end in edge.ends)]
         for child, axes in zip(children[place], below, strict=True):
             over_neighbours[child] = found.least[axes]
-    return Excesses(tuple(alive), tuple(of_node), tuple(of_edge), tuple(of_message))
+    return Excesses(tuple(alive), tuple(of_node), tuple(of_edge))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +171,6 @@ def shared_excesses(
         tuple([every[node.num_strategies] for node in problem.nodes]),
         tuple([node_least[kind] for kind in kinds]),
         tuple([edge_least[kind] for kind in edge_kinds]),
-        (),
     )
 
 

@@ -4,21 +4,21 @@
 2. Else a price for memory gives a bound L(λ) and a solution that fits (`lagrangian`). Where these are near each other,
    what costs more than the difference is left out (`min_marginals`, `fixing`), and the search goes on in what is left,
    where it is cheap.
-3. Once no price proves more, within an ε of the bound that grows up to that solution, exact reductions and counts of
-   equal parts (`reduction`, `counting_ilp`) solve the rest.
+3. Once no price proves more, labels of seconds and bytes (`residual.labels`) give solutions that fill the budget, and
+   are nearly the best. Where more is asked for, and would not be dear, counts of equal parts (`residual.counting_ilp`)
+   solve the rest, within an ε of the bound that grows up to that solution.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, TimeLimitError
-from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.deadline import is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, choices_of, evaluate, narrow_elimination
 from autopar.solver.ilp import solve_ilp
@@ -38,6 +38,9 @@ from autopar.solver.min_marginals import shared_excesses
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import reduce_problem
+from autopar.solver.residual.counting_ilp import best_counts
+from autopar.solver.residual.labels import best_labels
+from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
 from autopar.units import format_share
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
@@ -49,6 +52,7 @@ GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
 SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the next ones are looked at
 EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
+ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
 FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
 
 
@@ -202,37 +206,45 @@ def _close_the_gap(
     incumbent, bound = relaxed.incumbent, relaxed.bound
     rounding = TOLERANCE * abs(incumbent.seconds)
     epsilon = FIRST_EPSILON * abs(bound)
-    found, widest = None, 0.0
+    found, widest, is_labelled, is_small = None, 0.0, False, True
     while not is_closed(incumbent.seconds, bound, max(TOLERANCE, gap)):
         if is_over(deadline):
             warn(incumbent.seconds, bound)
             break
         most = incumbent.seconds - relaxed.bound
         epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
-        limit = min(relaxed.bound + epsilon, incumbent.seconds)
+        limit = min(relaxed.bound + epsilon, incumbent.seconds) if is_labelled else incumbent.seconds
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
         margin = limit - relaxed.bound + rounding
         try:
             if found is None or margin > widest:
-                widest = min(WIDER * epsilon, most) + rounding
+                widest = max(margin, min(WIDER * epsilon, most) + rounding)
                 weighted = least.evaluated(relaxed.multiplier)
                 found = shared_excesses(problem, elimination, least.tables, weighted, widest, deadline)
             near = remaining(problem, found, margin)
-            residual = reduce_problem(near.problem)
-            constant = near.constant + residual.constant
+            reduced = reduce_problem(near.problem)
+            constant = near.constant + reduced.constant
             result = Counted(None, math.inf, True)
             if constant < np.inf:
                 below = limit - constant
-                effort = enough.effort(incumbent.seconds, bound)
-                result = _best_below(residual.problem, relaxed.multiplier, below, rounding / 2, deadline, effort)
+                left, prices = (reduced.problem,), (relaxed.multiplier,)
+                if is_labelled:
+                    effort = enough.effort(incumbent.seconds, bound)
+                    result = best_left(left, prices, below, rounding / 2, deadline, effort)
+                else:
+                    result, is_small = labelled(left, prices, below, deadline)
         except TimeLimitError:
             continue  # the time is over
         if result.choices is not None:
-            incumbent = min(
-                incumbent, point(problem, near.extend(residual.extend(result.choices))), key=lambda each: each.seconds
-            )
-        # What the residual leaves out costs more than `limit`, what it holds no less than the bound of its counts.
+            choices = near.extend(reduced.extend(result.choices))
+            incumbent = min(incumbent, point(problem, choices), key=lambda each: each.seconds)
+        # What is left out costs more than `limit`, what is left no less than the bound that was found.
         bound = max(bound, min(constant + result.bound, limit))
+        if not is_labelled:
+            is_labelled = True
+            if not is_small and is_closed(incumbent.seconds, bound, enough.counted):
+                break
+            continue
         if not result.is_proven:
             if not is_closed(incumbent.seconds, bound, enough.counted):
                 warn(incumbent.seconds, bound)
@@ -241,16 +253,36 @@ def _close_the_gap(
     return solution_of(incumbent, bound, "multiplier + counts", relaxed.multiplier)
 
 
-def _best_below(
-    problem: Problem, multiplier: float, limit: float, tolerance: float, deadline: float, effort: float
+def labelled(
+    problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float
+) -> tuple[Counted, bool]:
+    """The best that labels find, and whether what may be better is soon counted."""
+    try:
+        residual = Residual(problems, prices, limit, deadline)
+        found = best_labels(residual)
+        seconds = limit if found.choices is None else problems[0].seconds_of(found.choices)
+        return found, residual.below(min(limit, seconds)).is_small
+    except TooManyChoicesError:
+        return Counted(None, -math.inf, False), False
+
+
+def best_left(
+    problems: Sequence[Problem],
+    prices: Sequence[float],
+    limit: float,
+    tolerance: float,
+    deadline: float,
+    effort: float,
 ) -> Counted:
     """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
     try:
-        return best_counts((problem,), (multiplier,), limit, tolerance, deadline, effort)
+        return best_counts(Residual(problems, prices, limit, deadline), tolerance, effort)
     except TooManyChoicesError:
+        if len(problems) > 1 and sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
+            return Counted(None, -math.inf, False)
         counts_work = effort < math.inf
         left = effort if counts_work else seconds_until(deadline)
-        result = solve_ilp(problem, left, tolerance=tolerance, repeatable=counts_work)
+        result = solve_ilp(problems[0], left, tolerance=tolerance, rows=problems[1:], repeatable=counts_work)
         return Counted(result.choices, min(result.bound, limit), result.status != "timeout")
 
 

@@ -6,9 +6,10 @@
    bound take are left out (`min_marginals`), and little is left.
 2. There the best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the
    next prices lie halfway to those that are best against all of them.
-3. Within a margin that grows from round to round, counts of what is left, with all rows, give the best
-   (`counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again, wider, at the
-   prices found.
+3. Labels (`residual.labels`) give choices that fill the budgets. Where more is asked for, and would not be dear, counts
+   of what is left, with all rows, within a margin that grows from round to round, give the best
+   (`residual.counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again,
+   wider, at the prices found.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.errors import TimeLimitError
-from autopar.solver.counting_ilp import Counted, TooManyChoicesError, best_counts
 from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.elimination import (
     CHEAP_WORK,
@@ -32,14 +32,14 @@ from autopar.solver.elimination import (
     narrow_elimination,
     optimum,
 )
-from autopar.solver.ilp import solve_ilp
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.min_marginals import shared_excesses
-from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.narrow import EXACT, Enough, best_left, labelled
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import prune
+from autopar.solver.residual.residual import Counted
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
@@ -52,8 +52,8 @@ WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
+LABELLED = (5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
-ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,19 @@ def _best_of(
     bound = reached = priced.bound
     epsilon = FIRST_EPSILON * scale
     most = min(seconds, below - constant)
+    for near in LABELLED:
+        if is_closed(most + constant, bound + constant, gap) or is_over(deadline):
+            break
+        limit = min(most, reached + near * scale)
+        result, is_small = rows.labelled(prices, limit, limit - reached + TOLERANCE * scale)
+        if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
+            best, seconds = result.choices, fast
+            most = min(most, fast)
+        bound = max(bound, min(result.bound, limit, most))
+        if is_closed(min(seconds + constant, known), bound + constant, enough.counted):
+            if not is_small:
+                return Best(best, bound + constant, prices, is_searched=False)
+            break
     while not is_closed(most + constant, bound + constant, gap) and not is_over(deadline):
         limit = min(most, reached + epsilon)
         margin, effort = (
@@ -208,31 +221,42 @@ class _Rows:
             prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
         return best
 
+    def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
+        """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
+        left, constant = self._left(prices, margin)
+        if math.isinf(constant):
+            return Counted(None, limit, True), True
+        soon = after(COUNTING * seconds_until(self.deadline))
+        result, is_small = labelled([each.problem for each in left], prices, limit - constant, soon)
+        return _of_the_whole(result, left[0], limit), is_small
+
     def counted(
         self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float, effort: float
     ) -> Counted:
         """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
-        left = self.within(prices, margin)
-        constant = left[0].constant
-        if any(math.isinf(each.constant) for each in left):
+        left, constant = self._left(prices, margin)
+        if math.isinf(constant):
             return Counted(None, limit, True)
+        soon = after(COUNTING * seconds_until(self.deadline))
         problems = [each.problem for each in left]
-        try:
-            soon = after(COUNTING * seconds_until(self.deadline))
-            result = best_counts(problems, prices, limit - constant, tolerance, soon, effort)
-        except TooManyChoicesError:
-            if sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
-                return Counted(None, -math.inf, False)
-            seconds_left = seconds_until(self.deadline)
-            found = solve_ilp(problems[0], seconds_left, tolerance=tolerance, rows=problems[1:])
-            result = Counted(found.choices, found.bound, found.status != "timeout")
-        choices = None if result.choices is None else left[0].extend(result.choices)
-        return Counted(choices, min(result.bound + constant, limit), result.is_proven)
+        result = best_left(problems, prices, limit - constant, tolerance, soon, effort)
+        return _of_the_whole(result, left[0], limit)
+
+    def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
+        """What is left within a margin, and what the rest takes: no end where nothing is left."""
+        left = self.within(prices, margin)
+        return left, math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
 
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
             self._last = prices, evaluate(self.elimination, self.tables.weighted(*prices), self.deadline)
         return self._last[1]
+
+
+def _of_the_whole(found: Counted, left: Remaining, limit: float) -> Counted:
+    """What was found of a problem that is left, as choices and a bound of all of it."""
+    choices = None if found.choices is None else left.extend(found.choices)
+    return Counted(choices, min(found.bound + left.constant, limit), found.is_proven)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 1. Min-plus elimination gives the optimum without the memory row. If it fits, it is the answer.
 2. Else a multiplier on the memory row gives a bound L(λ) and a solution that fits (`lagrangian`).
-3. Min-marginals at λ forbid whatever is in no better solution (`min_marginals`); exact reductions and an ILP over
-   counts of equal parts (`reduction`, `counting_ilp`) solve the rest (`narrow`).
+3. Min-marginals at λ forbid whatever is in no better solution (`min_marginals`); exact reductions, labels and an ILP
+   over counts of equal parts (`reduction`, `residual`) solve the rest (`narrow`).
 
 Equal problems get equal solutions, unless time runs out. `solver="ilp"` hands the whole problem to the ILP, as the
 reference. Where a graph is too wide for elimination, neighbourhoods of it are not (`neighbourhoods`), and give the ILP

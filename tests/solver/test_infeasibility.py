@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination, infeasibility
-from autopar.solver.counting_ilp import best_counts
 from autopar.solver.infeasibility import Conflict, MemoryLimitError, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.residual.counting_ilp import best_counts
+from autopar.solver.residual.residual import Residual
 from autopar.solver.solve import smallest_bytes, solve
 from tests.solver.certificate import verify
 
@@ -159,7 +160,7 @@ def test_counted_choices_equal_brute_force(seed: int, budget: int, price: float)
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
     every = itertools.product(*(range(node.num_strategies) for node in problem.nodes))
     best = min((problem.seconds_of(x) for x in every if problem.fits(problem.bytes_of(x))), default=math.inf)
-    found = best_counts((problem,), (price,), 100.0, 1e-9, math.inf)
+    found = best_counts(Residual((problem,), (price,), 100.0, math.inf), 1e-9)
     assert found.is_proven and (found.choices is None) == (best == math.inf)
     if found.choices is not None:
         assert problem.seconds_of(found.choices) == pytest.approx(best)

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
-from autopar.solver.counting_ilp import Counted, best_counts
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.reductions.fixing import remaining
 from autopar.solver.reductions.reduction import prune, reduce_problem
+from autopar.solver.residual.counting_ilp import best_counts
+from autopar.solver.residual.residual import Counted, Residual
 from autopar.solver.solve import smallest_bytes, solve, solve_narrow
 
 CLOSE = 1e-7  # of the seconds
@@ -414,4 +415,4 @@ def test_a_solution_in_time_gives_no_warning() -> None:
 
 
 def test_where_nothing_is_left_to_count_the_choice_is_empty() -> None:
-    assert best_counts((Problem((), (), 10),), (0.5,), 1.0, 1e-12, np.inf) == Counted((), 0.0, True)
+    assert best_counts(Residual((Problem((), (), 10),), (0.5,), 1.0, np.inf), 1e-12) == Counted((), 0.0, True)

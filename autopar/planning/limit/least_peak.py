@@ -26,7 +26,7 @@ from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.min_marginals import Excesses, excesses
+from autopar.solver.min_marginals import MAX_CALIBRATED, Excesses, excesses
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.reductions.fixing import remaining
 from autopar.solver.solve import solve
@@ -212,7 +212,7 @@ def _excesses_of(problem: Problem, margin: float, deadline: float) -> Excesses |
     """What choices cost above the optimum at least, up to a margin; None where the graph is too wide to tell."""
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
-    if elimination is None:
+    if elimination is None or elimination.largest > MAX_CALIBRATED:
         return None
     evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
     return excesses(problem, elimination, evaluated, margin, deadline=deadline)

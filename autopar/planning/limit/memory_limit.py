@@ -57,6 +57,7 @@ CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
 FIRST_ENOUGH = 5e-3  # of the seconds: how far from the best an answer may be that is over the limit elsewhere
+FIRST_GAP = 1e-3  # of the seconds: and where it is cheap to be nearer
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
@@ -218,8 +219,8 @@ class _Search(Asked):
         problem = self._problem(row, limit, modes)
         exact, rough = Enough(self.enough, self.counted), Enough(self.enough, max(self.counted, FIRST_ENOUGH))
         try:
-            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, rough)
-            if solution is not None and solution.gap > self.enough and self._fits(solution, limit, modes):
+            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, max(self.gap, FIRST_GAP), rough)
+            if solution is not None and solution.gap > self.gap and self._fits(solution, limit, modes):
                 solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:
             return None  # how much is needed, the fullest moment of a plan without a limit says better

@@ -24,7 +24,7 @@ from autopar.solver.elimination import (
     optimum,
 )
 from autopar.solver.lagrangian import Point, is_closed, point
-from autopar.solver.min_marginals import Excesses, excesses
+from autopar.solver.min_marginals import MAX_CALIBRATED, Excesses, excesses
 from autopar.solver.problem import Floats, Node, Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import Pruned, prune, with_fixed
@@ -50,7 +50,8 @@ def loosen(problem: Problem) -> Loosened | None:
     if loose is None or elimination is None:
         return split(problem)
     apart = replace(loose, order=tuple([bucket.bag[0] for bucket in elimination.buckets]))
-    return apart if elimination.work <= DEAR_WORK else split(problem) or apart
+    is_light = elimination.work <= DEAR_WORK and elimination.largest <= MAX_CALIBRATED
+    return apart if is_light else split(problem) or apart
 
 
 class Levelling:

@@ -18,34 +18,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
-from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
 from autopar.solver.ilp import solved
-from autopar.solver.min_marginals import outside_steps
-from autopar.solver.problem import Problem
+from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
 
-MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
 MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
 MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
-
-
-class TooManyChoicesError(Exception):
-    """What is left of a problem is too wide to be counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The choices found (None: none), and a bound: no choices cost less than that, or than the limit."""
-
-    choices: tuple[int, ...] | None
-    bound: float
-    is_proven: bool
 
 
 @dataclass(slots=True)
@@ -59,51 +42,25 @@ class _StepVariables:
     variables: list[cp_model.IntVar]
 
 
-def best_counts(
-    problems: Sequence[Problem],
-    prices: Sequence[float],
-    limit: float,
-    tolerance: float,
-    deadline: float,
-    effort: float = math.inf,
-) -> Counted:
-    """The choices of least seconds within all budgets, if they cost no more than `limit` seconds, up to `tolerance`.
+def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) -> Counted:
+    """The choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
-    The problems are one with a memory row each: they differ in bytes and budgets. `prices` are those of the rows; the
-    nearer to the best, the fewer variables. The ILP ends with what it has after so much `effort`, which is counted in
-    CP-SAT's deterministic seconds: the answer is the same on every machine. Raises TooManyChoicesError, and
-    TimeLimitError where not even the variables are known by the deadline.
+    The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
+    is the same on every machine. Raises TooManyChoicesError.
     """
-    return _Counting(problems, prices, limit, deadline).solve(tolerance, effort)
+    return _Counting(residual).solve(tolerance, effort)
 
 
 class _Counting:
-    def __init__(self, problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float) -> None:
-        problem = problems[0]
-        self.budgets = [each.budget for each in problems]
-        self.deadline = deadline
-        tables = Tables(problem, problems[1:])
-        orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
-        self.elimination: Elimination = min(orders, key=lambda each: each.work)
-        if self.elimination.largest > MAX_ENTRIES:
-            raise TooManyChoicesError
-        self.weighted = evaluate(self.elimination, tables.weighted(*prices), deadline)
-        self.costs = tables.costs()
-        self.limit = limit
-        roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
-        least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
-        paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
-        scale = abs(least) + paid + abs(limit)
-        # Reduced costs carry the rounding of long sums; a choice too many does no harm.
-        self.margin = limit - (least - paid) + 1e-12 * scale
-        self.roots = Counter(roots)
+    def __init__(self, residual: Residual) -> None:
+        self.residual = residual
+        self.elimination, self.limit = residual.elimination, residual.limit
         self.occurrences = Counter(bucket.step for bucket in self.elimination.buckets)
-        self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
         self.model = cp_model.CpModel()
         self.steps: list[_StepVariables] = []
 
     def solve(self, tolerance: float, effort: float) -> Counted:
-        if self.margin < 0 or not self._state():
+        if self.residual.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.elimination.buckets:
             return Counted((), min(0.0, self.limit), True)
@@ -112,7 +69,7 @@ class _Counting:
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 2
         solver.parameters.random_seed = 0
-        solver.parameters.max_time_in_seconds = seconds_until(self.deadline)
+        solver.parameters.max_time_in_seconds = seconds_until(self.residual.deadline)
         solver.parameters.max_deterministic_time = effort
         solver.parameters.relative_gap_limit = 0.0
         solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
@@ -127,18 +84,17 @@ class _Counting:
 
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
-        for step in range(len(self.elimination.steps)):
-            check(self.deadline)
-            entries = self._allowed(step)
-            if not len(entries):
-                return False
+        choices = self.residual.choices
+        if not all(len(entries) for entries, _ in choices):
+            return False
+        if sum(len(entries) for entries, _ in choices) > MAX_VARIABLES:
+            raise TooManyChoicesError
+        for step, (entries, _) in enumerate(choices):
+            check(self.residual.deadline)
             most = self.occurrences[step]
             variables = [self.model.new_int_var(0, most, "") for _ in range(len(entries))]
-            seconds, num_bytes = self._own(step, entries)
-            self.steps.append(_StepVariables(entries, seconds, num_bytes, variables))
-        if sum(len(each.variables) for each in self.steps) > MAX_VARIABLES:
-            raise TooManyChoicesError
-        for step, count in self.roots.items():
+            self.steps.append(_StepVariables(entries, *self.residual.own(step), variables))
+        for step, count in self.residual.roots.items():
             self.model.add(cp_model.LinearExpr.sum(self.steps[step].variables) == count)
         for step, asked in self._asked().items():
             given: dict[tuple[int, ...], list[cp_model.IntVar]] = defaultdict(list)
@@ -148,25 +104,6 @@ class _Counting:
                 taken = cp_model.LinearExpr.sum(given.get(around, []))
                 self.model.add(taken == cp_model.LinearExpr.sum(asked.get(around, [])))
         return True
-
-    def _allowed(self, step: int) -> np.ndarray:
-        """The choices of a bag that some solution below the limit may take, a row each."""
-        message = self.weighted[self.elimination.num_tables + step]
-        base = np.where(np.isfinite(message), message, 0.0)
-        whole = bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
-        return np.argwhere(whole <= self.margin)
-
-    def _own(self, step: int, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the problem's own tables in a step, and bytes by memory row."""
-        seconds = np.zeros(len(entries))
-        num_bytes = np.zeros((len(self.budgets), len(entries)), dtype=np.int64)
-        for table, axes in self.elimination.steps[step].inputs:
-            if table < self.elimination.num_tables:
-                index = tuple(entries[:, axis] for axis in axes)
-                seconds += self.costs[table][0][index]
-                for row, held in zip(num_bytes, self.costs[table][1], strict=True):
-                    row += 0 if held is None else held[index]
-        return seconds, num_bytes
 
     def _asked(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
         """Child step → its neighbours' choices → the variables of parents that give them, as often as they do."""
@@ -194,7 +131,7 @@ class _Counting:
             costs += np.floor((each.seconds - least) / unit).astype(np.int64).tolist()
         variables = [variable for each in self.steps for variable in each.variables]
         self.model.minimize(cp_model.LinearExpr.weighted_sum(variables, costs))
-        for row, budget in enumerate(self.budgets):
+        for row, budget in enumerate(self.residual.budgets):
             if budget is not None:
                 self._limit_memory(row, budget, variables)
         return constant, unit

@@ -1,0 +1,105 @@
+"""What prices leave of a problem: the choices of each bag of its elimination that may be in good enough solutions.
+
+Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Choices whose excess
+(`min_marginals`) at the prices of memory is above what a limit on the seconds leaves are in no solution within it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
+from autopar.solver.min_marginals import outside_steps
+from autopar.solver.problem import Floats, Integers, Problem
+
+MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
+FEW = 5_000  # choices of all bags together that are soon counted
+ROUNDING = 1e-12  # of all that is added up: what sums in another order may differ by
+
+
+class TooManyChoicesError(Exception):
+    """What is left of a problem is too wide to be looked through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The choices found (None: none), and a bound: no choices cost less than that, or than the limit."""
+
+    choices: tuple[int, ...] | None
+    bound: float
+    is_proven: bool
+
+
+class Residual:
+    """A problem with memory rows, evaluated at their prices, and the margin that a limit on the seconds leaves.
+
+    The problems are one with a memory row each: they differ in bytes and budgets. The nearer to the best the prices
+    are, the fewer choices are left. Raises TooManyChoicesError, and TimeLimitError where not even the choices are known
+    by the deadline.
+    """
+
+    def __init__(self, problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float) -> None:
+        problem = problems[0]
+        self.budgets = [each.budget for each in problems]
+        self.prices, self.limit, self.deadline = tuple(prices), limit, deadline
+        tables = Tables(problem, problems[1:])
+        orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
+        self.elimination: Elimination = min(orders, key=lambda each: each.work)
+        if self.elimination.largest > MAX_ENTRIES:
+            raise TooManyChoicesError
+        self.weighted = evaluate(self.elimination, tables.weighted(*prices), deadline)
+        self.costs = tables.costs()
+        roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
+        least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
+        paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
+        # Reduced costs carry the rounding of long sums; a choice too many does no harm.
+        self.rounding = ROUNDING * (abs(least) + paid + abs(limit))
+        self.margin = limit - (least - paid) + self.rounding
+        self.roots = Counter(roots)
+        self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether counting what is left takes little."""
+        return sum(len(entries) for entries, _ in self.choices) <= FEW
+
+    def below(self, limit: float) -> Residual:
+        """The same with a smaller limit."""
+        found = copy(self)
+        found.limit, found.margin = limit, self.margin - (self.limit - limit)
+        near = [excess <= found.margin for _, excess in self.choices]
+        found.choices = [
+            (entries[rows], excess[rows]) for (entries, excess), rows in zip(self.choices, near, strict=True)
+        ]
+        return found
+
+    @cached_property
+    def choices(self) -> list[tuple[Integers, Floats]]:
+        """For each step, the choices of its bag within the margin, a row each, and their excess."""
+        return [self._within(step) for step in range(len(self.elimination.steps))]
+
+    def _within(self, step: int) -> tuple[Integers, Floats]:
+        message = self.weighted[self.elimination.num_tables + step]
+        base = np.where(np.isfinite(message), message, 0.0)
+        whole = bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
+        entries = np.argwhere(whole <= self.margin)
+        return entries, whole[tuple(entries.T)]
+
+    def own(self, step: int) -> tuple[Floats, Integers]:
+        """Seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""
+        entries, _ = self.choices[step]
+        seconds = np.zeros(len(entries))
+        num_bytes = np.zeros((len(self.budgets), len(entries)), dtype=np.int64)
+        for table, axes in self.elimination.steps[step].inputs:
+            if table < self.elimination.num_tables:
+                index = tuple(entries[:, axis] for axis in axes)
+                seconds += self.costs[table][0][index]
+                for row, held in zip(num_bytes, self.costs[table][1], strict=True):
+                    row += 0 if held is None else held[index]
+        return seconds, num_bytes

@@ -1,0 +1,63 @@
+"""Random problems of the shapes that models have: trees, hubs, skips, repeated segments, parts apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.solver.ilp import solve_ilp
+from autopar.solver.problem import Edge, Node, Problem
+
+SHAPES = ("tree", "hub", "skips", "repeated", "parts")
+
+
+def random_rows(seed: int, shape: str, num_rows: int, num_nodes: int = 8) -> list[Problem]:
+    """The same problem with the bytes and the budget of each of so many memory rows; some pairs are forbidden."""
+    rng = np.random.default_rng(seed)
+    ends = _ends(rng, shape, num_nodes)
+    is_equal = shape in ("repeated", "parts")
+    sizes = [3] * num_nodes if is_equal else rng.integers(2, 4, num_nodes).tolist()
+    menus = {number % 2 if is_equal else number: rng.random(sizes[number]) for number in range(num_nodes)}
+    tables: dict[object, np.ndarray] = {}
+    for one, other in ends:
+        kind = (one % 2, other % 2) if is_equal else (one, other)
+        if kind not in tables:
+            table = rng.random((sizes[one], sizes[other]))
+            tables[kind] = np.where(rng.random(table.shape) < 0.05, np.inf, table)
+    problems = []
+    for _ in range(num_rows):
+        held = {key: rng.integers(0, 40, len(menu)) for key, menu in menus.items()}
+        moved = {key: rng.integers(0, 9, table.shape) for key, table in tables.items()}
+        nodes = tuple(
+            Node(str(number), menus[key], held[key])
+            for number, key in ((number, number % 2 if is_equal else number) for number in range(num_nodes))
+        )
+        keys = [(one % 2, other % 2) if is_equal else (one, other) for one, other in ends]
+        edges = tuple(Edge(pair, tables[key], moved[key]) for pair, key in zip(ends, keys, strict=True))
+        most = sum(int(each.num_bytes.max()) for each in nodes) + sum(int(moved[key].max()) for key in keys)
+        problems.append(Problem(nodes, edges, int(most * rng.uniform(0.3, 0.8))))
+    return problems
+
+
+def _ends(rng: np.random.Generator, shape: str, num_nodes: int) -> list[tuple[int, int]]:
+    chain = [(node - 1, node) for node in range(1, num_nodes)]
+    if shape == "tree":
+        return [(int(rng.integers(0, node)), node) for node in range(1, num_nodes)]
+    if shape == "hub":
+        return chain + [(0, node) for node in range(2, num_nodes)]
+    if shape == "skips":
+        return chain + [(node - 3, node) for node in range(3, num_nodes) if rng.random() < 0.5]
+    return chain if shape == "repeated" else [pair for pair in chain if pair[1] % 2]
+
+
+def reference(problems: list[Problem]) -> float:
+    """The seconds of the best choices within all budgets by CP-SAT, which is given the whole; inf where none are."""
+    result = solve_ilp(problems[0], 60.0, rows=problems[1:])
+    assert result.status in ("optimal", "infeasible")
+    return np.inf if result.choices is None else problems[0].seconds_of(result.choices)
+
+
+def without_limit(problem: Problem) -> Problem:
+    """The problem without its memory row."""
+    return replace(problem, budget=None)

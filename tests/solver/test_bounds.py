@@ -1,0 +1,118 @@
+"""Bound ≤ optimum ≤ answer, on random problems of many shapes, whichever way they are solved."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import elimination, narrow
+from autopar.solver.elimination import Tables, narrow_elimination
+from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.residual import labels
+from autopar.solver.residual.labels import best_labels
+from autopar.solver.residual.residual import Residual
+from autopar.solver.several_rows import solve_rows
+from autopar.solver.solve import solve
+from tests.solver.random_problems import SHAPES, random_rows, reference, without_limit
+
+CLOSE = 1e-7  # of the seconds: the reference counts in rounded units
+seeds, shapes = st.integers(0, 2**31 - 1), st.sampled_from(SHAPES)
+prices, rooms = st.sampled_from([0.003, 0.02]), st.sampled_from([1.001, 1.1, 3.0])
+enoughs = st.sampled_from([EXACT, Enough(0.1, 0.1), Enough(0.05, math.inf)])
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, shape=shapes, enough=enoughs)
+def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(seed: int, shape: str, enough: Enough) -> None:
+    (problem,) = random_rows(seed, shape, 1)
+    best, free = reference([problem]), reference([without_limit(problem)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if free == math.inf or best == math.inf:
+            with pytest.raises(InfeasibleError):
+                solve(problem)
+            return
+        found = solve(problem, enough=enough)
+    assert found.bound <= best * (1 + CLOSE) and best <= found.seconds * (1 + CLOSE)
+    assert problem.fits(problem.bytes_of(found.choices))
+    if enough == EXACT:
+        assert found.gap == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), enough=enoughs)
+def test_with_several_rows_too(seed: int, shape: str, num_rows: int, enough: Enough) -> None:
+    problems = random_rows(seed, shape, num_rows)
+    best = reference(problems)
+    if reference([without_limit(problems[0])]) == math.inf:
+        return
+    found = solve_rows(problems, [0.01] * num_rows, math.inf, 60.0, enough=enough)
+    assert found is not None and found.bound <= best * (1 + CLOSE)
+    if found.choices is not None:
+        assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
+        assert best <= problems[0].seconds_of(found.choices) * (1 + CLOSE)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=rooms)
+def test_what_labels_prove_is_no_more_than_the_optimum(
+    seed: int, shape: str, num_rows: int, few: bool, price: float, room: float
+) -> None:
+    problems = random_rows(seed, shape, num_rows)
+    best = reference(problems)
+    limit = room * best if best < math.inf else 10.0
+    with pytest.MonkeyPatch.context() as patch:
+        if few:
+            patch.setattr(labels, "PER_GROUP", 2)
+            patch.setattr(labels, "PER_WHOLE", 3)
+            patch.setattr(labels, "PER_STEP", 20)
+            patch.setattr(labels, "MAX_JOINED", 60)
+        found = best_labels(Residual(problems, [price] * num_rows, limit, math.inf))
+    assert found.bound <= min(best, limit) * (1 + CLOSE)
+    if found.choices is not None:
+        assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
+        seconds = problems[0].seconds_of(found.choices)
+        assert best <= seconds * (1 + CLOSE)
+        assert not found.is_proven or seconds == pytest.approx(best, rel=CLOSE)
+    if num_rows == 1 and not few:  # then nothing is left out
+        assert found.is_proven and (found.choices is None) == (best == math.inf)
+
+
+def test_a_smaller_limit_leaves_the_choices_of_a_problem_that_is_made_with_it() -> None:
+    problems = random_rows(3, "skips", 1)
+    wide, narrower = (Residual(problems, [0.01], limit, math.inf) for limit in (20.0, 3.0))
+    left = wide.below(3.0)
+    assert [each.tolist() for each, _ in left.choices] == [each.tolist() for each, _ in narrower.choices]
+    assert sum(len(each) for each, _ in left.choices) < sum(len(each) for each, _ in wide.choices)
+    assert left.margin == pytest.approx(narrower.margin) and wide.is_small
+
+
+def test_what_is_left_is_counted_only_where_that_is_soon_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = random_rows(5, "repeated", 1, 12)
+    monkeypatch.setattr(labels, "PER_WHOLE", 1)
+    monkeypatch.setattr("autopar.solver.residual.residual.FEW", 0)
+    counted: list[object] = []
+    monkeypatch.setattr(narrow, "best_counts", lambda *asked: counted.append(asked))
+    found = solve(problem, enough=Enough(counted=1.0))
+    assert not counted and found.bound <= reference([problem]) * (1 + CLOSE)
+
+
+def test_a_graph_whose_messages_would_not_fit_into_memory_is_bounded_by_a_relaxed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (problem,) = random_rows(7, "hub", 1)
+    tables = Tables(problem)
+    whole = narrow_elimination(problem, tables)
+    assert whole is not None and whole.num_bytes == 8 * sum(math.prod(step.sizes[1:]) for step in whole.steps)
+    best = reference([problem])
+    monkeypatch.setattr(elimination, "MAX_BYTES", 0)
+    assert narrow_elimination(problem, tables) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = solve(problem)
+    assert found.bound <= best * (1 + CLOSE) and best <= found.seconds * (1 + CLOSE)
