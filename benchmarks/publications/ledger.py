@@ -13,6 +13,7 @@ from functools import partial
 
 from autopar.hardware.collectives import collective_seconds, message_seconds
 from autopar.hardware.profile import Hardware
+from autopar.pipeline.planner import messages
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.schedules.simulation import simulate as simulate_stages
@@ -119,18 +120,19 @@ class RowLedger:
         if asked.pipeline == 1:
             depths = planning.depths_alone(asked, hardware)
             return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0)),))
-        planner, schedule = planning.stage_planner(asked, hardware)
+        search = planning.stage_search(asked, hardware)
+        schedule = search.planned.request.schedule
         known: dict[tuple[bool, bool, int], int] = {}
         kinds, order, last = [], [], schedule.num_stages - 1
         for stage, layers in enumerate(cuts(row)):
             key = stage == 0, stage == last, layers
             if key not in known:
                 known[key] = len(kinds)
-                depths = Depths.of(partial(planning.plan_of_stage, planner, stage, last), layers, asked.gathered)
-                messages = planner.messages(context_of(depths.longer).space.program)
-                kinds.append(_kind(depths, hardware, messages))
+                depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
+                sent = messages(search.planned, context_of(depths.longer).space.program)
+                kinds.append(_kind(depths, hardware, sent))
             order.append(known[key])
-        return cls(row, hardware, tuple(kinds), tuple(order), schedule, planner.planned.request.mesh)
+        return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 
     def seconds(self, hardware: Hardware) -> float:
         """Of a step on other numbers."""
@@ -148,10 +150,10 @@ class RowLedger:
 
 
 def _kind(
-    depths: Depths, hardware: Hardware, messages: tuple[float, float]
+    depths: Depths, hardware: Hardware, sent: tuple[float, float]
 ) -> tuple[Ledger, Ledger | None, int, tuple[float, float]]:
     shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware)
-    return Ledger(depths.longer, hardware), shorter, depths.times, messages
+    return Ledger(depths.longer, hardware), shorter, depths.times, sent
 
 
 def _passes(longer: Ledger, shorter: Ledger | None, times: int, hardware: Hardware) -> Passes:

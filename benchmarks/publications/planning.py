@@ -20,18 +20,21 @@ from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.pipeline.plan import TRANSIENT
 from autopar.pipeline.planned_blocks import planned_blocks
-from autopar.pipeline.planner import StagePlanner, plan_pipeline
+from autopar.pipeline.planner import messages, plan_pipeline
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.schedules.simulation import simulate as simulate_stages
+from autopar.pipeline.stage_search import StageSearch
 from autopar.pipeline.stage_seconds import step_parts, weight_seconds
 from autopar.pipeline.stages.splitting import stage_between
+from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.steps.step import forward_and_backward
+from autopar.solver.deadline import NEVER
 from autopar.timeline.simulation import simulate
 from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
 from benchmarks.publications.models import decoder
@@ -139,27 +142,30 @@ def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
     return [Microbatches(count, schedule.in_flight(s), wanted.reduces_each) for s in range(schedule.num_stages)]
 
 
-def stage_planner(asked: Pinned, hardware: Hardware) -> tuple[StagePlanner, Schedule]:
-    """What plans the stages of a pipeline, in a model that is as deep as that needs."""
+def stage_search(asked: Pinned, hardware: Hardware) -> StageSearch:
+    """What plans the stages of a pipeline, without a limit, in a model that is as deep as that needs."""
     schedule = Schedule(asked.schedule, asked.pipeline, asked.accumulation, asked.chunks)
     # The first and the last stage may each have as many layers as a longer plan.
     depth = 2 * ((FEWEST_GATHERED if asked.gathered else FEWEST) + 1)
     program, wanted = _program(asked, min(asked.shape.layers, depth)), request_of(asked, hardware)
     request = PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule)
-    return StagePlanner(planned_blocks(request, 3)), schedule
+    planned, count = planned_blocks(request, 3), schedule.num_stages
+    held = tuple(map(schedule.in_flight, range(count)))
+    return StageSearch(planned, NEVER, (None,) * count, held, (0.0,) * (len(planned.blocks) + 1))
 
 
 def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
-    planner, schedule = stage_planner(asked, hardware)
+    search = stage_search(asked, hardware)
+    schedule = search.planned.request.schedule
     last = schedule.num_stages - 1
     known: dict[tuple[bool, bool, int], tuple[Depths, StageSeconds]] = {}
     stages: list[tuple[Depths, StageSeconds]] = []
     for stage, layers in enumerate(counts):
         kind = stage == 0, stage == last, layers
         if kind not in known:
-            depths = Depths.of(partial(plan_of_stage, planner, stage, last), layers, asked.gathered)
-            messages = planner.messages(context_of(depths.longer).space.program)
-            known[kind] = depths, _seconds(depths, messages, hardware.communication_share)
+            depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, asked.gathered)
+            sent = messages(search.planned, context_of(depths.longer).space.program)
+            known[kind] = depths, _seconds(depths, sent, hardware.communication_share)
         stages.append(known[kind])
     peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
     seconds = simulate_stages(schedule, [each for _, each in stages]).seconds
@@ -182,9 +188,9 @@ def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbat
     return round(max(peaks)), max(standing)
 
 
-def plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> Plan:
+def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Plan:
     """The plan of a stage with so many layers, cut out of the model that there is."""
-    blocks, program = planner.planned.blocks, planner.planned.request.program
+    blocks, program = search.planned.blocks, search.planned.request.program
     places = [number for number, block in enumerate(blocks) if block.name.startswith("layers.")]
     assert places, f"no layers among {[block.name for block in blocks]}"
     if stage == 0:
@@ -193,12 +199,12 @@ def plan_of_stage(planner: StagePlanner, stage: int, last: int, layers: int) -> 
         first, end = places[-1] + 1 - layers, len(blocks)
     else:
         first, end = places[1], places[1] + layers
-    return planner.plan(stage_between(program, blocks, first, end), stage, {})
+    return plan_of(search.solve(stage_between(program, blocks, first, end), stage, {}))[0]
 
 
-def _seconds(depths: Depths, messages: tuple[float, float], share: float) -> StageSeconds:
+def _seconds(depths: Depths, sent: tuple[float, float], share: float) -> StageSeconds:
     """As `stage_seconds` of autopar, at all layers."""
     forward, backward = forward_and_backward(depths.microbatch(), share)
     weight = depths.line(lambda plan: weight_seconds(context_of(plan).memory_model, context_of(plan).choices))
     weight = min(weight, backward)
-    return StageSeconds(forward, backward - weight, weight, *messages, depths.line(lambda plan: step_parts(plan).once))
+    return StageSeconds(forward, backward - weight, weight, *sent, depths.line(lambda plan: step_parts(plan).once))
