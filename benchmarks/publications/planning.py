@@ -33,8 +33,8 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
-from autopar.steps.step import forward_and_backward
 from autopar.solver.deadline import NEVER
+from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
 from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths
 from benchmarks.publications.models import decoder
