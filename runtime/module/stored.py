@@ -24,6 +24,7 @@ from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.checkpoints.read import give_values, read
 from autopar.runtime.checkpoints.write import write, write_configs
+from autopar.runtime.face.direct_calls import check_direct_calls
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.module.inputs import (
@@ -139,6 +140,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         That is so as long as somebody holds the original.
         """
         refuse_composable_functions(self, self.tree.root)
+        check_direct_calls(self.tree.root, bool(self._given.axes))
         self.__class__ = also_of_the_class_of(self.tree.root, type(self))
         self._python.follow(original)
 
