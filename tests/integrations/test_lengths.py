@@ -25,14 +25,13 @@ def _trained(num_ranks: int, *arguments: object) -> Any:
     return losses_in(done.stdout)
 
 
-@pytest.mark.slow  # nine processes of which each imports transformers and its Trainer
+@pytest.mark.slow  # seven processes of which each imports transformers and its Trainer
 def test_the_trainer_takes_texts_of_any_length_and_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
     expected = _trained(0, tmp_path / "alone")["losses"]
     found = _trained(4, tmp_path / "ranks", "zero3")
     assert_close(found["losses"], expected, rtol=1e-4, atol=1e-4)
     assert found["plans"] == 2  # of the example, and of batches, which have a num_items_in_batch beside
     checkpoint = tmp_path / "ranks" / "checkpoint-2"
-    for strategy in ("zero3", "data_parallel"):
-        again = _trained(2, tmp_path / strategy, strategy, checkpoint)
-        assert_close(again["losses"], expected, rtol=1e-4, atol=1e-4)
+    again = _trained(2, tmp_path / "again", "zero3", checkpoint)
+    assert_close(again["losses"], expected, rtol=1e-4, atol=1e-4)
     assert len(set(expected)) == len(expected) == 4
