@@ -7,6 +7,8 @@ other rows have no plan.
     python -m benchmarks.published nanotron_h100.csv vtrain_a100_single_node.csv --jobs 2 --plot published.png
     python -m benchmarks.published papers.csv --rows                a line for each row, too
     python -m benchmarks.published nanotron_h100.csv --sample 100   so many rows, the same every time
+    python -m benchmarks.published nanotron_h100.csv --cells 3      all runs of three models on so many GPUs
+    python -m benchmarks.published memory_papers.csv                memory by part
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import torch
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications import machines, report
-from benchmarks.publications.choice import cells
-from benchmarks.publications.folds import sampled
+from benchmarks.publications.choice import FEWEST_RUNS, cells
+from benchmarks.publications.folds import of_cells, sampled
 from benchmarks.publications.memory import runs_out
+from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.plots import scatter
 from benchmarks.publications.prediction import outcomes
 from benchmarks.publications.rows import Row
@@ -39,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", help="CSV files")
     parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("--cells", type=int, help="of each table the rows of so many models on so many GPUs")
     parser.add_argument("--successful", action="store_true", help="leave out runs that ran out of memory")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--plot", help="write a scatter plot to this PNG")
@@ -46,11 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--whole", action="store_true", help="plan all layers of each model")
     parser.add_argument("--store", type=Path, default=STORE, help="folder in which predictions are kept")
     parser.add_argument("--profile", action="append", default=[], metavar="DEVICE=PROFILE", help="another profile")
+    parser.add_argument("--bare", action="store_true", help="leave out what machines differ in from profiles")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for table in given.tables:
+        if is_of_parts(table):
+            print(f"{report.memory_parts(parts(table, load('a100')))}\n")
+            continue
         read = [row for row in read_table(table) if not (given.successful and row.out_of_memory)]
+        if given.cells:
+            read = of_cells(read, given.cells, FEWEST_RUNS)
         rows += sampled(read, given.sample)
     profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
     known: dict[str, Hardware] = {}
@@ -59,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = profiles[row.device]
         if name not in known:
             known[name] = load(name)
-        return machines.hardware_of(row, known[name])
+        return known[name] if given.bare else machines.hardware_of(row, known[name])
 
     def progress(done: int, of: int) -> None:
         print(f"\r{done} of {of} planned", end="" if done < of else "\n", file=sys.stderr, flush=True)
 
+    if not rows:
+        return
     found = outcomes(rows, hardware_of, given.jobs, given.store, given.whole, progress)
     print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(rows)} rows\n")
     made = cells(found, runs_out)

@@ -37,7 +37,8 @@ def cells(found: Sequence[Outcome], runs_out: Callable[[Outcome], bool], least: 
     """The cells with at least so many successful runs; what is predicted to run out of memory is not chosen."""
     grouped: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
     for each in found:
-        if each.predicted is not None and (each.row.seconds or each.row.out_of_memory):
+        of_one_network = each.row.source == "nanotron"  # others compare devices, networks and lengths of texts
+        if of_one_network and each.predicted is not None and (each.row.seconds or each.row.out_of_memory):
             grouped[each.row.model, each.row.devices].append(each)
     made = []
     for (model, devices), own in sorted(grouped.items()):

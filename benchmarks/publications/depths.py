@@ -73,10 +73,25 @@ class Depths:
         return highest(shorter, longer, self.times, before, behind)
 
     def standing(self, runs: Microbatches) -> int:
-        """Bytes that stand at the end of a step, when the gradients of several micro-batches are added up."""
-        several = replace(runs, count=max(runs.count, 2))
-        end = several.phases.index(several.phases[-1])
-        return round(self.line(lambda plan: float(moments(plan, several)[end, 0])))
+        """Bytes that stand between the micro-batches of a step."""
+        return round(self.line(lambda plan: float(standing_bytes(plan, runs))))
+
+
+def standing_bytes(plan: Plan, runs: Microbatches) -> int:
+    """Bytes of parameters, optimizer, moved weights, and gradients of several micro-batches as they are added up.
+
+    That is the end of a step less gradients as they are stored, which are made of those then.
+    """
+    several = replace(runs, count=max(runs.count, 2))
+    context = context_of(plan)
+    memory = MemoryModel(context.space, several, context.memory_model.prefetch)
+    end = several.phases.index(several.phases[-1])
+    made = 0
+    for wire in context.space.wires:
+        reduced = memory.accumulation.reduced(wire)
+        if reduced is not None:
+            made += int(reduced[context.choices[wire.source], context.choices[wire.target]])
+    return int(moments(plan, several)[end, 0]) - made
 
 
 def _made(plan: Plan, make: Make) -> tuple[Task, ...]:

@@ -61,6 +61,19 @@ def sampled(rows: Sequence[Row], count: int | None) -> list[Row]:
     """So many rows, the same ones every time, by a digest of what they say; all of them where None is said."""
     if count is None or count >= len(rows):
         return list(rows)
-    digests = [hashlib.sha256(repr(row).encode()).hexdigest() for row in rows]
-    chosen = set(sorted(range(len(rows)), key=lambda n: (digests[n], n))[:count])
+    chosen = _chosen([repr(row) for row in rows], count)
     return [row for n, row in enumerate(rows) if n in chosen]
+
+
+def of_cells(rows: Sequence[Row], count: int, least: int) -> list[Row]:
+    """The rows of so many cells (a model on so many GPUs) with at least so many successful ones."""
+    ran = Counter((row.model, row.devices) for row in rows if row.seconds)
+    names = sorted(cell for cell, runs in ran.items() if runs >= least)
+    chosen = {names[n] for n in _chosen(list(map(repr, names)), count)}
+    return [row for row in rows if (row.model, row.devices) in chosen]
+
+
+def _chosen(said: Sequence[str], count: int) -> set[int]:
+    """The numbers of those with the least digests."""
+    digests = [hashlib.sha256(each.encode()).hexdigest() for each in said]
+    return set(sorted(range(len(said)), key=lambda n: (digests[n], n))[:count])

@@ -57,7 +57,8 @@ def _keep_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _of_scores(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     (result,) = ctx.saved_tensors
-    return ctx.scale * torch._softmax_backward_data(gradient, result, -1, gradient.dtype), None
+    weighted = gradient * result
+    return ctx.scale * (weighted - result * weighted.sum(-1, keepdim=True)), None
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,12 +1,17 @@
 """What a framework and a device hold beside what a plan counts, as stated assumptions, and whether a step fits.
 
 allocated   what a plan predicts: tensors; nanotron has further ones that it keeps with every parameter
-reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them
+reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
+            that is the median of runs of other models
 device      reserved, CUDA's context with the kernels of libraries, and the buffers of NCCL's communicators
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.publications.folds import by_model, folds
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import GIB, Row
 from benchmarks.publications.strategies import cuts
@@ -45,10 +50,27 @@ def allocated(outcome: Outcome) -> float:
     return outcome.predicted.standing_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
 
 
-def reserved(outcome: Outcome) -> float:
-    """Predicted bytes that the allocator takes at most."""
+def at_the_peak(outcome: Outcome) -> float:
+    """Predicted bytes of tensors at the fullest moment."""
     assert outcome.predicted is not None, outcome.reason
     return outcome.predicted.peak_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
+
+
+def fragmentation(found: Sequence[Outcome]) -> float:
+    """How many times its tensors at the peak an allocator takes: the median of runs; 1 where none says what it took."""
+    known = [each for each in found if each.predicted is not None and each.row.reserved_bytes]
+    return statistics.median((each.row.reserved_bytes or 0) / at_the_peak(each) for each in known) if known else 1.0
+
+
+def factors(found: Sequence[Outcome]) -> list[float]:
+    """For each row the fragmentation of the models of other folds, where there are several, else that of all."""
+    rows = [each.row for each in found]
+    made = [fragmentation(found)] * len(rows)
+    for fold in folds(rows, by_model):
+        of_others = fragmentation([found[n] for n in fold.fitted])
+        for each in fold.held_out:
+            made[each] = of_others
+    return made
 
 
 def usable(row: Row) -> float:
@@ -56,6 +78,6 @@ def usable(row: Row) -> float:
     return CAPACITY[row.device] - CONTEXT_BYTES - NCCL_BYTES
 
 
-def runs_out(outcome: Outcome) -> bool:
+def runs_out(outcome: Outcome, factor: float = 1.0) -> bool:
     """Whether the allocator would need more than there is; False for a device of which no table says what ran out."""
-    return outcome.row.device in CAPACITY and reserved(outcome) > usable(outcome.row)
+    return outcome.row.device in CAPACITY and factor * at_the_peak(outcome) > usable(outcome.row)

@@ -51,8 +51,8 @@ class Attention(nn.Module):
             k_BHSD, v_BHSD = k_BHSD.contiguous(), v_BHSD.contiguous()  # as nanotron's; the packed product is let go
             q_BHSD, k_BHSD = rotary(q_BHSD, *angles), rotary(k_BHSD, *angles)
         if self.shape.flash:
-            grouped = {"enable_gqa": True} if self.shared > 1 else {}
-            out = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True, **grouped)
+            shared = self.shared > 1
+            out = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True, enable_gqa=shared)
         else:
             weights = causal_softmax(q_BHSD @ k_BHSD.transpose(2, 3), self.size**-0.5)
             out = F.dropout(weights, self.shape.dropout, self.training) @ v_BHSD

@@ -23,9 +23,8 @@ def scatter(found: Sequence[Outcome], path: str | Path) -> None:
             grouped[group(each)].append(each)
     figure, axes = pyplot.subplots(figsize=(6.4, 5.6), dpi=120)
     for name, own in sorted(grouped.items()):
-        axes.plot(
-            [each.row.seconds for each in own], [each.seconds for each in own], "o", markersize=3, alpha=0.6, label=name
-        )
+        measured = [each.row.seconds or 1.0 for each in own]
+        axes.plot(measured, [each.seconds for each in own], "o", markersize=3, alpha=0.6, label=name)
     every = [value for own in grouped.values() for each in own for value in (each.row.seconds or 1.0, each.seconds)]
     ends = (min(every) / 1.3, max(every) * 1.3)
     axes.plot(ends, ends, color="black", linewidth=0.8, label="equal")

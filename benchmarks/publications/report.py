@@ -9,7 +9,8 @@ from tabulate import tabulate
 
 from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
 from benchmarks.publications.choice import Cell, share_within
-from benchmarks.publications.memory import CAPACITY, allocated, reserved, runs_out
+from benchmarks.publications.memory import CAPACITY, allocated, at_the_peak, factors, fragmentation, runs_out
+from benchmarks.publications.parts import Part
 from benchmarks.publications.prediction import Outcome
 
 SCHEDULED = "zero bubble"
@@ -39,25 +40,33 @@ def times(found: Sequence[Outcome]) -> str:
 
 def memory(found: Sequence[Outcome]) -> str:
     """Bytes between steps and at the peak, and out-of-memory told right."""
+    planned = [each for each in found if each.predicted is not None]
+    factor = {id(each): by for each, by in zip(planned, factors(planned), strict=True)}
     lines = []
-    of_all = [each for each in found if each.predicted is not None]
-    for name, own in _grouped(of_all).items():
+    for name, own in _grouped(planned).items():
         for what, predicted, measured in (
-            ("between steps", allocated, "allocated_bytes"),
-            ("at the peak", reserved, "reserved_bytes"),
+            ("allocated between steps", allocated, "allocated_bytes"),
+            ("reserved, from tensors at the peak", at_the_peak, "reserved_bytes"),
+            ("reserved, with fragmentation", lambda each: factor[id(each)] * at_the_peak(each), "reserved_bytes"),
         ):
             known = [each for each in own if getattr(each.row, measured)]
             if len(known) >= 2:
                 every = errors([predicted(each) for each in known], [getattr(each.row, measured) for each in known])
                 lines.append((name, what, every.count, f"{every.median:+.1%}", f"{every.median_absolute:.1%}"))
-    text = tabulate(lines, ("bytes of a device", "", "rows", "median", "median, absolute"))
-    limited = [each for each in of_all if each.row.device in CAPACITY and (each.row.seconds or each.row.out_of_memory)]
+    text = tabulate(lines, ("bytes of a device", "", "rows", "median", "median, absolute")) if lines else ""
+    limited = [each for each in planned if each.row.device in CAPACITY and (each.row.seconds or each.row.out_of_memory)]
     if any(each.row.out_of_memory for each in limited):
-        told = confusion([each.row.out_of_memory for each in limited], [runs_out(each) for each in limited])
-        text += (
-            f"\n\nout of memory told right: {told.share:.1%} of {told.fitting + told.failing} runs; "
-            f"{told.fitting_told} of {told.fitting} that fit, {told.failing_told} of {told.failing} that do not"
-        )
+        fails = [each.row.out_of_memory for each in limited]
+        for what, told in (
+            ("from tensors at the peak", [runs_out(each) for each in limited]),
+            ("with fragmentation", [runs_out(each, factor[id(each)]) for each in limited]),
+        ):
+            of = confusion(fails, told)
+            text += (
+                f"\n\nout of memory told right, {what}: {of.share:.1%} of {len(limited)} runs; {of.fitting_told} of "
+                f"{of.fitting} that fit, {of.failing_told} of {of.failing} that do not"
+            )
+        text += f"\n\nfragmentation {fragmentation(planned):.2f} on all; of each run that of models of other folds"
     return text
 
 
@@ -95,6 +104,18 @@ def reasons(found: Sequence[Outcome]) -> str:
     return tabulate(lines, ("not expressed", "rows", "why")) if lines else ""
 
 
+def memory_parts(found: Sequence[Part]) -> str:
+    """Parts of memory as papers show them, beside those of plans."""
+    lines = [
+        (each.model, each.mode, each.quantity, f"{each.predicted:.1f}", f"{each.measured:.1f}", each.unit)
+        for each in found
+        if each.predicted is not None
+    ]
+    headers = ("model", "mode", "part", "predicted", "measured", "unit")
+    missing = sum(each.predicted is None for each in found)
+    return f"{tabulate(lines, headers, disable_numparse=True)}\n\n{missing} lines of models that are not built"
+
+
 def rows(found: Sequence[Outcome]) -> str:
     """A line for each row."""
     lines = []
@@ -109,7 +130,7 @@ def rows(found: Sequence[Outcome]) -> str:
                 f"{each.seconds:.4g}",
                 f"{measured:.4g}" if measured else "out of memory" if row.out_of_memory else "",
                 f"{each.seconds / measured - 1:+.0%}" if measured else "",
-                f"{reserved(each) / 1e9:.1f}",
+                f"{at_the_peak(each) / 1e9:.1f}",
                 f"{row.reserved_bytes / 1e9:.1f}" if row.reserved_bytes else "",
             )
         )

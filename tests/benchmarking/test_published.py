@@ -19,9 +19,18 @@ from benchmarks import published
 from benchmarks.publications import prediction
 from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
 from benchmarks.publications.choice import cells, share_within
-from benchmarks.publications.folds import both, by_model, by_nodes, folds, sampled
+from benchmarks.publications.folds import both, by_model, by_nodes, folds, of_cells, sampled
 from benchmarks.publications.kernels import causal_softmax, rms_norm, rotary
-from benchmarks.publications.memory import CAPACITY, allocated, framework_bytes, reserved, runs_out
+from benchmarks.publications.memory import (
+    CAPACITY,
+    allocated,
+    at_the_peak,
+    factors,
+    fragmentation,
+    framework_bytes,
+    runs_out,
+)
+from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.planning import Predicted, predicted
 from benchmarks.publications.prediction import Outcome, outcomes
 from benchmarks.publications.repeated import NotRepeated, extended
@@ -200,7 +209,7 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
     half = torch.randn(3, 2, dtype=torch.float64)  # both halves of the features turn by the same angles
     assert torch.autograd.gradcheck(rotary, (heads, half.cos().repeat(1, 2), half.sin().repeat(1, 2)))
     scores = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(causal_softmax, (scores, 0.7))
+    assert torch.autograd.gradcheck(lambda given: causal_softmax(given, 0.7), scores)
 
 
 # Few layers for all.
@@ -291,13 +300,23 @@ def test_nanotron_keeps_buckets_and_what_zero_needs_with_each_parameter() -> Non
     assert framework_bytes(row(dp=2, zero=1), 10.0) == 40
     assert framework_bytes(row(dp=2, framework="megatron"), 10.0) == 0
     given = outcome(1.0, 1e9, dp=2)
-    assert reserved(given) == 1e9 + 2 * LLAMA.parameters and allocated(given) == 5e8 + 2 * LLAMA.parameters
+    assert at_the_peak(given) == 1e9 + 2 * LLAMA.parameters
+    assert allocated(given) == 5e8 + 2 * LLAMA.parameters
 
 
 def test_a_step_runs_out_where_the_context_and_nccl_leave_no_room() -> None:
     capacity = CAPACITY["h100_80gb"]
     assert not runs_out(outcome(1.0, capacity - 2 * GIB))
     assert runs_out(outcome(1.0, capacity - GIB // 2))
+
+
+def test_fragmentation_of_a_run_is_that_of_other_models() -> None:
+    other = dataclasses.replace(LLAMA, layers=6)
+    runs = [outcome(1.0, 100, reserved_bytes=110.0), outcome(1.0, 100, reserved_bytes=130.0, shape=other)]
+    assert factors(runs) == [1.3, 1.1] and fragmentation(runs) == pytest.approx(1.2)
+    assert fragmentation([outcome(1.0)]) == 1.0
+    nearly = CAPACITY["h100_80gb"] - 2 * GIB
+    assert runs_out(outcome(1.0, nearly), 1.1) and not runs_out(outcome(1.0, nearly))
 
 
 # Figures.
@@ -371,13 +390,33 @@ def test_a_sample_is_the_same_whatever_the_order() -> None:
     assert sampled(rows, None) == rows and len(sampled(rows, 4)) == 4
 
 
+def test_whole_cells_with_enough_runs_are_chosen() -> None:
+    rows = many()
+    (chosen,) = {(each.model, each.devices) for each in of_cells(rows, 1, least=4)}
+    assert chosen[0] == by_model(row(shape=dataclasses.replace(LLAMA, layers=4)))
+    assert len(of_cells(rows, 1, least=4)) == 4 and of_cells(rows, 5, least=5) == []
+
+
 # The command.
+
+
+def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
+    head = "source,figure,model,mode,quantity,value,unit,tp,pp,micro_batch,recompute,sequence_parallel\n"
+    lines = "p,1,megatron-22B,none,parameters and optimizer,45.5625,GiB,,,,,\np,3,other,none,total,1,GB,,,,,\n"
+    path = written(tmp_path, head + lines)
+    assert is_of_parts(path)
+    assert not is_of_parts(written(tmp_path, NANOTRON))
+    stored, unknown = parts(written(tmp_path, head + lines), load("a100"))
+    assert stored.predicted == pytest.approx(stored.measured, rel=0.01)
+    assert unknown.predicted is None and "does not build" in unknown.reason
 
 
 def test_the_command_prints_errors_memory_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = NANOTRON.splitlines()[1].replace("small,4,2,2", "other,2,1,2")
     (tmp_path / "papers").mkdir()
-    tables = [written(tmp_path, f"{NANOTRON}{second}\n"), written(tmp_path / "papers", PAPERS)]
+    heading, *lines = PAPERS.splitlines()
+    refused = "\n".join((heading, lines[1], lines[3], lines[4]))
+    tables = [written(tmp_path, f"{NANOTRON}{second}\n"), written(tmp_path / "papers", f"{refused}\n")]
     plot = tmp_path / "plot.png"
     pytest.importorskip("matplotlib")
     published.main([*map(str, tables), "--rows", "--store", str(tmp_path / "store"), "--plot", str(plot)])
