@@ -56,7 +56,9 @@ def summary(profile: Profile) -> str:
     rows.append(("optimizer", f"{format_bytes(hardware.memory_bytes_per_s)}/s"))
     rows.append(("elementwise", f"{format_bytes(hardware.elementwise_bytes_per_s)}/s"))
     rows.append(("products of few rows", f"{format_bytes(hardware.product_bytes_per_s)}/s"))
-    rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s"))
+    rows.append(("a wave of products", f"{hardware.product_wave:.3g} elements"))
+    half = f", half of that at {hardware.attention_length:.0f} queries" if hardware.attention_length else ""
+    rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s{half}"))
     rows.append(("one operation", format_seconds(hardware.op_latency_s)))
     for link, written in zip(hardware.links, profile["links"], strict=True):
         rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))

@@ -95,8 +95,8 @@ class Link:
     efficiencies: Efficiencies = Efficiencies()
     latencies: Latencies = Latencies()
     straggling_s: float = 0.0
-    """Seconds of the host for each collective that is waited for and each further block that the link joins to its
-    group: the slowest host is the later, the more there are. Hidden, as launches are, where hosts are ahead."""
+    """Seconds of the host for each collective of activations, which is waited for, and each further block that the link
+    joins to its group: the slowest is the later, the more there are. Hidden, as launches, where hosts are ahead."""
 
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
