@@ -39,7 +39,7 @@ from autopar.runtime.module.parameters import Storage, as_stored, placements_of,
 from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
-from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent
+from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
@@ -337,7 +337,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         """
         self._ready()
         give_values(self.tree.root, self.unset_buffers.names(self))
-        names = dict(nn.Module.named_parameters(self, remove_duplicate=False)) | self._persistent_buffers()
+        names = dict(nn.Module.named_parameters(self, remove_duplicate=False)) | persistent(self)
         read(names, self.tree.first_name, path)
 
     def save_pretrained(
@@ -357,13 +357,9 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         self._ready()
         if state_dict is not None:
             raise InputError("save_pretrained of a compiled module gathers its own parameters; leave state_dict out.")
-        stored = dict(nn.Module.named_parameters(self)) | self._persistent_buffers()
+        stored = dict(nn.Module.named_parameters(self)) | persistent(self)
         write(stored, self._mesh, save_directory, parse_bytes(max_shard_size))
         write_configs(self.tree.root, self._mesh, save_directory)
-
-    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
-        left_out = dict(not_persistent(self))
-        return {name: each for name, each in nn.Module.named_buffers(self) if name not in left_out}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""

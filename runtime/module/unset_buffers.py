@@ -25,6 +25,12 @@ def not_persistent(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{leaf}".removeprefix("."), buffer
 
 
+def persistent(root: nn.Module) -> dict[str, Tensor]:
+    """Name → every buffer that state dicts have."""
+    left_out = dict(not_persistent(root))
+    return {name: each for name, each in nn.Module.named_buffers(root) if name not in left_out}
+
+
 class UnsetBuffers:
     """Which buffers of a module have memory and no values yet; whoever writes or replaces one gives it values."""
 
