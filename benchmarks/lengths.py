@@ -38,7 +38,7 @@ def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes: Any = {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
 
 

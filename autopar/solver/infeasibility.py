@@ -56,7 +56,7 @@ class MemoryLimitError(InfeasibleError):
     """No choice fits the memory limit. Why is worked out when first asked: a search that tries limits never asks."""
 
     def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
-        super().__init__(problem)
+        super().__init__("")
         self.problem = problem
         self.deadline = deadline
 

@@ -39,7 +39,7 @@ def main(folder: str, strategy: str | None = None, checkpoint: str | None = None
         output_dir=folder, use_cpu=True, report_to="none", per_device_train_batch_size=BATCH // WORLD, **when
     )
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
     kind: Any = transformers.Trainer
     if strategy is not None:
@@ -49,8 +49,8 @@ def main(folder: str, strategy: str | None = None, checkpoint: str | None = None
         from autopar.integrations.trainer import Trainer as kind
 
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
-        example, options = collated(texts()[: BATCH // WORLD]), {"inputs": "local", "strategy": strategy}
-        model = autopar.compile(model, mesh, example, buckets=autopar.Buckets((16,)), **options)
+        example, buckets = collated(texts()[: BATCH // WORLD]), autopar.Buckets((16,))
+        model = autopar.compile(model, mesh, example, buckets=buckets, inputs="local", strategy=strategy)
     trainer = kind(model=model, args=arguments, data_collator=collated, train_dataset=texts())
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

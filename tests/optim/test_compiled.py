@@ -100,6 +100,7 @@ def _compiled(kind: str, shape: tuple[int, ...], strategy: str, in_backward: boo
         for each in row.transfers:
             planned[each.collective] += each.num_bytes
     found.planned = dict(planned)
+    assert model.plan.memory is not None
     found.planned_bytes = round(model.plan.memory.parts["optimizer"])
     return found
 

@@ -51,7 +51,7 @@ def _model() -> _Model:
     return _Model()
 
 
-def _parts(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     named = list(model.named_parameters())
     hidden = [each for name, each in named if name.startswith("layers.") and each.ndim == 2]
     return hidden, [each for name, each in named if all(each is not other for other in hidden)]

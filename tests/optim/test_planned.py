@@ -86,7 +86,8 @@ def test_a_plan_with_them_is_saved_and_explained(tmp_path: Path) -> None:
 
 
 def test_galore_and_muon_hold_less_than_adamw() -> None:
-    held = {kind: _planned(kind, "zero3").memory.parts["optimizer"] for kind in ("adamw", "muon", "galore")}
+    uses = {kind: _planned(kind, "zero3").memory for kind in ("adamw", "muon", "galore")}
+    held = {kind: use.parts["optimizer"] for kind, use in uses.items() if use is not None}
     assert held["galore"] < held["adamw"] and held["muon"] < held["adamw"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from autopar.optim import GaLoreAdamW, Muon
+from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 5
@@ -26,19 +27,17 @@ KINDS: dict[str, tuple[type[Muon] | type[GaLoreAdamW], dict[str, Any]]] = {
 }
 
 
-def _updated(kind: str, shape: tuple[int, ...], placements: tuple[Placement, ...] | None) -> tuple[list[Tensor], int]:
+def _updated(kind: str, shape: tuple[int, ...], placements: tuple[Placement, ...] | None) -> tuple[list[Any], int]:
     """Matrices after some steps, whole, and the elements of optimizer state that this rank has."""
     generator = torch.Generator().manual_seed(0)
 
     def made(size: tuple[int, ...]) -> Tensor:
         values = torch.randn(size, generator=generator)
-        return (
-            values
-            if placements is None
-            else distribute_tensor(values, mesh(shape, ("dp", "tp")[: len(shape)]), placements)
-        )
+        if placements is None:
+            return values
+        return distribute_tensor(values, mesh(shape, ("dp", "tp")[: len(shape)]), placements)
 
-    weights = [nn.Parameter(made(size)) for size in SHAPES]
+    weights: list[Any] = [nn.Parameter(made(size)) for size in SHAPES]
     made_by, settings = KINDS[kind]
     optimizer = made_by([(f"layers.{i}.w", each) for i, each in enumerate(weights)], **settings)
     for _ in range(STEPS):
@@ -47,11 +46,11 @@ def _updated(kind: str, shape: tuple[int, ...], placements: tuple[Placement, ...
         optimizer.step()
     state = [x for values in optimizer.state.values() for x in values.values() if x.ndim]
     held = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in state)
-    assert all(x.placements == w.placements for w in weights for x in [w.grad] if isinstance(x, DTensor))
-    return [w.detach().full_tensor() if isinstance(w, DTensor) else w.detach() for w in weights], held
+    assert placements is None or all(tuple(weight.placements) == placements for weight in weights)
+    return [whole(weight) for weight in weights], held
 
 
-def _every_layout(shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[list[Tensor], int]]:
+def _every_layout(shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[list[Any], int]]:
     return {(k, str(p)): _updated(k, shape, p) for k in KINDS for p in LAYOUTS[shape]}
 
 

@@ -19,6 +19,7 @@ import autopar
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture, trace
 from autopar.compiler.offline import _Planner
+from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import CutOffError, InfeasibleError, MeshError, TimeLimitError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
@@ -389,7 +390,7 @@ def test_the_table_says_what_each_axis_splits() -> None:
 
 def test_experts_and_few_samples_are_worth_a_third_axis() -> None:
     def axes_for(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-        return _Planner(model, inputs, PlanRequest()).usual_axes(8)
+        return _Planner(model, inputs, PlanRequest(), PlanCache()).usual_axes(8)
 
     assert axes_for(*built_in("tiny-moe", 64, 16, None)) == 3
     assert axes_for(Layers(), (X_64_16,)) == 2 and axes_for(Layers(), (X_64_16[:4],)) == 3
