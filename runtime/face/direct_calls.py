@@ -32,6 +32,9 @@ class _Checked:
     def __init__(self, module: nn.Module, name: str, gives_parts: bool) -> None:
         self._module, self._name, self._gives_parts = weakref.ref(module), name, gives_parts
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module runs its own code; recurrent nets take this along when they are copied."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None

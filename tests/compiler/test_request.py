@@ -23,8 +23,8 @@ from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks
 
-RUN_ALONE = {"model", "mesh", "example_inputs", "plan", "deterministic", "seed", "check_inputs"}
-SEARCH_ALONE = {"model", "mesh", "example_inputs", "devices", "max_axes"}
+RUN_ALONE = {"model", "mesh", "example_inputs", "plan", "deterministic", "seed", "check_inputs", "buckets", "plan_cache"}
+SEARCH_ALONE = {"model", "mesh", "example_inputs", "devices", "max_axes", "plan_cache"}
 
 
 def _options(function: Any, without: set[str]) -> dict[str, Any]:

@@ -223,7 +223,9 @@ def check_rounding(ranks: Ranks, case: PipelineCase) -> None:
     for training in ranks.run(parallel, case, world_size=case.world_size, timeout=180):
         measure = distance(held_by(training, alone), held_by(training, precise))
         for kind, far in distance(training, held_by(training, precise)).items():
-            assert far <= 2 * measure[kind], f"{kind}: {far:.3g} from float32, one process {measure[kind]:.3g}"
+            # The few losses of one process may be nearer to float32's than rounding lets one expect, by chance.
+            known = max(measure[kind], torch.finfo(case.dtype).eps ** 2)
+            assert far <= 2 * known, f"{kind}: {far:.3g} from float32, one process {measure[kind]:.3g}"
 
 
 def held_by(found: Training, expected: Training) -> Training:
