@@ -161,6 +161,7 @@ def _planned_at_once(folder: str) -> bool:
     return _planned(Path(folder))[1]
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_leave_one_whole_plan(ranks: Ranks, tmp_path: Path) -> None:
     assert any(ranks.run(_planned_at_once, str(tmp_path), world_size=2))
     assert len(_files(tmp_path)) == 1

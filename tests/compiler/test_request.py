@@ -23,7 +23,17 @@ from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks
 
-RUN_ALONE = {"model", "mesh", "example_inputs", "plan", "deterministic", "seed", "check_inputs", "buckets", "plan_cache"}
+RUN_ALONE = {
+    "model",
+    "mesh",
+    "example_inputs",
+    "plan",
+    "deterministic",
+    "seed",
+    "check_inputs",
+    "buckets",
+    "plan_cache",
+}
 SEARCH_ALONE = {"model", "mesh", "example_inputs", "devices", "max_axes", "plan_cache"}
 
 

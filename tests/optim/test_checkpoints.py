@@ -51,7 +51,8 @@ def _resumed(kind: str) -> tuple[list[float], list[float], Any, Any]:
     return going_on, _steps(other, again, range(3, 6)), state["state"], back["state"]
 
 
-@pytest.mark.parametrize("kind", ["galore", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_checkpoint_by_another_strategy(ranks: Ranks, kind: str) -> None:
     for going_on, resumed, state, back in ranks.run(_resumed, kind, world_size=2, timeout=240):
         torch.testing.assert_close(back, state, rtol=0, atol=0)

@@ -55,17 +55,16 @@ def _every_layout(shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[list[An
 
 
 @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
-def test_matrices_in_parts_are_updated_as_whole_ones(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    for found in ranks.run(_every_layout, shape, world_size=math.prod(shape)):
-        for (kind, placements), (weights, _) in found.items():
-            wanted, _ = _updated(kind, shape, None)
-            torch.testing.assert_close(weights, wanted, msg=lambda m, at=(kind, placements): f"{at}: {m}")
-
-
-def test_state_is_split_as_often_as_the_matrix_is(ranks: Ranks) -> None:
-    every = ranks.run(_every_layout, (2, 2), world_size=4)
+def test_matrices_in_parts_are_updated_as_whole_ones_with_state_in_as_many_parts(
+    ranks: Ranks, shape: tuple[int, ...]
+) -> None:
+    num_ranks = math.prod(shape)
+    every = ranks.run(_every_layout, shape, world_size=num_ranks)
     for kind in KINDS:
-        whole = _updated(kind, (2, 2), None)[1]
-        for placements in LAYOUTS[2, 2]:
+        wanted, held = _updated(kind, shape, None)
+        for placements in LAYOUTS[shape]:
+            for found in every:
+                at = f"{kind} in {placements}"
+                torch.testing.assert_close(found[kind, str(placements)][0], wanted, msg=lambda m, at=at: f"{at}: {m}")
             split = 2 ** sum(each.is_shard() for each in placements)
-            assert sum(found[kind, str(placements)][1] for found in every) == 4 * whole / split
+            assert sum(found[kind, str(placements)][1] for found in every) == num_ranks * held / split
