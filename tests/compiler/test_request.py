@@ -23,18 +23,9 @@ from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, mesh
 from tests.support.ranks import Ranks
 
-RUN_ALONE = {
-    "model",
-    "mesh",
-    "example_inputs",
-    "plan",
-    "deterministic",
-    "seed",
-    "check_inputs",
-    "buckets",
-    "plan_cache",
-}
-SEARCH_ALONE = {"model", "mesh", "example_inputs", "devices", "max_axes", "plan_cache"}
+BOTH = {"model", "mesh", "example_inputs", "plan_cache"}
+RUN_ALONE = BOTH | {"plan", "deterministic", "seed", "check_inputs", "buckets"}
+SEARCH_ALONE = BOTH | {"devices", "max_axes"}
 
 
 def _options(function: Any, without: set[str]) -> dict[str, Any]:
