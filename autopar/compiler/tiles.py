@@ -4,22 +4,30 @@ A model is planned within its limit as it is. Where memory costs time, or nothin
 losses in tiles, if nothing was said of these, it has some that can be taken so and their logits are worth it; and where
 `mlp_tiles="auto"` with its MLPs in tiles, too. The fastest of the plans is kept. Plans that memory does not bound are
 those of a model without tiles, and take no longer to make.
+
+No two searches go to their ends where one says enough: each ends once it proves that its plan is no faster than the
+best so far (`cutoff`). Where logits are a large part of the limit however they are laid out, the model in tiles is
+likely the faster, and goes first: of the model as it is no more is known by then than that memory costs time, and a
+bound, which mostly suffices.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
-from autopar.errors import InfeasibleError
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
+from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
+from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -29,7 +37,8 @@ from autopar.space.space import Space
 
 WORTHWHILE = 0.01
 """Logits of a smaller share of the limit cannot make room for much: most of a step of many layers is elsewhere."""
-
+AS_WITHOUT_A_LIMIT = 0.0
+"""The cut-off of a plan that is asked for only if it pays nothing for memory."""
 
 Spaces = Callable[[Tiles], Space]
 """The space of a model that is captured in these tiles."""
@@ -44,26 +53,24 @@ def plan_as_memory_asks(
     request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
 ) -> Plan:
     """The best plan of a model whose space is given; of one in tiles, where that is the faster."""
-    if request.settings.memory is None or not (_takes_losses(request, space) or _takes_mlps(request, space)):
+    losses, mlps = _takes_losses(request, space), _takes_mlps(request, space)
+    memory = request.settings.memory
+    if memory is None or not (losses or mlps):
         return request.plan(space, storage)
-    deadline = after(request.settings.time_limit)
-    best, refused = _planned(request, space, storage)
-    for tiles in _further(request, space, best):
-        if best is not None and (not _is_bounded(best.plan, request) or is_over(deadline)):
-            break
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were said of the model as it is
-            tiled = spaces(tiles)
-        left = replace(request.settings, time_limit=seconds_until(deadline))
-        found, _ = _planned(replace(request, settings=left), tiled, storage)
-        if best is None or (found is not None and found.plan.seconds < best.plan.seconds):
-            best = found
-    if best is None:
-        assert refused is not None, "a model that is not refused has a plan"
-        raise refused
-    for each in best.said:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return best.plan
+    turns, tiles = _Turns(request, storage), tiles_asked(request)
+    fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
+    in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
+    at_least = turns.take_as_it_is(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
+    if losses and (
+        in_tiles_first or turns.best is None or _held(logits, turns.best.plan, space) >= WORTHWHILE * memory
+    ):
+        tiles = tiles._replace(loss=fitting)
+        turns.take_in_tiles(spaces, tiles)
+    if at_least is not None:
+        turns.take_again(space, at_least)
+    if mlps:
+        turns.take_in_tiles(spaces, tiles._replace(mlp=fitting))
+    return turns.result()
 
 
 class _Planned(NamedTuple):
@@ -73,16 +80,73 @@ class _Planned(NamedTuple):
     said: list[warnings.WarningMessage]
 
 
-def _planned(
-    request: PlanRequest, space: Space, storage: Mapping[str, Layout] | None
-) -> tuple[_Planned | None, InfeasibleError | None]:
-    """The best plan of a space, or why there is none."""
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            return _Planned(request.plan(space, storage), said), None
-    except InfeasibleError as error:
-        return None, error
+class _Turns:
+    """Models of which each is planned in its turn, as far as it may have the best plan."""
+
+    def __init__(self, request: PlanRequest, storage: Mapping[str, Layout] | None) -> None:
+        self._request, self._storage = request, storage
+        self._deadline = after(request.settings.time_limit)
+        self._refused: InfeasibleError | None = None
+        """Why the model as it is has no plan."""
+        self._late: TimeLimitError | None = None
+        """What ended the turns: time for another there is none."""
+        self.best: _Planned | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Those of the best plan so far."""
+        return math.inf if self.best is None else seconds_of_microbatch(self.best.plan)
+
+    def take_as_it_is(self, space: Space, cutoff: float = math.inf) -> float | None:
+        """Plan the model as it is, unless it is no faster than the cut-off: then the seconds that it takes at least."""
+        try:
+            self._take(space, cutoff)
+        except CutOffError as error:
+            return error.seconds
+        except InfeasibleError as error:
+            self._refused = error
+        return None
+
+    def take_again(self, space: Space, at_least: float) -> None:
+        """Plan the model as it is, which takes so many seconds at least, if it may be the best, or equal to it."""
+        if self.best is None or (at_least <= self.seconds and not is_over(self._deadline)):
+            self.take_as_it_is(space, math.nextafter(self.seconds, math.inf))
+
+    def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
+        """Plan the model in these tiles, if that may be faster: where memory costs time, or nothing fits."""
+        if self.best is not None and (not _is_bounded(self.best.plan, self._request) or is_over(self._deadline)):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were said of the model as it is
+            tiled = spaces(tiles)
+        with suppress(CutOffError, InfeasibleError):
+            self._take(tiled, self.seconds)
+
+    def _take(self, space: Space, cutoff: float) -> None:
+        """Plan a model, and keep its plan if it is the best."""
+        if self._late is not None:
+            return
+        settings = replace(self._request.settings, time_limit=seconds_until(self._deadline), cutoff=cutoff)
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                plan = replace(self._request, settings=settings).plan(space, self._storage)
+        except TimeLimitError as error:
+            self._late = error
+            return
+        if self.best is None or seconds_of_microbatch(plan) < cutoff:
+            context = replace(context_of(plan), settings=self._request.settings)
+            self.best = _Planned(replace(plan, context=context), said)
+
+    def result(self) -> Plan:
+        """The best plan, with what was said of it; raises why there is none."""
+        if self.best is None:
+            error = self._late or self._refused
+            assert error is not None, "a model that is not refused has a plan"
+            raise error
+        for each in self.best.said:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return self.best.plan
 
 
 def _takes_losses(request: PlanRequest, space: Space) -> bool:
@@ -93,33 +157,27 @@ def _takes_mlps(request: PlanRequest, space: Space) -> bool:
     return request.mlp_tiles == AUTO and space.program.mlp_tileable
 
 
-def _further(request: PlanRequest, space: Space, as_it_is: _Planned | None) -> Iterator[Tiles]:
-    """In which tiles a model may be planned besides."""
-    tiles, fitting, memory = tiles_asked(request), Fitting(space.mesh.num_devices), request.settings.memory
-    assert memory is not None
-    if _takes_losses(request, space) and (
-        as_it_is is None or _bytes_of_logits(as_it_is.plan, space) >= WORTHWHILE * memory
-    ):
-        tiles = tiles._replace(loss=fitting)
-        yield tiles
-    if _takes_mlps(request, space):
-        yield tiles._replace(mlp=fitting)
-
-
 def _is_bounded(plan: Plan, request: PlanRequest) -> bool:
     """Whether a plan within a limit would be another one without: memory has a price, or layers are computed again."""
     again = request.settings.recompute == "auto" and set(plan.recompute.values()) - {"none"}
     return bool(plan.multiplier or plan.gap or again)
 
 
-def _bytes_of_logits(plan: Plan, space: Space) -> int:
-    """Bytes of what the losses of a plan read, on one device."""
-    found = 0
-    for decision, choice in zip(space.decisions, choices_of(plan, space), strict=True):
+def _bytes_of_logits(space: Space) -> dict[int, list[int]]:
+    """Bytes of what each loss reads on one device, by its strategies; losses by the numbers of their decisions."""
+    found = {}
+    for number, decision in enumerate(space.decisions):
         if decision.kind == "call" and decision.node.target in LOSSES and decision.menu.call is not None:
-            logits, layout = decision.menu.call.inputs[0], decision.menu.strategies[choice].inputs[0]
-            found += math.prod(layout.local_shape(logits.shape, space.mesh.sizes)) * logits.dtype.itemsize
+            logits = decision.menu.call.inputs[0]
+            shapes = (s.inputs[0].local_shape(logits.shape, space.mesh.sizes) for s in decision.menu.strategies)
+            found[number] = [math.prod(shape) * logits.dtype.itemsize for shape in shapes]
     return found
+
+
+def _held(logits: Mapping[int, list[int]], plan: Plan, space: Space) -> int:
+    """Bytes of what the losses of a plan read, on one device."""
+    choices = choices_of(plan, space)
+    return sum(held[choices[number]] for number, held in logits.items())
 
 
 def tiles_of(plan: Plan, program: Program, asked: Tiles, mesh: Mesh) -> Tiles:

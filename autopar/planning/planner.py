@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import InfeasibleError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Formulation, Pins
@@ -37,6 +38,7 @@ def make_plan(
     microbatches: Microbatches | None = None,
     prefetch: int | str = "auto",
     hurried: bool = False,
+    cutoff: float = math.inf,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
@@ -47,9 +49,10 @@ def make_plan(
     layer where the best plan leaves room for it, or two where its timeline is shorter by that. No other seconds depend
     on it.
 
-    Raises InfeasibleError where there is none.
+    Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
+    `cutoff` (see `Settings`).
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried)
+    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff)
     return plan_of(solved(space, pins, settings, microbatches))
 
 
@@ -92,21 +95,32 @@ def best_plan_of(
 ) -> tuple[Plan, tuple[int, ...]]:
     """The plan whose step takes the least of those for several ways to run micro-batches, and its choices.
 
-    They share the time limit. Raises what planning for the last of them raises, where there is no plan for any.
+    They share the time limit. Raises CutOffError where no plan is faster than the cut-off of the settings, and else
+    what planning for the last of them raises, where there is no plan for any.
     """
     if len(runs) == 1:
         return _planned(runs[0], space, pins, settings)
     found: list[tuple[Plan, tuple[int, ...]]] = []
+    slower: list[float] = []
     start = time.monotonic()
     for number, each in enumerate(runs):
         left = settings.time_limit - (time.monotonic() - start)
-        within = replace(settings, time_limit=max(left / (len(runs) - number), LEAST_SECONDS))
+        cutoff = min((seconds_of_microbatch(plan) for plan, _ in found), default=math.inf)
+        shared = max(left / (len(runs) - number), LEAST_SECONDS)
+        within = replace(settings, time_limit=shared, cutoff=min(settings.cutoff, cutoff))
         try:
             found.append(_planned(each, space, pins, within))
+        except CutOffError as error:
+            slower.append(error.seconds)
         except (InfeasibleError, TimeLimitError):
-            if number == len(runs) - 1 and not found:
+            if number == len(runs) - 1 and not found and not slower:
                 raise
-    plan, choices = min(found, key=lambda made: _seconds_of_microbatch(made[0]))
+    least = min(slower, default=math.inf)
+    if not found:
+        raise CutOffError(least)
+    plan, choices = min(found, key=lambda made: seconds_of_microbatch(made[0]))
+    if least < seconds_of_microbatch(plan):
+        raise CutOffError(least)
     return replace(plan, context=replace(context_of(plan), settings=settings)), choices
 
 
@@ -122,12 +136,15 @@ def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tu
         runs,
         said.prefetch,
         said.hurried,
+        said.cutoff,
     )
 
 
-def _seconds_of_microbatch(plan: Plan) -> float:
-    """Seconds of one micro-batch with its share of what is done once a step."""
+def seconds_of_microbatch(plan: Plan) -> float:
+    """Seconds of one micro-batch with its share of what is done once a step: what a search makes least."""
     context = context_of(plan)
+    if not context.memory_model.microbatches.several:
+        return plan.seconds
     parts = parts_of(context.memory_model, context.choices, plan.recompute)
     return parts.per_microbatch(context.memory_model.microbatches.count)
 
@@ -197,8 +214,10 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
     segments, asked = formulation.memory.lifetimes.segments, settings.recompute
     modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
-    solver, time_limit = settings.solver, settings.time_limit
-    return best_within(formulation, pins, settings.memory, modes, solver, time_limit, settings.gap, settings.hurried)
+    limit, time_limit, gap = settings.memory, settings.time_limit, settings.gap
+    return best_within(
+        formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
+    )
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

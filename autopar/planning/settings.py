@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ class Settings:
     """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room."""
     hurried: bool = False
     """Whether this is one of many plans, of which none is worth a long search."""
+    cutoff: float = math.inf
+    """Under a memory limit: seconds of a micro-batch with its share of what is done once a step, as another plan takes
+    them. A search ends with CutOffError where it proves that no plan takes less."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):

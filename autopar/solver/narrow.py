@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.solver.deadline import is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, choices_of, evaluate, narrow_elimination
 from autopar.solver.ilp import solve_ilp
@@ -79,6 +79,8 @@ class Enough:
     """Where elimination takes seconds."""
     counted: float = 0.0
     """Where counts of equal parts take long: they are broken off. Infinite: wherever they do."""
+    cutoff: float = math.inf
+    """Seconds of another solution: where memory has a price, and its bound is as high, the search ends."""
 
     def effort(self, seconds: float, bound: float) -> float:
         """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
@@ -119,6 +121,8 @@ def by_elimination(
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
         return solution_of(relaxed.incumbent, relaxed.bound, "elimination")
+    if relaxed.bound >= enough.cutoff:
+        raise CutOffError(relaxed.bound)
     if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if is_dear else 0.0)):
         found = solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
         return replace(found, smaller=tuple(each.choices for each in relaxed.smaller))
@@ -135,6 +139,7 @@ def by_elimination(
     smaller = narrow_elimination(near.problem, tables)
     assert smaller is not None
     seen = point(near.problem, near.restrict(relaxed.incumbent.choices))
+    enough = replace(enough, cutoff=math.inf)  # that is of seconds with the constant
     left = by_elimination(near.problem, tables, smaller, deadline, gap, known=seen, enough=enough)
     best = min(relaxed.incumbent, point(problem, near.extend(left.choices)), key=lambda each: each.seconds)
     bound = min(max(relaxed.bound, near.constant + left.bound), best.seconds)

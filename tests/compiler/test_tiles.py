@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.capture.export import Traced, trace
 from autopar.compiler import offline, tiles
-from autopar.errors import InfeasibleError, PipelineError
+from autopar.errors import CutOffError, InfeasibleError, PipelineError
+from autopar.planning import planner
+from autopar.planning.limit.answers import Answer
+from autopar.planning.limit.memory_limit import best_within
 from autopar.plans.plan import Plan
 from tests.support.gated_mlps import Gated, tokens
 from tests.support.loss_alone import Reader, flattened, reading
@@ -71,6 +77,92 @@ def test_logits_that_are_a_small_part_of_the_limit_are_not_worth_a_second_plan(m
     for share, in_tiles in ((0.99, True), (1.01, False)):
         monkeypatch.setattr(tiles, "WORTHWHILE", share * logits / limit)
         assert (NAME in planned(memory=limit).choices) == in_tiles
+
+
+@contextmanager
+def searches(in_full: bool = False) -> Iterator[list[str]]:
+    """How each search for a plan within a limit ends; `in_full`: none is cut off by what another one found."""
+    ended: list[str] = []
+
+    def within(*args: Any) -> Answer:
+        cutoff = args[-1]
+        try:
+            found = best_within(*args[:-1], math.inf if in_full else cutoff)
+        except CutOffError as error:
+            ended.append(CUT_OFF if cutoff else MEMORY_COSTS_TIME)
+            assert error.seconds >= cutoff
+            raise
+        except InfeasibleError:
+            ended.append("refused")
+            raise
+        ended.append("found")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "best_within", within)
+        yield ended
+
+
+FOUND, CUT_OFF, MEMORY_COSTS_TIME = "found", "cut off", "memory costs time"
+
+
+@pytest.mark.parametrize("weight", [1, 10])
+@pytest.mark.parametrize("options", [{"gap": 0.05}, {"recompute": "none"}, {"microbatches": 2}])
+def test_searches_that_end_early_leave_the_plan_that_whole_ones_find(
+    weight: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tiles are the slower, by a weight on their seconds."""
+    free = planned(**options).peak_bytes
+    _weigh_tiles(monkeypatch, weight)
+    for limit in (int(0.95 * free), int(0.5 * free)):
+        with searches() as ended:
+            found = _plan_or_refusal(memory=limit, **options)
+        with searches(in_full=True) as in_full:
+            assert found == _plan_or_refusal(memory=limit, **options)
+        assert not {CUT_OFF, MEMORY_COSTS_TIME}.intersection(in_full)
+        assert MEMORY_COSTS_TIME in ended and ended.count(FOUND) <= in_full.count(FOUND)
+
+
+def _weigh_tiles(monkeypatch: pytest.MonkeyPatch, weight: float) -> None:
+    """Count plans in tiles as slower by a factor."""
+    seconds = tiles.seconds_of_microbatch
+    monkeypatch.setattr(tiles, "seconds_of_microbatch", lambda p: seconds(p) * (weight if NAME in p.choices else 1))
+
+
+def _plan_or_refusal(**options: Any) -> str:
+    try:
+        return planned(**options).to_json()
+    except InfeasibleError as error:
+        return str(error)
+
+
+def test_of_a_model_as_it_is_a_bound_is_enough_where_tiles_are_faster() -> None:
+    limit = int(0.95 * planned().peak_bytes)
+    with searches() as ended:
+        assert NAME in planned(memory=limit).choices
+    assert ended == [MEMORY_COSTS_TIME, FOUND]
+
+
+def test_where_tiles_are_the_slower_the_model_as_it_is_is_planned_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = int(0.95 * planned().peak_bytes)
+    _weigh_tiles(monkeypatch, 10)
+    with searches() as ended:
+        assert NAME not in planned(memory=limit).choices
+    assert ended == [MEMORY_COSTS_TIME, FOUND, FOUND]
+
+
+def test_a_plan_that_pays_nothing_for_memory_is_the_only_one_that_is_made() -> None:
+    limit = planned().peak_bytes
+    with searches() as ended:
+        planned(memory=limit)
+    assert ended == [FOUND]
+
+
+def test_where_only_tiles_fit_no_refusal_is_worked_out() -> None:
+    limit = int(0.4 * planned(recompute="none").peak_bytes)
+    with searches() as ended:
+        assert NAME in planned(memory=limit, recompute="none").choices
+    assert ended == [MEMORY_COSTS_TIME, FOUND]
 
 
 def test_there_are_as_few_as_leave_less_of_logits_than_of_gradients() -> None:
@@ -177,9 +269,11 @@ def test_mlps_have_as_few_tiles_as_leave_less_of_them_than_of_gradients() -> Non
 
 def test_of_plans_with_and_without_them_the_faster_is_kept() -> None:
     free = planned_mlps().peak_bytes
-    for options, in_tiles in (({}, False), ({"recompute": "none"}, True)):
-        found = planned_mlps(memory=int(0.7 * free), mlp_tiles="auto", **options)
+    for options, in_tiles, ends in (({}, False, [FOUND, FOUND]), ({"recompute": "none"}, True, ["refused", FOUND])):
+        with searches() as ended:
+            found = planned_mlps(memory=int(0.7 * free), mlp_tiles="auto", **options)
         assert (MLP in found.choices) == in_tiles
+        assert ended == ends
     apart, in_tiles = (planned_mlps(memory=int(0.7 * free), mlp_tiles=tiles) for tiles in (None, 22))
     assert apart.seconds < in_tiles.seconds
 

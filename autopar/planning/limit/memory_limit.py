@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, PlanError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
@@ -72,6 +72,7 @@ def best_within(
     time_limit: float,
     gap: float | None,
     hurried: bool = False,
+    cutoff: float = math.inf,
 ) -> Answer:
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
@@ -79,18 +80,24 @@ def best_within(
     elimination takes seconds, and counts of equal parts longer than that. Where the answer is not proven to be that
     near, its bound is below its seconds, and a RuntimeWarning says so. A search that is `hurried` counts nowhere long.
     Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
-    none was found in time.
+    none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be
+    faster than that, or none is within the limit: what is faster without paying for memory is an answer.
     """
     enough = ENOUGH if gap is None else gap
     counted = math.inf if hurried else enough
-    search = _Search(formulation, pins, after(time_limit), SPARE * time_limit, solver, gap or 0.0, enough, counted)
+    deadline, spare = after(time_limit), SPARE * time_limit
+    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, counted, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
-    if limit is None or found.peak_bytes <= limit:
+    if limit is None or (found.peak_bytes <= limit and not found.multiplier):
+        return found
+    search.check(found.bound)
+    if found.peak_bytes <= limit:
         return found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
         found = search.at_every_moment(found, limit, modes)
+    search.check(found.bound)
     if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
         warnings.warn(
@@ -110,6 +117,8 @@ class _Search(Asked):
     """As the gap, where more would be dear."""
     counted: float
     """Where counts take long (`Enough`)."""
+    cutoff: float = math.inf
+    """Seconds of a plan that is known: what is no faster is not looked for."""
     floor: float = math.inf
     """Seconds up to which the pins leave all that is there: it is of no use to prove more."""
 
@@ -129,6 +138,11 @@ class _Search(Asked):
         solution = solve(problem, solver=solver, time_limit=left, gap=gap, price=price, enough=enough)  # type: ignore[arg-type]
         return self._answer(problem, solution, modes, row)
 
+    def check(self, bound: float) -> None:
+        """Raise CutOffError where a bound proves that no answer is faster than the cut-off."""
+        if self.cutoff < math.inf and bound >= self.cutoff:
+            raise CutOffError(bound)
+
     def at_every_moment(self, first: Answer, limit: int, modes: Modes | None) -> Answer:
         """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
         found = Found(first)
@@ -139,16 +153,19 @@ class _Search(Asked):
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
         if is_narrow and not found.is_proven(self.enough) and not self.by_near_choices(found, limit, modes):
             self.by_all_rows(found, limit, modes)
+        self.check(found.proof.bound)
         if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
             return found.best
         try:
             self.by_sums(found, limit, modes)
         except MemoryLimitError as error:
+            self.check(math.inf)
             smallest, conflict = self.smallest(self.pins, modes), error.conflict if self.pins else None
             raise InfeasibleError(self.refusal(limit, modes, smallest, conflict), smallest.peak_bytes) from error
         if not found.fitting:
             met = min(int(taken.max()) for taken in found.taken)
             found.fitting.append(self.smallest_answer(limit, modes, met))
+        self.check(found.proof.bound)
         if found.is_proven(self.gap) or is_over(self.deadline):
             return found.best
         if not self.by_all_rows(found, limit, modes) and not found.is_proven(ROUGHLY):
@@ -184,6 +201,7 @@ class _Search(Asked):
             if inner.proof.row is not None and min(inner.proof.bound, near.floor) > found.proof.bound:
                 problem = self._problem(inner.proof.row, limit, modes)  # the bound holds for all choices
                 found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
+            self.check(found.proof.bound)
             if found.is_proven(max(self.enough, ROUGHLY)) or is_over(self.deadline):
                 break
             nearness *= WIDER
@@ -217,12 +235,14 @@ class _Search(Asked):
             return None
         row = MemoryRow(((last, 1),))
         problem = self._problem(row, limit, modes)
-        exact, rough = Enough(self.enough, self.counted), Enough(self.enough, max(self.counted, FIRST_ENOUGH))
+        exact = Enough(self.enough, self.counted, self.cutoff)
+        rough = replace(exact, counted=max(self.counted, FIRST_ENOUGH))
         try:
             solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, max(self.gap, FIRST_GAP), rough)
             if solution is not None and solution.gap > self.gap and self._fits(solution, limit, modes):
                 solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:
+            self.check(math.inf)
             return None  # how much is needed, the fullest moment of a plan without a limit says better
         except TimeLimitError:
             return None  # without the limit there may be time enough

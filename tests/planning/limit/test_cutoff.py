@@ -1,0 +1,79 @@
+"""A search within a limit ends where it proves that no plan is faster than one that is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import CutOffError
+from autopar.hardware.load import load
+from autopar.hardware.profile import Link
+from autopar.memory.microbatches import Microbatches
+from autopar.planning.limit import memory_limit
+from autopar.planning.planner import best_plan_of, make_plan, seconds_of_microbatch
+from autopar.planning.settings import Settings
+from autopar.solver import narrow
+from autopar.space.space import Space
+from tests.support.planned import space_of
+
+WIDTH, LAYERS = 32, 4
+SHARES = (0.9, 0.8, 0.7, 0.6)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    """Equal layers whose weights are best whole and split where memory is short."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    hardware = replace(load("cpu"), links=(Link("wire", None, 0.0, 1e9),))  # bytes alone cost time
+    return space_of(nn.Sequential(*layers), (torch.zeros(32, WIDTH),), hardware, dp=4)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_it_ends_at_the_best_plan_and_not_just_above_it(space: Space, share: float) -> None:
+    limit = int(share * make_plan(space, {})[0].peak_bytes)
+    best, choices = make_plan(space, {}, limit)
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=best.bound)
+    assert best.bound >= caught.value.seconds >= best.bound * (1 - 1e-9)
+    above, same = make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf))
+    assert (above.seconds, same) == (best.seconds, choices)
+
+
+def test_the_first_bound_ends_it_where_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    limit = int(0.7 * free.peak_bytes)
+    for module, name in ((narrow, "_close_the_gap"), (memory_limit, "solve_rows"), (memory_limit, "solve")):
+        monkeypatch.setattr(module, name, None)  # whoever goes on fails
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=free.seconds)
+    assert caught.value.seconds > free.seconds
+
+
+def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:
+    free = make_plan(space, {})[0]
+    assert make_plan(space, {}, free.peak_bytes, cutoff=0.0)[0].seconds == free.seconds
+
+
+def test_where_nothing_fits_nothing_is_as_fast(space: Space) -> None:
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, 100, cutoff=1e9)
+    assert caught.value.seconds == math.inf
+
+
+def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> None:
+    ways = [Microbatches(4, reduce_each=each) for each in (False, True)]
+    limit = int(0.9 * make_plan(space, {}, microbatches=ways[0])[0].peak_bytes)
+    one, other = (make_plan(space, {}, limit, microbatches=each)[0] for each in ways)
+    settings = Settings(limit)
+    best, _ = best_plan_of(ways, space, {}, settings)
+    least = min(map(seconds_of_microbatch, (one, other)))
+    assert seconds_of_microbatch(best) == least
+    assert best.context is not None and best.context.settings == settings
+    with pytest.raises(CutOffError):
+        best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 - 1e-6)))
+    above, _ = best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 + 1e-6)))
+    assert above.choices == best.choices
