@@ -86,8 +86,9 @@ def searches(in_full: bool = False) -> Iterator[list[str]]:
 
     def within(*args: Any) -> Answer:
         cutoff = args[-1]
+        search: Any = best_within
         try:
-            found = best_within(*args[:-1], math.inf if in_full else cutoff)
+            found = search(*args[:-1], math.inf if in_full else cutoff)
         except CutOffError as error:
             ended.append(CUT_OFF if cutoff else MEMORY_COSTS_TIME)
             assert error.seconds >= cutoff

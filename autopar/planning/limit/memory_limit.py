@@ -56,9 +56,9 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
-FIRST_ENOUGH = 5e-3  # of the seconds: how far from the best an answer may be that is over the limit elsewhere
-FIRST_GAP = 1e-3  # of the seconds: and where it is cheap to be nearer
+FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
+FAR = 2e-3  # of the seconds: an answer that is further from the best is put aside while one with all rows is looked for
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
@@ -151,8 +151,13 @@ class _Search(Asked):
         found.fitting += self.of_fewer_bytes(first, limit)
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
-        if is_narrow and not found.is_proven(self.enough) and not self.by_near_choices(found, limit, modes):
-            self.by_all_rows(found, limit, modes)
+        if is_narrow and not found.is_proven(self.enough):
+            # What is far from the best is no help, and narrows what is looked at.
+            far = found.fitting if not found.is_proven(FAR) else []
+            found.fitting = [each for each in found.fitting if each not in far]
+            if not self.by_near_choices(found, limit, modes):
+                self.by_all_rows(found, limit, modes)
+            found.fitting += far
         self.check(found.proof.bound)
         if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
             return found.best
@@ -236,9 +241,8 @@ class _Search(Asked):
         row = MemoryRow(((last, 1),))
         problem = self._problem(row, limit, modes)
         exact = Enough(self.enough, self.counted, self.cutoff)
-        rough = replace(exact, counted=max(self.counted, FIRST_ENOUGH))
         try:
-            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, max(self.gap, FIRST_GAP), rough)
+            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
             if solution is not None and solution.gap > self.gap and self._fits(solution, limit, modes):
                 solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:

@@ -15,7 +15,7 @@ from autopar.hardware.profile import Link
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.limit import memory_limit
 from autopar.planning.planner import best_plan_of, make_plan, seconds_of_microbatch
-from autopar.planning.settings import Settings
+from autopar.planning.settings import Settings, context_of
 from autopar.solver import narrow
 from autopar.space.space import Space
 from tests.support.planned import space_of
@@ -72,7 +72,7 @@ def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> No
     best, _ = best_plan_of(ways, space, {}, settings)
     least = min(map(seconds_of_microbatch, (one, other)))
     assert seconds_of_microbatch(best) == least
-    assert best.context is not None and best.context.settings == settings
+    assert context_of(best).settings == settings
     with pytest.raises(CutOffError):
         best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 - 1e-6)))
     above, _ = best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 + 1e-6)))
