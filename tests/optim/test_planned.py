@@ -21,16 +21,15 @@ CASES = [
 ]
 
 
-def _planned(kind: str, strategy: str, **options: object) -> Plan:
+def _planned(kind: str, strategy: str, dp: int = 2, batches: int = 1) -> Plan:
+    """On dp × 2 devices, for so many times the batch of the family."""
     _, inputs = FAMILIES["llama"].inputs(0)
-    rank = {"rank": 8} if kind == "galore" else {}
     plan = autopar.plan(
         FAMILIES["llama"].build(),
-        autopar.Mesh({"dp": 2, "tp": 2}, hardware="h100"),
-        inputs,
+        autopar.Mesh({"dp": dp, "tp": 2}, hardware="h100"),
+        {name: torch.cat([each] * batches) for name, each in inputs.items()},
         strategy=strategy,
-        optimizer=autopar.Optimizer(kind, **rank),  # pyright: ignore[reportArgumentType]
-        **options,  # pyright: ignore[reportArgumentType]
+        optimizer=autopar.Optimizer("galore", rank=8) if kind == "galore" else kind,
     )
     assert isinstance(plan, Plan)
     return plan
@@ -57,16 +56,7 @@ def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strate
 @pytest.mark.parametrize(("kind", "strategy"), [("galore", "fsdp_megatron"), ("muon", "zero3")])
 def test_another_mesh_and_batch_cost_what_a_plan_for_them_costs(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)
-    _, inputs = FAMILIES["llama"].inputs(0)
-    larger = {name: torch.cat([each] * 2) for name, each in inputs.items()}
-    rank = {"rank": 8} if kind == "galore" else {}
-    other = autopar.plan(
-        FAMILIES["llama"].build(),
-        autopar.Mesh({"dp": 4, "tp": 2}, hardware="h100"),
-        larger,
-        strategy=strategy,
-        optimizer=autopar.Optimizer(kind, **rank),  # pyright: ignore[reportArgumentType]
-    )
+    other = _planned(kind, strategy, dp=4, batches=2)
     again = plan.reprice(dp=4, batch=2 * BATCH)
     assert again.seconds == pytest.approx(other.seconds, rel=1e-9)
     assert again.traffic == {key: count for key, count in other.traffic.items() if count}
