@@ -30,13 +30,16 @@ class Optimizer:
     """An optimizer by name; with `master_copies`, parameters below float32 have a copy in float32 that it updates.
 
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
-    default those in numbered layers. Raises InputError for a name that is not known, or what another optimizer takes.
+    default those in numbered layers. With `in_backward` a parameter is updated as soon as its gradient is there, which
+    is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. Raises InputError for a
+    name that is not known, or what another optimizer takes.
     """
 
     name: str = "adamw"
     master_copies: bool = False
     rank: int = RANK
     matrices: tuple[str, ...] | None = None
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -46,6 +49,15 @@ class Optimizer:
         if self.matrices is not None and self.name not in ("muon", "galore"):
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
+            )
+
+    def check_microbatches(self, count: int) -> None:
+        """Raise InputError where parameters are updated in the backward of a step that has several."""
+        if self.in_backward and count > 1:
+            raise InputError(
+                f"optimizer={self.name!r} with in_backward=True updates parameters in the backward, and the step has "
+                f"{count} micro-batches, whose gradients add up before an update; give microbatches=1, or leave "
+                "in_backward out."
             )
 
     def takes(self, name: str, info: TensorInfo) -> bool:

@@ -20,7 +20,7 @@ from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, is_ahead, moment_of
+from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, gradient_is_there, is_ahead, moment_of
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES
@@ -100,7 +100,8 @@ class _Moment:
         )
         held = dict(self.memory.stored(number))
         gradients = self.memory.gradients(number)
-        if gradients is not None and self.at.has_run(self.memory.lifetimes.position[number]):
+        first_use = self.memory.lifetimes.position[number]
+        if gradients is not None and gradient_is_there(self.memory, self.at, first_use):
             held["gradients"] = gradients
         for name, array in held.items():
             layout = decision.menu.strategies[choice].outputs[0]

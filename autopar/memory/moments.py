@@ -40,7 +40,7 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
         if at.phase.end:
             moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
             continue
-        if gradients is not None and (at.has_run(first_use) or not at.phase.first):
+        if gradients is not None and gradient_is_there(memory, at, first_use):
             parts.append((gradients,))
         parts += _while_kept(memory, at, number, own)
         if at.place == first_use and at.kind != GATHERING:
@@ -94,6 +94,17 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
                 parts.append((last_made,))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
+
+
+def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
+    """Whether the gradient of a parameter is held, once reduced; `first_use` is the place of the first call with it.
+
+    An optimizer that updates in the backward frees it when its layer's are reduced.
+    """
+    if not memory.space.optimizer.in_backward:
+        return at.has_run(first_use) or not at.phase.first
+    calls, layer = memory.lifetimes.calls, memory.lifetimes.layer
+    return first_use < len(calls) and at.has_run(first_use) and layer[calls[first_use]] == layer[calls[at.place]]
 
 
 def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:

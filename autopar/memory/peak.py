@@ -15,7 +15,8 @@ With many micro-batches in a step (`microbatches`, `accumulation`) all moments h
 for their backward, weights as they were moved, and gradients that are added up. Places of later backwards are counted
 on from those of the first.
 
-The optimizer's step works in place and is below the end of the backward. The bytes at one moment are a sum over
+The optimizer's step works in place and is below the end of the backward; in the backward it leaves gradients of the
+layer that runs there, and of no other. The bytes at one moment are a sum over
 choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
 """
 
@@ -214,7 +215,7 @@ class _Moments:
         """Bytes by what they are, while each call runs backward."""
         return {
             **self._always(phase),
-            "gradients": self._reduced(phase)[1:] + self._unreduced() + self.fresh,
+            "gradients": self._there(phase) + self._unreduced() + self.fresh,
             "activations": self._computed_again() + self._waiting(phase),
             "gathered weights": self._gathered(self.again) + self._ahead(COMPUTING),
             "working set": self.working,
@@ -224,7 +225,7 @@ class _Moments:
         """Bytes by what they are, while weights are gathered again for a layer's backward; 0 at other places."""
         found = {
             **self._always(phase),
-            "gradients": self._reduced(phase)[1:] + self._unreduced(),
+            "gradients": self._there(phase) + self._unreduced(),
             "activations": np.cumsum(self.kept) + self._waiting(phase),
             "gathered weights": self._gathered(self.again) + self._gathered(self.copied) + self._ahead(GATHERING),
         }
@@ -234,7 +235,7 @@ class _Moments:
         """Bytes by what they are, while a layer's gradients are reduced; 0 at other places."""
         found = {
             **self._always(phase),
-            "gradients": self._reduced(phase)[:-1] + self._unreduced() + self._left(self.sent_off) + self.last_made,
+            "gradients": self._there(phase, True) + self._unreduced() + self._left(self.sent_off) + self.last_made,
             "activations": self._computed_again() - self.whole + self._waiting(phase),
             "gathered weights": self._ahead(REDUCING),
             "working set": self.handed_on,
@@ -262,10 +263,13 @@ class _Moments:
         sent = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}
         return {name: np.full(self.count, num_bytes) for name, num_bytes in {**self.always, **sent}.items()}
 
-    def _reduced(self, phase: Phase) -> np.ndarray:
-        """Gradients, once reduced, of what is first used from each place on, and from behind the last."""
+    def _there(self, phase: Phase, reducing: bool = False) -> np.ndarray:
+        """Gradients, once reduced, of what is first used behind each place; while they are reduced, from it on."""
+        if self.memory.space.optimizer.in_backward:  # those of other layers are freed
+            return self._left(self.born[:-1]) - (0 if reducing else self.born[:-1])
         born, arrived = (np.cumsum(each[::-1])[::-1] for each in (self.born, self.arrived))
-        return born if phase.first else born[0] + arrived
+        there = born if phase.first else born[0] + arrived
+        return there[:-1] if reducing else there[1:]
 
     def _unreduced(self) -> np.ndarray:
         """What the calls after each place, of the layer that runs there, have made and left to be reduced."""

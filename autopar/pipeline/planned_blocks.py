@@ -48,6 +48,7 @@ class PlannedBlocks:
 
 def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     """Plan the whole model, and count for each of at least so many blocks what it takes."""
+    request.wanted.optimizer.check_microbatches(request.num_microbatches)
     blocks = blocks_of(request.program, at_least)
     space = request.space(request.program, {})
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)

@@ -8,11 +8,11 @@ from autopar.memory.model import MemoryModel
 
 
 def least_stored(memory: MemoryModel) -> int:
-    """The least bytes that parameters, gradients, master copies and states of the optimizer take on a device."""
+    """The least bytes that parameters, master copies, states of the optimizer and kept gradients take on a device."""
     total = 0
     for number, decision in enumerate(memory.space.decisions):
         if decision.kind == "parameter":
             arrays = list(memory.stored(number).values())
-            gradients = memory.gradients(number)
+            gradients = None if memory.space.optimizer.in_backward else memory.gradients(number)
             total += int(np.sum(arrays + ([] if gradients is None else [gradients]), axis=0).min())
     return total

@@ -147,7 +147,8 @@ def _row(
     share = space.share(space.rows.get(number), answer.choices)
     forward = float(decision.menu.forward_seconds[choice]) * share
     mode = _mode(model, answer, number)
-    again, own, gradients = model.recompute_seconds(number), model.own(number), model.gradients(number)
+    again, own = model.recompute_seconds(number), model.own(number)
+    gradients = None if space.optimizer.in_backward else model.gradients(number)
     recomputed = float(again[mode][choice]) * share if again else 0.0
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())

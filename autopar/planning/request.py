@@ -163,6 +163,7 @@ class PlanRequest:
     def _made(self, space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         """The plan and its choices."""
         count, said = self.microbatches or 1, self.settings
+        self.optimizer.check_microbatches(count)
         free = count > 1 and said.memory is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
         runs = [Microbatches(count, reduce_each=each) for each in ways]

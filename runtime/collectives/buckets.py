@@ -3,8 +3,8 @@
 A bucket is two `autograd.Function`s. The backward of the inner one starts the collective and does not wait; that of the
 outer one waits, just before the gradients reach the parameters. The autograd engine takes what is ready in the order
 of sequence numbers, so the inner one gets one above all others (at once, when all gradients of the bucket are there)
-and the outer one the lowest (when nothing else is left). Compiled and simulated graphs have the inner one only, and it
-waits.
+and the outer one the lowest (when nothing else is left), but where a hook takes a gradient as soon as it is there: then
+that is waited for at once. Compiled and simulated graphs have the inner one only, and it waits.
 
 Every rank must start its collectives in the same order, and the engine takes nodes of the same number in an order that
 depends on what else is ready: on a rank whose part of a weight is padded, on one node more. So nothing that starts a
@@ -94,24 +94,41 @@ def _enter(parameters: Sequence[Tensor]) -> tuple[_Pending | None, Sequence[Tens
     pending = _Pending()
     entered = _Wait.apply(pending, *parameters)
     # What has come through another bucket is reduced there, too: after this layer, and not all layers at the end.
-    if all(map(_is_as_stored, parameters)):
-        entered[0].grad_fn._set_sequence_nr(LAST)
+    leaves = list(map(_leaf_of, parameters))
+    node: Any = entered[0].grad_fn
+    if any(leaf is not None and is_taken(leaf) for leaf in leaves):
+        run_at_once(node)
+    elif all(leaf is not None for leaf in leaves):
+        node._set_sequence_nr(LAST)
     return pending, entered
 
 
-def _is_as_stored(parameter: Tensor) -> bool:
-    """Whether a gradient goes from here to where it is kept without another collective."""
-    node = parameter.grad_fn
-    while node is not None and node.name().rpartition("::")[2] in QUIET:
-        node = next((before for before, _ in node.next_functions), None)
-    return node is None
+def _leaf_of(parameter: Tensor) -> Tensor | None:
+    """What keeps a gradient that goes there without another collective, or one of those that get theirs together."""
+    node: Any = parameter.grad_fn
+    if node is None:
+        return parameter
+    while node.name().rpartition("::")[2] in QUIET:
+        if not node.next_functions:
+            return node.variable
+        node = next(before for before, _ in node.next_functions if before is not None)
+    return None
+
+
+def is_taken(parameter: Tensor) -> bool:
+    """Whether a hook takes its gradient as soon as it is there, as an optimizer does that steps in the backward."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def run_at_once(node: Any) -> None:
+    """Have the backward of an autograd node run as soon as it can."""
+    node._set_sequence_nr(PREFERRED + node._sequence_nr())
 
 
 def _prefer(outputs: tuple[Tensor, ...], pending: _Pending | None) -> tuple[Tensor, ...]:
     """The outputs of an inner function, whose backward is to run as soon as it can."""
     if pending is not None:
-        node: Any = next(x.grad_fn for x in outputs if x.requires_grad)
-        node._set_sequence_nr(PREFERRED + node._sequence_nr())
+        run_at_once(next(x.grad_fn for x in outputs if x.requires_grad))
     return outputs
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from autopar.program.operators.derivatives import once_differentiable
+from autopar.runtime.collectives.buckets import is_taken, run_at_once
 from autopar.sharding.layout import Layout
 
 
@@ -145,19 +146,36 @@ def as_stored(root: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any
 def local_parts(parameters: Sequence[torch.Tensor], local_shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """The rank's parts of stored parameters, padded with zeros to the shapes that a graph takes.
 
-    What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph.
+    What `DTensor.to_local` does for one parameter is done for all of them in one node of the autograd graph, but for
+    those whose gradients a hook takes one by one.
     """
     enabled = torch.is_grad_enabled()
     learning = [p for p in parameters if enabled and p.requires_grad and isinstance(p, DTensor)]
-    learned = iter(_LocalParts.apply(*learning) if learning else ())
+    together = [p for p in learning if not is_taken(p)]
+    learned = iter(_LocalParts.apply(*together) if together else ())
     parts = []
     for p, shape in zip(parameters, local_shapes, strict=True):
         if not isinstance(p, DTensor):
             part = p
+        elif not (enabled and p.requires_grad):
+            part = p._local_tensor.detach()
+        elif is_taken(p):
+            part = _taken_alone(p, shape)
         else:
-            part = next(learned) if enabled and p.requires_grad else p._local_tensor.detach()
+            part = next(learned)
         parts.append(part if part.shape == shape else _padded(part, shape))
     return parts
+
+
+def _taken_alone(parameter: DTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The rank's padded part, whose gradient reaches the parameter as soon as it is there."""
+    (part,) = _LocalParts.apply(parameter)
+    run_at_once(part.grad_fn)
+    if part.shape == shape:
+        return part
+    padded = _padded(part, shape)
+    run_at_once(padded.grad_fn)
+    return padded
 
 
 class _LocalParts(torch.autograd.Function):

@@ -1,11 +1,11 @@
 """The ranks agree on every call of a model, and on every backward, before one of them sends anything in it.
 
 Graphs are made for one kind of call (shapes, mode, frozen parameters …): ranks in different ones would wait for each
-other's collectives, or mix them. Each rank expects a next event, the one that followed last time; as all ranks have the
-same past, they expect the same. What is expected costs a comparison. Anything else is announced in the store, and waits
-there for the others: all of them announce the same, or somebody announces something else, or a rank went on as it
-expected. That one may wait in a collective by now; its thread (`Watch`) answers for it. A rank that finds a difference
-raises it, and the watch ends the others with the same message.
+other's collectives, or mix them. Each rank expects a next event: the one that followed last time, or that came twice in
+a row. As all ranks have the same past, they expect the same, which costs a comparison. Anything else is announced in
+the store, and waits there for the others: all of them announce the same, or somebody announces something else, or a
+rank went on as it expected. That one may wait in a collective by now; its thread (`Watch`) answers for it. A rank that
+finds a difference raises it, and the watch ends the others with the same message.
 
 The first calls of a kind (CHECKED) are announced though they are expected, with checksums of the inputs that are said
 to be equal.
@@ -131,7 +131,8 @@ class Calls:
             self._event += 1
         last, length = self._run
         self._run = number, min(length + 1, MAX_RUN) if number == last else 1
-        self._expected = self._followed_by.get(self._run)
+        # What came twice in a row comes again, until it is known how long such a run is.
+        self._expected = self._followed_by.get(self._run, number if self._run[1] > 1 else None)
 
     def _announce(self, number: int, values: Values | None) -> None:
         """Say what this rank calls next, and wait until all ranks have said the same."""

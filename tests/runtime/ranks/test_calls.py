@@ -252,7 +252,14 @@ def _epoch(model: Any) -> None:
             model.eval()(batch())
 
 
-@pytest.mark.parametrize(("calls", "counts"), [(train, [2, 1, 0, 0]), (_twice_forward, [4, 1, 0, 0])])
+def _forward(model: Any) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+@pytest.mark.parametrize(
+    ("calls", "counts"), [(train, [2, 1, 0, 0]), (_twice_forward, [4, 1, 0, 0]), (_forward, [1, 1, 0, 0])]
+)
 def test_what_went_before_is_not_announced_again(ranks: Ranks, calls: Callable[[Any], None], counts: list[int]) -> None:
     for found in ranks.run(_announcements, calls, 4):
         assert found == counts
