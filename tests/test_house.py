@@ -37,6 +37,7 @@ ORDER = (
         "timeline",
         "strategies.rules",
         "strategies.rules.layers",
+        "strategies.rules.products",
     ),
     ("capture.rows",),
     ("capture.tiles",),

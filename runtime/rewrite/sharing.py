@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.runtime.implementations.chunked_products import SHARED, linear
+from autopar.runtime.implementations.products.chunked import SHARED, linear
 
 IS_SHARED = "moves its input together with others"
 """Of a node, that its input is that of others."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autopar.sharding.rule import VIA
 from autopar.strategies.presets.split import Wish
 from autopar.strategies.roles import RoledCall, RoledProgram
-from autopar.strategies.rules.chunked_products import COLUMN, NAME, ROW, leading_factors, together
+from autopar.strategies.rules.products.chunked import COLUMN, NAME, ROW, leading_factors, together
 
 
 def in_chunks(graph: RoledProgram, products: Mapping[str, str], wish: Wish, parts: int) -> Wish:

@@ -19,7 +19,8 @@ from autopar.strategies.notation import (
     tensor_arguments,
     term,
 )
-from autopar.strategies.rules.chunked_products import in_chunks
+from autopar.strategies.rules.products.chunked import in_chunks
+from autopar.strategies.rules.products.tiled import in_tiles
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ def linear(call: Call) -> OpRule | str:
     if len(call["weight"].shape) == 1:
         return "~... k, ~k -> ..." if call["bias"] is None else "~... k, ~k, +() -> ..."
     text = "~... k, ~o k -> ... o" if call["bias"] is None else "~... k, ~o k, +o -> ... o"
-    return OpRule(text, in_chunks(call))
+    return OpRule(text, (*in_chunks(call), *in_tiles(call)))
 
 
 def matmul(call: Call) -> OpRule | str:
@@ -45,12 +46,12 @@ def matmul(call: Call) -> OpRule | str:
     second = broadcast(right[: -len(columns) - 1], output[:num_batch], batch)
     terms = [term([*first, *row, "k"], "~"), term([*second, "k", *columns], "~")]
     text = rule(terms, [term([*batch, *row, *columns])])
-    return OpRule(text, in_chunks(call)) if row and column == "o" else text
+    return OpRule(text, (*in_chunks(call), *in_tiles(call))) if row and column == "o" else text
 
 
 def mm(call: Call) -> OpRule:
     """A product of two matrices, of which the second is taken for a weight."""
-    return OpRule("~m k, ~k o -> m o", in_chunks(call))
+    return OpRule("~m k, ~k o -> m o", (*in_chunks(call), *in_tiles(call)))
 
 
 def with_sum(dims: str, product: str) -> Entry:

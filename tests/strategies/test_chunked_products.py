@@ -21,7 +21,7 @@ from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.space.menu import Menu
 from autopar.space.space import Space
-from autopar.strategies.rules.chunked_products import MOST_CHUNKS, NAME, chunks_of
+from autopar.strategies.rules.products.chunked import MOST_CHUNKS, NAME, chunks_of
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"

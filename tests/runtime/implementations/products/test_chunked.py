@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
-from autopar.runtime.implementations.chunked_products import linear, linears
-from autopar.strategies.rules import chunked_products
-from autopar.strategies.rules.chunked_products import NAME
+from autopar.runtime.implementations.products.chunked import linear, linears
+from autopar.strategies.rules.products import chunked
+from autopar.strategies.rules.products.chunked import NAME
 from tests.support import parity
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
@@ -66,7 +66,7 @@ def batch(*shape: int) -> dict[str, Tensor]:
     "least_bytes",
     [
         pytest.param(1, id="in chunks"),
-        pytest.param(chunked_products.LEAST_BYTES, id="in one", marks=pytest.mark.slow),
+        pytest.param(chunked.LEAST_BYTES, id="in one", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_they_train_as_one_process_does(
     least_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunked_products, "LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(chunked, "LEAST_BYTES", least_bytes)
     steps = Steps([batch(*shape), batch(*shape)])
     expected = train_alone(Block(**options).double(), steps)
     found = train_on_ranks(annotated(Block(**options).double(), len(shape) + 1), steps, mesh, {})
@@ -99,7 +99,7 @@ def test_they_train_as_one_process_does(
 
 
 def _in_small_chunks(case: Case) -> parity.Training:
-    with mock.patch.object(chunked_products, "LEAST_BYTES", 1):
+    with mock.patch.object(chunked, "LEAST_BYTES", 1):
         return _parallel(case)
 
 
@@ -154,7 +154,7 @@ def _eager_and_compiled() -> list[Tensor]:
         rows = {"...1": ("tp",), "k": ("tp",)}
         return linear((q * k).tanh() * v, first.mT, axes=rows, sizes={**sizes, "k": 12, "o": 8}).square().sum()
 
-    with mock.patch.object(chunked_products, "LEAST_BYTES", 1), use_mesh(ranks_mesh):
+    with mock.patch.object(chunked, "LEAST_BYTES", 1), use_mesh(ranks_mesh):
         for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
             loss = function(*given)
             found += [loss, *torch.autograd.grad(loss, given)]

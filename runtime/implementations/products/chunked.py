@@ -4,7 +4,7 @@ A rank has some rows of the input and some columns of the weight: it gathers the
 features of all rows, and the rows of the weight that go with them: it reduces all rows of the result, and has its own.
 The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient.
 
-Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused_products`): `_way` decides.
+Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused`): `_way` decides.
 
 Legend: M rows of one rank, n·M of all, K features, O columns; dims before the rows are left out.
 """
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from autopar.program.operators.derivatives import is_asked_for, once_differentiable
 from autopar.runtime.collectives.axes import Axes, Axis, axes_of
 from autopar.runtime.collectives.in_chunks import Chunks, arrived, start_gather, start_reduce_scatter
-from autopar.runtime.implementations.fused_products import gather_and_multiply, is_fused, multiply_and_scatter
-from autopar.strategies.rules.chunked_products import COLUMN, ROW, chunks_of
+from autopar.runtime.implementations.products.fused import gather_and_multiply, is_fused, multiply_and_scatter
+from autopar.strategies.rules.products.chunked import COLUMN, ROW, chunks_of
 
 
 def linear(

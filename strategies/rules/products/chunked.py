@@ -73,7 +73,7 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
         return Choice(together(call, factor), (*inputs, *((bias,) if with_bias else ())), (output,))
 
     first = Implementation(
-        f"chunked_products:{call.name}",
+        f"products.chunked:{call.name}",
         frozenset(),
         traffic=_traffic,
         zigzag=True,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from autopar.runtime.collectives.axes import axis_of, record_traffic, use_mesh
-from autopar.runtime.implementations import fused_products
-from autopar.runtime.implementations.chunked_products import linear, linears, matmul
+from autopar.runtime.implementations.products import fused
+from autopar.runtime.implementations.products.chunked import linear, linears, matmul
 from tests.support.ranks import Ranks, mesh
 
 FALLBACKS = {
@@ -44,7 +44,7 @@ def _fused_on(device: str) -> Iterator[Counter[str]]:
     for name in FALLBACKS:
         library.impl(name, counted(name), "CPU")
     try:
-        with symmetric_memory._test_mode(), mock.patch.object(fused_products, "FUSED_ON", (device,)):
+        with symmetric_memory._test_mode(), mock.patch.object(fused, "FUSED_ON", (device,)):
             yield calls
     finally:
         library._destroy()
@@ -74,7 +74,7 @@ def _results(leading: tuple[int, ...]) -> list[Any]:
     with use_mesh(mesh((2,), ("tp",))), _fused_on("cpu") as calls:
         for devices in ((), ("cpu",)):
             given = _given("cpu", *leading)
-            with mock.patch.object(fused_products, "FUSED_ON", devices), record_traffic() as traffic:
+            with mock.patch.object(fused, "FUSED_ON", devices), record_traffic() as traffic:
                 out = _step(*given)
                 gradients = torch.autograd.grad(out.square().sum(), given)
             assert out.is_contiguous()
@@ -98,7 +98,7 @@ def _shapes() -> list[list[tuple[Any, ...]]]:
     with use_mesh(mesh((2,), ("tp",))), _fused_on("meta") as calls:
         for devices in ((), ("meta",)):
             given = _given("meta", 4, 6)
-            with mock.patch.object(fused_products, "FUSED_ON", devices):
+            with mock.patch.object(fused, "FUSED_ON", devices):
                 out = _step(*given)
                 results = [out, *torch.autograd.grad(out.square().sum(), given)]
             found.append([(x.shape, x.stride(), x.dtype) for x in results])
@@ -115,13 +115,13 @@ def _fuses() -> list[bool]:
     x = torch.ones(2, 4)
     with use_mesh(mesh((2,), ("tp",))):
         axis = axis_of("tp")
-        asked = [fused_products.is_fused(x, axis, False)]
-        with mock.patch.object(fused_products, "FUSED_ON", ("cpu",)):
-            asked.append(fused_products.is_fused(x, axis, False))
+        asked = [fused.is_fused(x, axis, False)]
+        with mock.patch.object(fused, "FUSED_ON", ("cpu",)):
+            asked.append(fused.is_fused(x, axis, False))
             with symmetric_memory._test_mode({str(axis.group)}):
-                asked += [fused_products.is_fused(x, axis, zigzag) for zigzag in (False, True)]
+                asked += [fused.is_fused(x, axis, zigzag) for zigzag in (False, True)]
         with symmetric_memory._test_mode():
-            asked.append(fused_products.is_fused(x, axis, False))
+            asked.append(fused.is_fused(x, axis, False))
     return asked
 
 

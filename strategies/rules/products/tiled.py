@@ -1,0 +1,124 @@
+"""Products by a weight that is never whole on a device: gathered and used a tile at a time, forward and backward.
+
+    o + rows    ranks that have other rows of the input hold columns of the weight: a tile has some of each rank's
+    k + rows    they hold rows of the weight: a tile has some of each rank's, by which features are multiplied
+
+as ZeRO-Infinity's memory-centric tiling (Rajbhandari et al., 2021), in the layouts of weights that ZeRO-3 stores. A tile
+is gathered while the one before it is used, and again in the backward; then tiles of the gradient are reduced one after
+the other, so that no more than two tiles are whole at a time. Offered where it is asked for. Each product is gathered by
+itself, in as many messages as there are tiles, whatever its layer gathers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar.sharding.layout import Placement, R, S
+from autopar.sharding.operation import Call, Collective, Implementation, LocalSizes
+from autopar.sharding.rule import TOGETHER, Choice
+from autopar.strategies.rules.products.chunked import COLUMN, ROW, leading_factors
+
+aten = torch.ops.aten
+
+NAME = "tiled_weight"
+TILE_BYTES = 2**26  # assumed: gathers of so many bytes reach the bandwidth of links
+LEAST_TILES, MOST_TILES = 2, 16
+
+
+def num_tiles(num_bytes: int) -> int:
+    """In how many tiles a weight of so many bytes is taken."""
+    return max(LEAST_TILES, min(MOST_TILES, -(-int(num_bytes) // TILE_BYTES)))
+
+
+def tile_sizes(size: int, num_bytes: int) -> tuple[int, ...]:
+    """The sizes of tiles along a dim of a rank's part, as equal as they can be; none is empty."""
+    count = min(num_tiles(num_bytes), size)
+    ends = [size * number // count for number in range(count + 1)]
+    return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
+def in_tiles(call: Call) -> tuple[Implementation, ...]:
+    """The implementation of a product of rows by a matrix; none where the input is a vector."""
+    x, weight = call.inputs[:2]
+    if len(x.shape) < 2 or len(weight.shape) != 2:
+        return ()
+    transposed = call.target is aten.linear.default
+    column, row = (S(0), S(1)) if transposed else (S(1), S(0))
+    of_bias = (R,) if len(call.inputs) > 2 else ()
+    choices = [
+        Choice(f"{factor}{TOGETHER}{rows}", (S(dim), placement, *of_bias), (S(dim),))
+        for dim, rows in enumerate(leading_factors(call))
+        for factor, placement in _stored(column, row)
+    ]
+    return (
+        Implementation(
+            f"products.tiled:{call.name}",
+            frozenset(),
+            traffic=_traffic,
+            name=NAME,
+            on_demand=True,
+            scratch_bytes=_scratch_bytes,
+            backward_bytes=_backward_bytes,
+            hidden_share=_hidden_share,
+            choices=tuple(choices),
+            launches=lambda call, sizes: num_tiles(_whole_bytes(call, sizes)),
+        ),
+    )
+
+
+def _stored(column: Placement, row: Placement) -> Sequence[tuple[str, Placement]]:
+    return (COLUMN, column), (ROW, row)
+
+
+def _rows(call: Call, sizes: LocalSizes) -> str | None:
+    """The factor of rows with which the weight is split; None where it is not."""
+    return next((rows for rows in leading_factors(call) if TOGETHER + rows in sizes), None)
+
+
+def _whole_bytes(call: Call, sizes: LocalSizes) -> int:
+    """Bytes of the weight as it would be gathered over the axis."""
+    rows = _rows(call, sizes)
+    parts = 1 if rows is None else sizes[TOGETHER + rows]
+    return sizes[COLUMN] * sizes[ROW] * parts * call.inputs[1].dtype.itemsize
+
+
+def _traffic(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """The weight gathered forward, again for the input's gradient, and its own gradient reduced in parts."""
+    rows = _rows(call, sizes)
+    if rows is None:
+        return ()
+    whole, over = _whole_bytes(call, sizes), TOGETHER + rows
+    ends = [whole * number // num_tiles(whole) for number in range(num_tiles(whole) + 1)]
+    tiles = [end - start for start, end in itertools.pairwise(ends)]
+    found = [Collective("all_gather", over, each) for each in tiles]
+    if call.inputs[0].requires_grad:
+        found += [Collective("all_gather", over, each, True) for each in tiles]
+    if call.inputs[1].requires_grad:
+        found += [Collective("reduce_scatter", over, each, True) for each in tiles]
+    return tuple(found)
+
+
+def _tile_bytes(call: Call, sizes: LocalSizes) -> int:
+    whole = _whole_bytes(call, sizes)
+    return -(-whole // num_tiles(whole))
+
+
+def _hidden_share(call: Call, sizes: LocalSizes) -> float:
+    """All but the first tile's gather, or the last one's reduction."""
+    return 1 - 1 / num_tiles(_whole_bytes(call, sizes))
+
+
+def _scratch_bytes(call: Call, sizes: LocalSizes) -> int:
+    """The tiles as they arrive; the input again with every tile but one."""
+    whole = _whole_bytes(call, sizes)
+    read = math.prod(sizes[name] for name in (*leading_factors(call), ROW)) * call.inputs[0].dtype.itemsize
+    return whole + read * (num_tiles(whole) - 1)
+
+
+def _backward_bytes(call: Call, sizes: LocalSizes) -> int:
+    """A tile that is used and one on its way; or a gradient that is made and one that is sent."""
+    return 0 if _rows(call, sizes) is None else 2 * _tile_bytes(call, sizes)
