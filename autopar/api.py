@@ -73,6 +73,7 @@ def compile(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
+    weight_tiles: bool = False,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
@@ -132,6 +133,8 @@ def compile(
         mlp_tiles: into how many tiles of rows MLPs are taken, of which nothing hidden is kept then, but computed again
             (docs/long-sequences.md); "auto": where `memory` asks for it, not on a mesh with a pipeline. By default they
             are not.
+        weight_tiles: products may gather a weight a tile at a time, forward and backward, so that it is never whole
+            (docs/memory.md), where `memory` asks for it.
         imbalance: how many times its share of the rows of experts the busiest device is planned for, where a plan
             divides these by expert; 1.0 for routing that is balanced.
         precision: "bf16-mixed" (parameters and the sums of gradients in float32, compute in bfloat16), "fp16-mixed",
@@ -174,6 +177,7 @@ def compile(
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         mlp_tiles=mlp_tiles,
+        weight_tiles=weight_tiles,
         imbalance=imbalance,
         precision=precision,
         prefetch=prefetch,
@@ -246,6 +250,7 @@ def plan(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
+    weight_tiles: bool = False,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
@@ -286,6 +291,7 @@ def plan(
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         mlp_tiles=mlp_tiles,
+        weight_tiles=weight_tiles,
         imbalance=imbalance,
         precision=precision,
         prefetch=prefetch,

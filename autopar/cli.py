@@ -174,6 +174,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
     parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
     parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
+    parser.add_argument(
+        "--weight-tiles", action="store_true", help="gather weights a tile at a time where --memory asks"
+    )
     parser.add_argument("--plan-cache", metavar="FOLDER", help="keep plans there, and take them from there")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
 
@@ -276,6 +279,7 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             capacity_factor=options.capacity_factor,
             loss_tiles=options.loss_tiles,
             mlp_tiles=options.mlp_tiles or None,
+            weight_tiles=options.weight_tiles,
             imbalance=options.imbalance,
             precision=options.precision,
             prefetch=options.prefetch,

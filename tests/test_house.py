@@ -28,6 +28,7 @@ ORDER = (
     ("program.operators.attention",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models", "optim"),
+    ("strategies.rules.products",),
     (
         "capture.experts",
         "capture.masks",
@@ -37,7 +38,6 @@ ORDER = (
         "timeline",
         "strategies.rules",
         "strategies.rules.layers",
-        "strategies.rules.products",
     ),
     ("capture.rows",),
     ("capture.tiles",),

@@ -314,11 +314,14 @@ def _mask(decision: Decision, allowed: Callable[[Strategy], bool]) -> Mask:
 def _splits(strategy: Strategy, axis: int, named: str) -> bool:
     """Whether the choice on an axis is the one named, or, where "+x" is named, splits x together with another factor.
 
-    Where an implementation is named, too, the strategy runs by that.
+    Where an implementation is named, too, the strategy runs by that; some stand for a factor alone.
     """
     choice, (factor, _, implementation) = strategy.choices[axis], named.partition(VIA)
-    if implementation and implementation != (strategy.implementation and strategy.implementation.name):
+    runs = strategy.implementation
+    if implementation and implementation != (runs and runs.name):
         return False
+    if runs is not None and runs.stands_for_last and factors_of(choice)[-1:] == (factor,):
+        return True
     return factor == choice or (factor[:1] == TOGETHER and factor.removeprefix(TOGETHER) in factors_of(choice)[1:])
 
 

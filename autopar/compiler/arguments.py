@@ -74,6 +74,7 @@ def plan_request(
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
+    weight_tiles: bool = False,
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
@@ -102,6 +103,7 @@ def plan_request(
         None if capacity_factor is None else float(capacity_factor),
         loss_tiles,
         mlp_tiles,
+        weight_tiles,
         imbalance,
         precision_of(precision),
     )

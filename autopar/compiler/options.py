@@ -135,6 +135,7 @@ OPTIONS: Mapping[str, Schema] = {
     "capacity_factor": Maybe(_FACTOR),
     "loss_tiles": Maybe(_TILES),
     "mlp_tiles": Maybe(_MLP_TILES),
+    "weight_tiles": Flag(),
     "precision": Maybe(_PRECISION),
     "buckets": Maybe(_BUCKETS),
     "plan_cache": Maybe(_FOLDER),

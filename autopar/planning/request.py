@@ -33,6 +33,7 @@ from autopar.space.build import build_space
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
+from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 Outputs = Literal["dtensor", "full"]
 Inputs = str | tuple[str, ...]
@@ -72,6 +73,8 @@ class PlanRequest:
     memory asks for it; False: never."""
     mlp_tiles: MlpTiles = None
     """Into how many tiles of rows MLPs are taken; "auto": where memory asks for it; None: the model as it is."""
+    weight_tiles: bool = False
+    """Whether weights that are stored in parts may be gathered a tile at a time."""
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
     precision: Precision = AS_IT_IS
@@ -83,6 +86,11 @@ class PlanRequest:
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
         if self.outputs not in ("dtensor", "full"):
             raise InputError(f'outputs={self.outputs!r}; outputs are "dtensor" or "full".')
+        if self.weight_tiles and self.settings.memory is None:
+            raise InputError(
+                "weight_tiles=True has weights gathered a tile at a time where a memory limit asks for it, and none is "
+                'given; give memory=, as in memory="40GB", or leave weight_tiles out.'
+            )
 
     @property
     def whole_outputs(self) -> bool:
@@ -118,8 +126,10 @@ class PlanRequest:
     @property
     def asked(self) -> frozenset[str]:
         """The names of implementations that are offered on demand; a preset may have one of its own name."""
-        said = (each.implementations for each in self.annotations)
-        return self.implementations.union((self.strategy,) if self.strategy else (), *said)
+        said = [each.implementations for each in self.annotations]
+        said += [frozenset((self.strategy,))] if self.strategy else []
+        said += [frozenset((TILED_WEIGHT,))] if self.weight_tiles else []
+        return self.implementations.union(*said)
 
     def space(
         self,

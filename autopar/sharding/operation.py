@@ -108,6 +108,8 @@ class Implementation:
     One axis of a call does; it is the innermost of those that split the choice's first factor, of whose parts alone
     the function is told that they are dealt by zigzag. No dim is padded then.
     """
+    stands_for_last: bool = False
+    """Whether a choice of its own is also one that splits its last factor: what lies around the call is the same."""
     shared: frozenset[str] = frozenset()
     """Those of its choices that move the first input once for all calls that take it, where all of these do so."""
     follower: Implementation | None = None

@@ -1,7 +1,7 @@
 """Products by a weight that is gathered a tile at a time, in the layouts of `strategies`' rule for them.
 
-Ranks have other rows of the input, and parts of one weight: of its columns (O), or of its rows (K). A tile has a piece of
-every rank's part. While it is multiplied by, the next is on its way; so is, backward, the gradient of the one before.
+Ranks have other rows of the input, and parts of one weight: of its columns (O), or of its rows (K). A tile has a piece
+of every rank's part. While it is multiplied by, the next is on its way; backward, the gradient of the one before, too.
 
 Legend: M rows of this rank, K features, O columns, n ranks, C of a rank's part in a tile.
 """

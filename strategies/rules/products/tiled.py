@@ -3,10 +3,10 @@
     o + rows    ranks that have other rows of the input hold columns of the weight: a tile has some of each rank's
     k + rows    they hold rows of the weight: a tile has some of each rank's, by which features are multiplied
 
-as ZeRO-Infinity's memory-centric tiling (Rajbhandari et al., 2021), in the layouts of weights that ZeRO-3 stores. A tile
-is gathered while the one before it is used, and again in the backward; then tiles of the gradient are reduced one after
-the other, so that no more than two tiles are whole at a time. Offered where it is asked for. Each product is gathered by
-itself, in as many messages as there are tiles, whatever its layer gathers.
+as ZeRO-Infinity's memory-centric tiling (Rajbhandari et al., 2021), in the layouts of weights that ZeRO-3 stores. A
+tile is gathered while the one before it is used, and again in the backward; then tiles of the gradient are reduced one
+after the other, so that no more than two tiles are whole at a time. Offered where it is asked for. Each product is
+gathered by itself, in as many messages as there are tiles, whatever its layer gathers.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def in_tiles(call: Call) -> tuple[Implementation, ...]:
             backward_bytes=_backward_bytes,
             hidden_share=_hidden_share,
             choices=tuple(choices),
+            stands_for_last=True,
             launches=lambda call, sizes: num_tiles(_whole_bytes(call, sizes)),
         ),
     )

@@ -84,12 +84,12 @@ def _results(leading: tuple[int, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("leading", [(4, 6), (1, 6), (5,), (2, 3, 4)], ids=str)
 def test_they_are_the_products_in_chunks_with_the_same_bytes(ranks: Ranks, leading: tuple[int, ...]) -> None:
-    for (chunked, moved), (fused, moved_fused), calls in ranks.run(_results, leading):
-        torch.testing.assert_close(fused, chunked)
-        assert moved == moved_fused
+    for (in_chunks, moved), (in_one, moved_in_one), calls in ranks.run(_results, leading):
+        torch.testing.assert_close(in_one, in_chunks)
+        assert moved == moved_in_one
         # Two gather and two reduce, each with the other in its backward.
         assert calls == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 4}
-        assert all(x.abs().sum() > 0 for x in fused)
+        assert all(x.abs().sum() > 0 for x in in_one)
 
 
 def _shapes() -> list[list[tuple[Any, ...]]]:
@@ -107,8 +107,8 @@ def _shapes() -> list[list[tuple[Any, ...]]]:
 
 
 def test_shapes_follow_without_data(ranks: Ranks) -> None:
-    for chunked, fused in ranks.run(_shapes):
-        assert chunked == fused
+    for in_chunks, in_one in ranks.run(_shapes):
+        assert in_chunks == in_one
 
 
 def _fuses() -> list[bool]:

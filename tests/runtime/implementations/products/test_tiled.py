@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
@@ -26,9 +26,11 @@ def annotated(model: Block, axis: str, rows: str) -> Block:
     if model.as_matmul:
         names = ("%matmul_default", "%matmul_default_1")
     for name, factor in zip(names, ("o", "k"), strict=True):
-        autopar.annotate(model, name, **{axis: f"factor:{factor}+{rows} via {NAME}"})
+        said: Any = {axis: f"factor:{factor}+{rows} via {NAME}"}
+        autopar.annotate(model, name, **said)
+    around: Any = {axis: int(rows.removeprefix("...")) if rows.startswith("...") else 0}
     for norm in ("norm", "last"):
-        autopar.annotate(model, norm, **{axis: int(rows.removeprefix("...")) if rows.startswith("...") else 0})
+        autopar.annotate(model, norm, **around)
     return model
 
 
