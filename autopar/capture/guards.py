@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,10 +77,16 @@ def check_no_hooks_on_all_modules() -> None:
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Keep what is computed from modes and hooks around it that would count it, as of a step: FLOP counters."""
+    """Keep what is computed from modes and hooks around it that would count it, as of a step: FLOP counters.
+
+    Tensors without memory stay that: `FakeTensorMode` goes on.
+    """
     before = [dict(table) for table in HOOKS_ON_ALL]
     try:
-        with _disable_current_modes():
+        with _disable_current_modes() as modes, contextlib.ExitStack() as kept:
+            for mode in modes:
+                if isinstance(mode, FakeTensorMode):
+                    kept.enter_context(mode)
             refused = hooks_on_all_modules()
             for table in HOOKS_ON_ALL:
                 for number in table.keys() - refused.keys():

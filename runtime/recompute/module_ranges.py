@@ -145,9 +145,9 @@ def _innermost(tracker: ModuleTracker) -> str:
 
 
 def _history_is_recorded() -> bool:
-    """Whether the device's allocator keeps where memory was taken; a build without CUDA has none."""
+    """Whether the device's allocator keeps where memory was taken; it is not asked on a machine without a driver."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return enabled is not None and enabled()
+    return enabled is not None and torch.cuda.is_initialized() and enabled()
 
 
 def _made_since(number: int, result: Any) -> Iterator[Any]:

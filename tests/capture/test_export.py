@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture import tracing
 from autopar.capture.export import capture, skeleton
+from autopar.capture.guards import unseen
 from autopar.errors import CaptureError
 from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import Program, TensorInfo
@@ -423,3 +426,10 @@ def test_a_hook_that_the_first_forward_registers_is_part_of_every_forward() -> N
     program = capture(HookedLazily(), (torch.ones(2, 4),), {})
     assert program.python.settled
     assert any(node.target is torch.ops.aten.mul.Tensor for node in program.graph.nodes)
+
+
+def test_tensors_without_memory_stay_that_while_a_model_is_captured() -> None:
+    with FakeTensorMode(), FlopCounterMode(display=False) as counted:
+        with unseen():
+            found = torch.ones(4, 4) @ torch.ones(4, 4)
+        assert isinstance(found, FakeTensor) and not counted.get_total_flops()

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.runtime.recompute.module_ranges import scopes_of
+from autopar.runtime.recompute.module_ranges import is_watched, scopes_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -131,6 +131,7 @@ def _memory() -> list[str]:
     told: list[str] = []
     with (
         mock.patch.object(torch._C, "_cuda_isHistoryEnabled", lambda: True, create=True),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: True),
         mock.patch.object(torch.cuda.memory, "_set_memory_metadata", told.append),
     ):
         _compiled()(X).backward()
@@ -145,6 +146,15 @@ def test_memory_is_noted_by_module(ranks: Ranks) -> None:
     assert backward.pop() == ""
     assert all(name.endswith(" (backward)") for name in backward)
     assert backward.index("blocks.1.up (backward)") < backward.index("first (backward)")
+
+
+def test_a_machine_without_a_driver_is_not_asked_for_it() -> None:
+    asked = mock.Mock(side_effect=RuntimeError("CUDA driver version is insufficient"))
+    with (
+        mock.patch.object(torch._C, "_cuda_isHistoryEnabled", asked, create=True),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: False),
+    ):
+        assert not is_watched()
 
 
 def _unwatched() -> None:
