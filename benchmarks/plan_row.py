@@ -25,13 +25,14 @@ from autopar.models.catalogue import built_in
 from autopar.planning import planner, request
 from autopar.planning.settings import TIME_LIMIT
 from autopar.sharding.mesh import Mesh
-from benchmarks.unet import unet
+from benchmarks.wide_models import NAMES, wide_model
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp")}
 """Names of the axes by their number."""
 IN_STAGES = ("pp", "dp", "tp")
 """Those of a pipeline."""
-STAGES = {"trace": offline, "build_space": request, "make_plan": planner}
+CAPTURE = {"trace": offline}
+STAGES = {**CAPTURE, "build_space": request, "make_plan": planner}
 """The calls of `autopar.plan` that are timed, and the modules that make them."""
 
 
@@ -82,6 +83,8 @@ class Measured:
     gap: float | None = None
     peak_bytes: int | None = None
     solver: str = ""
+    cpu_of_planning: float | None = None
+    """CPU seconds without those of the capture."""
 
 
 def measure(row: Row) -> Measured:
@@ -91,7 +94,11 @@ def measure(row: Row) -> Measured:
     """
     model, inputs = example(row)
     cpu, start = time.process_time(), time.perf_counter()
-    with timed(STAGES) as (seconds, results), torch.autocast("cpu", torch.bfloat16):
+    with (
+        timed(STAGES) as (seconds, results),
+        timed(CAPTURE, time.process_time) as (cpu_seconds, _),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         try:
             plan = _plan(row, model, inputs)
             outcome: dict[str, Any] = {
@@ -102,12 +109,14 @@ def measure(row: Row) -> Measured:
             }
         except InfeasibleError:
             outcome = {"solver": "infeasible"}
+    total, cpu = time.perf_counter() - start, time.process_time() - cpu
     return Measured(
         *(seconds[name] or None for name in STAGES),
-        total=time.perf_counter() - start,
-        cpu=time.process_time() - cpu,
+        total=total,
+        cpu=cpu,
         rss_bytes=peak_rss(),
         nodes=len(results["trace"].draft.graph.nodes),
+        cpu_of_planning=cpu - sum(cpu_seconds.values()),
         **outcome,
     )
 
@@ -124,24 +133,26 @@ def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def example(row: Row) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model of a row and its inputs, on the meta device; the layers of the UNet are its levels."""
-    if row.model == "unet":
-        return unet(row.batch) if row.layers is None else unet(row.batch, row.layers)
+    """The model of a row and its inputs, on the meta device."""
+    if row.model in NAMES:
+        return wide_model(row.model, row.batch, row.sequence, row.layers)
     return built_in(row.model, row.batch, row.sequence, row.layers)
 
 
 @contextmanager
-def timed(owners: Mapping[str, Any]) -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
-    """The wall seconds that calls of each name (function → its module or class) take in all, and what the last gave."""
+def timed(
+    owners: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
+    """The seconds that calls of each name (function → its module or class) take in all, and what the last gave."""
     seconds, results = dict.fromkeys(owners, 0.0), {}
 
     def timer(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             try:
                 results[name] = call(*args, **kwargs)
             finally:
-                seconds[name] += time.perf_counter() - start
+                seconds[name] += clock() - start
             return results[name]
 
         return timed_call

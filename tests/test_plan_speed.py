@@ -17,6 +17,7 @@ from benchmarks import plan_speed
 from benchmarks.plan_row import Measured, Row, measure
 from benchmarks.plan_speed import GROUPS, HEADERS, Line, main, planned, selected
 from benchmarks.unet import unet
+from benchmarks.wide_models import wide_model
 
 SMALL = Row("demo", (2, 2), 4, 16, layers=1, hardware="cpu")
 FOUND = Measured(1.0, 2.0, 3.0, 6.5, 6.0, 10**9, 99, step=0.5, gap=0.0, peak_bytes=10**10, solver="elimination")
@@ -47,6 +48,7 @@ def test_a_row_measures_the_stages_of_a_plan() -> None:
     found = measure(SMALL)
     assert found.capture and found.build and found.solve
     assert found.capture + found.build + found.solve <= found.total
+    assert found.cpu_of_planning and 0 < found.cpu_of_planning < found.cpu
     assert found.nodes > 50 and found.rss_bytes > 10**8
     assert found.step and found.peak_bytes and found.gap == 0 and found.solver
 
@@ -61,7 +63,7 @@ def test_rows_of_pipelines_and_of_searched_meshes_are_measured() -> None:
 
 def test_a_row_with_a_limit_of_its_own_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_speed, "planned", lambda row: Line(row, FOUND))
-    assert [line.row for line in plan_speed.lines(GROUPS["limits"], 0.9)] == list(GROUPS["limits"])
+    assert [line.row for line in plan_speed.lines(GROUPS["limits"], (0.9,))] == list(GROUPS["limits"])
 
 
 def test_a_row_that_no_plan_satisfies_is_measured_as_such() -> None:
@@ -102,6 +104,13 @@ def test_the_limit_is_a_share_of_what_the_free_plan_takes(
     assert limits == [None, 5 * 10**9, None]
 
 
+def test_small_models_have_several_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(plan_speed, "planned", lambda row: limits.append(row.memory) or Line(row, FOUND))
+    main(["--only", "tiny-mlp"])
+    assert limits == [None, 95 * 10**8, 9 * 10**9, 8 * 10**9, 7 * 10**9] * 2
+
+
 def test_the_peer_needs_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan_speed, "planned", lambda row: Line(row, FOUND))
     with pytest.raises(SystemExit, match=r"no autoparallel/api\.py there; give a checkout of"):
@@ -115,3 +124,15 @@ def test_the_unet_gives_a_loss_and_joins_every_skip() -> None:
     assert isinstance(loss, torch.fx.Node) and info_of(loss) == TensorInfo((), torch.float32, requires_grad=True)
     joined = [node for node in program.graph.nodes if node.target is torch.ops.aten.cat.default]
     assert len(joined) == len(model.down) + len(model.narrow) + 1 == len(model.up)
+
+
+def test_the_unrolled_scan_gives_a_loss() -> None:
+    program = capture(*wide_model("rwkv-4-169m", 2, 2, 1), {})
+    (loss,) = program.output
+    assert isinstance(loss, torch.fx.Node) and info_of(loss) == TensorInfo((), torch.float32, requires_grad=True)
+
+
+def test_every_layer_of_a_densenet_sees_all_before_it() -> None:
+    model, inputs = wide_model("densenet-121", 2, 0, 1)
+    joined = [node for node in capture(model, inputs, {}).graph.nodes if node.target is torch.ops.aten.cat.default]
+    assert [len(node.args[0]) for node in joined] == [1, 2, 3, 4, 5, 6, 7]

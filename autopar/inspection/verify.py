@@ -28,7 +28,7 @@ from autopar.plans.rows import PlanRow
 from autopar.plans.verification import Verification
 from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Problem
-from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much

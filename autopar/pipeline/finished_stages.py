@@ -16,7 +16,7 @@ from autopar.planning.planner import Solved, fetched_ahead, formulation_of, plan
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
-from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.wide import lower_bound
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from autopar.solver.elimination import Tables, evaluate, narrow_elimination, opt
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.problem import Node, Problem
 from autopar.solver.reductions.reduction import prune
-from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_bytes
 
 MAX_QUESTIONS = 64  # each is one elimination; beyond, the set named conflicts but may not be minimal
@@ -79,7 +79,8 @@ def find_conflict(problem: Problem, deadline: float = NEVER) -> Conflict:
         nodes, is_minimal = conflicting_nodes(problem, deadline), not is_over(deadline)
         return Conflict(nodes, False, None, _least_without(problem, pinned, nodes, deadline), is_minimal)
     budget, num_questions = problem.budget, 0
-    assert budget is not None and least > budget, "a feasible problem has no conflict"
+    assert budget is not None, "without a limit the pins contradict each other"
+    least = max(least, budget + 1)  # which the bound of a wide graph may not prove
 
     def conflicts(kept: Sequence[int]) -> bool:
         nonlocal num_questions

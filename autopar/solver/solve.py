@@ -44,9 +44,8 @@ from autopar.solver.narrow import (
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune, reduce_problem
-from autopar.solver.relaxation.levelling import DEAR_WORK, Levelling, loosen
-from autopar.solver.relaxation.loosened import Loosened
 from autopar.solver.relaxation.neighbourhoods import good_solution
+from autopar.solver.relaxation.wide import DEAR_WORK, Wide
 
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
@@ -126,27 +125,21 @@ def _solve_pruned(
     tables = Tables(problem)
     elimination = narrow_elimination(problem, tables)
     if elimination is None or elimination.work > DEAR_WORK:
-        if only_narrow:
-            return None
-        loose = loosen(problem)
-        if loose is not None:
-            return _by_relaxation(problem, loose, deadline, gap, enough)
-    if elimination is None:
-        return _by_reduced_ilp(problem, deadline, gap)
+        return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
     return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough)
 
 
 def _by_relaxation(
-    problem: Problem, loose: Loosened, deadline: float, gap: float, enough: Enough, is_near_enough: bool = True
+    problem: Problem, deadline: float, gap: float, enough: Enough, is_near_enough: bool = True
 ) -> Solution:
-    """The graph is wide: a bound with copies of its nodes decides most strategies; the rest is narrow, or narrower.
+    """The graph is wide: a bound by messages decides most strategies; the rest is narrow, or narrower.
 
-    Without a limit a bound that `is_near_enough` is tried first: the last rounds of levelling gain little.
+    Without a limit a bound that `is_near_enough` is tried first: the last sweeps gain little.
     """
     near = NEAR if is_near_enough and problem.budget is None else 0.0
     searching = deadline - SEARCHING * seconds_until(deadline)
-    levelling = Levelling(problem, loose, searching, near)
-    relaxed = best_bound(problem, levelling.least, lambda: _smallest_by_relaxation(problem, searching), searching)
+    wide = Wide(problem, searching, near)
+    relaxed = best_bound(problem, wide.least, lambda: _smallest_by_relaxation(problem, searching), searching)
     if relaxed is None:
         return _by_dear_search(problem, None, deadline, gap, enough)
     best, price = relaxed.incumbent, relaxed.multiplier
@@ -154,7 +147,7 @@ def _by_relaxation(
         return solution_of(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     try:
-        left = levelling.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
+        left = wide.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
     except TimeLimitError:
         left = None
     if left is None or is_over(searching):
@@ -162,7 +155,7 @@ def _by_relaxation(
         return solution_of(best, relaxed.bound, "relaxation", price)
     is_smaller = num_choices(left.problem) <= SHRUNK * num_choices(problem)
     if near and not is_smaller:
-        return _by_relaxation(problem, levelling.loose, deadline, gap, enough, is_near_enough=False)
+        return _by_relaxation(problem, deadline, gap, enough, is_near_enough=False)
     if not is_smaller:
         start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
         solution = _by_dear_search(left.problem, start, deadline, gap, enough)
@@ -190,10 +183,8 @@ def _by_dear_search(
 
 def _smallest_by_relaxation(problem: Problem, deadline: float) -> Point | None:
     """Choices that fit, of few bytes; None where none were found. Raises MemoryLimitError where there are none."""
-    in_bytes = problem.in_bytes()
-    loose = loosen(in_bytes)
-    assert loose is not None and problem.budget is not None
-    least, found = Levelling(in_bytes, loose, deadline).least(0.0)
+    assert problem.budget is not None
+    least, found = Wide(problem.in_bytes(), deadline).least(0.0)
     if found is not None and problem.fits(problem.bytes_of(found.choices)):
         return point(problem, found.choices)
     if least > problem.budget * (1 + TOLERANCE):

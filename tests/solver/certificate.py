@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.solver.problem import Problem
-from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.wide import lower_bound
 
 
 def verify(problem: Problem, choices: Sequence[int], multiplier: float) -> tuple[float, float]:

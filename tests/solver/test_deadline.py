@@ -13,7 +13,7 @@ from autopar.solver.deadline import GRACE, NEVER, after, check, is_over, seconds
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.relaxation.levelling import lower_bound
+from autopar.solver.relaxation.wide import lower_bound
 
 
 def _clock(monkeypatch: pytest.MonkeyPatch, tick: float) -> list[float]:

@@ -1,1 +1,1 @@
-"""Graphs too wide for elimination: bounds by copies of nodes that may differ, levelled, and good solutions."""
+"""Graphs too wide for elimination: bounds by messages between nodes and edges, and good solutions."""
