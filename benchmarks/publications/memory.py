@@ -1,6 +1,9 @@
 """What a framework and a device hold beside what a plan counts, as stated assumptions, and whether a step fits.
 
-allocated   what a plan predicts: tensors; nanotron has further ones that it keeps with every parameter
+allocated   what a plan predicts: tensors; nanotron has further ones that it keeps between steps, as its code says
+peak        tensors at the fullest moment, and those that wait for NCCL: nanotron's reduce-scatters run on a stream of
+            their own, and the allocator has their inputs back when the device has come so far, which the host is ahead
+            of
 reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
             that is the median of runs of other models
 device      reserved, CUDA's context with the kernels of libraries, and the buffers of NCCL's communicators
@@ -23,17 +26,44 @@ CONTEXT_BYTES = 0.6 * GIB
 """assumed: CUDA's context, cuBLAS and kernels of one process on Hopper, as nvidia-smi shows of an idle one."""
 NCCL_BYTES = 0.4 * GIB
 """assumed: of a communicator of 16 to 24 channels with buffers of 4 MB (NCCL_BUFFSIZE) and two peers each, twice."""
-DDP_BYTES = 2
-"""Of a parameter: buckets of bfloat16 gradients that DistributedDataParallel keeps where dp > 1."""
-ZERO_BYTES = 2
-"""Of a parameter with ZeRO-1: measured: what nanotron_h100.csv allocates between steps beyond that, mean of pp = 1."""
+BUCKETS = 2
+"""Bytes of a parameter where dp > 1: DistributedDataParallel's buckets of bfloat16 gradients."""
+FLAT = 2
+"""Bytes of a parameter with ZeRO-1: all that dp ranks have updated, gathered in one tensor, and a rank's own part."""
+WHOLE = 2
+"""Activations between blocks with the positions of all ranks, where tp > 1: nanotron's MemoryBuffer has one for what is
+gathered before columns, and one for gradients before rows (nanotron, parallel/tensor_parallel/functional.py)."""
+LIBRARY_BYTES = 0.07 * GIB
+"""measured: what nanotron_h100.csv allocates between steps beyond what is stated here; cuBLAS has its workspaces."""
+WAITING = 2
+"""Such activations of each layer: what its two reduce-scatters take."""
 
 
 def framework_bytes(row: Row, parameters: float) -> float:
-    """Bytes that the framework keeps beside what a plan counts, of a rank that uses so many parameters."""
-    if row.framework != "nanotron" or row.dp == 1:
+    """Bytes that nanotron keeps beside what a plan counts, of a rank that uses so many parameters."""
+    if row.framework != "nanotron":
         return 0.0
-    return parameters * (DDP_BYTES + (ZERO_BYTES if row.zero else 0))
+    buckets = BUCKETS * parameters if row.dp > 1 else 0.0
+    return buckets + WHOLE * whole_bytes(row) + LIBRARY_BYTES
+
+
+def flat_bytes(row: Row, parameters: float) -> float:
+    """Bytes of the flat tensors of nanotron's ZeRO-1, which last from the optimizer to the next step."""
+    flat = row.framework == "nanotron" and row.zero and row.dp > 1
+    return FLAT * parameters * (1 + 1 / row.dp) if flat else 0.0
+
+
+def waiting_bytes(row: Row) -> float:
+    """Bytes of what waits for NCCL at the peak: of one micro-batch in all layers of the first stage."""
+    if row.framework != "nanotron":
+        return 0.0
+    layers = row.shape.layers if row.pp == 1 else cuts(row)[0]
+    return WAITING * layers * whole_bytes(row)
+
+
+def whole_bytes(row: Row) -> float:
+    """Bytes in bfloat16 of a micro-batch between blocks, with the positions of all tp ranks; 0 where they have none."""
+    return row.micro_batch * row.sequence * row.shape.hidden * 2 if row.tp > 1 else 0.0
 
 
 def rank_parameters(row: Row) -> float:
@@ -47,13 +77,15 @@ def rank_parameters(row: Row) -> float:
 def allocated(outcome: Outcome) -> float:
     """Predicted bytes between steps."""
     assert outcome.predicted is not None, outcome.reason
-    return outcome.predicted.standing_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
+    row, parameters = outcome.row, rank_parameters(outcome.row)
+    return outcome.predicted.standing_bytes + framework_bytes(row, parameters) + flat_bytes(row, parameters)
 
 
 def at_the_peak(outcome: Outcome) -> float:
-    """Predicted bytes of tensors at the fullest moment."""
+    """Predicted bytes of tensors at the fullest moment, and of those that wait."""
     assert outcome.predicted is not None, outcome.reason
-    return outcome.predicted.peak_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
+    row = outcome.row
+    return outcome.predicted.peak_bytes + framework_bytes(row, rank_parameters(row)) + waiting_bytes(row)
 
 
 def fragmentation(found: Sequence[Outcome]) -> float:
