@@ -283,7 +283,7 @@ class _Step:
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
         if beside < 1 and not (backward and number in self.unused):
-            self.tasks.move(own, decision.name, share * (1 - beside))
+            self.tasks.move(own, decision.name, share * (1 - beside), 1 - beside)
 
     def _share(self, entry: Moved) -> float:
         return self.space.share(self.space.rows_on(entry.wire), self.choices)

@@ -85,13 +85,19 @@ class Ledger:
         before = computing_seconds(strategy, work, self.mesh, self.hardware)
         return computing_seconds(strategy, work, self.mesh, hardware) / before if before else 1.0
 
+    def _moving(self, task: Task, hardware: Hardware) -> float:
+        """Seconds of a collective alone."""
+        return float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
+
     def _repriced(self, tasks: Sequence[Task], hardware: Hardware, ratios: dict[str, float]) -> list[Task]:
         found, own = [], self.hardware
         for task in tasks:
             if task.stream != COMPUTE:
-                waited = task.launch > own.launch_s
-                launch = hardware.launch_s + waited * lateness(self.mesh, task.axis, hardware)
-                seconds = float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
+                late = lateness(self.mesh, task.axis, own)
+                exposed = (task.launch - own.launch_s) / late if late else 0.0
+                launch = hardware.launch_s + exposed * lateness(self.mesh, task.axis, hardware)
+                before, now = (self._moving(task, each) for each in (own, hardware))
+                seconds = task.seconds * now / before if before else 0.0
             else:
                 launch = task.launch / own.launch_s * hardware.launch_s
                 seconds = task.seconds * ratios.get(task.row, own.memory_bytes_per_s / hardware.memory_bytes_per_s)

@@ -30,8 +30,8 @@ from benchmarks.publications.memory import (
     flat_bytes,
     fragmentation,
     framework_bytes,
+    further_bytes,
     runs_out,
-    waiting_bytes,
 )
 from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.planning import Predicted, predicted
@@ -305,15 +305,38 @@ def test_nanotron_keeps_buckets_flat_parameters_and_buffers_of_whole_activations
     given = row(tp=2)
     whole = given.micro_batch * given.sequence * LLAMA.hidden * 2
     assert framework_bytes(given, 10.0) - libraries == 2 * whole
-    assert waiting_bytes(given) == 2 * LLAMA.layers * whole and waiting_bytes(row()) == 0
     assert flat_bytes(row(dp=2, zero=1), 10.0) == 2 * (10 + 5) and flat_bytes(row(dp=2), 10.0) == 0
+
+
+def test_what_reduce_scatters_take_waits_for_the_device_while_hosts_are_ahead_of_it() -> None:
+    given = row(tp=2, micro_batch=1)
+    whole = given.sequence * LLAMA.hidden * 2
+    logits = given.sequence * LLAMA.vocabulary // 2
+    assert further_bytes(given, 10.0) == 2 * LLAMA.layers * whole + 2 * logits
+    assert further_bytes(row(tp=2, micro_batch=1, bandwidths={"intra_all_reduce": 4e11}), 10.0) == 2 * logits
+    late = row(tp=2, pp=2, micro_batch=1, accumulation=4, bandwidths={"intra_all_reduce": 4e11})
+    assert further_bytes(late, 10.0) == 2 * cuts(late)[0] * whole, "of one of two micro-batches in flight"
+
+
+def test_nanotron_copies_samples_and_keeps_the_gradients_of_one_micro_batch() -> None:
+    given = row(micro_batch=2)
+    assert further_bytes(given, 10.0) == LLAMA.layers * 2 * given.sequence * LLAMA.hidden * 2
+    assert further_bytes(row(micro_batch=1, accumulation=1), 10.0) == 4 * 10
+    assert further_bytes(row(framework="megatron", accumulation=1), 10.0) == 0
 
 
 def test_flat_parameters_of_zero_stand_between_steps_and_not_at_the_peak() -> None:
     for zero in (0, 1):
         given = outcome(1.0, 1e9, dp=2, zero=zero)
-        assert at_the_peak(given) == 1e9 + 2 * LLAMA.parameters + LIBRARY_BYTES
+        further = further_bytes(given.row, LLAMA.parameters)
+        assert at_the_peak(given) == 1e9 + 2 * LLAMA.parameters + LIBRARY_BYTES + further
         assert allocated(given) == 5e8 + (2 + 3 * zero) * LLAMA.parameters + LIBRARY_BYTES
+
+
+def test_a_stage_of_nanotron_has_no_buffers_for_what_it_will_receive() -> None:
+    given = outcome(1.0, 1e9, pp=2, accumulation=4)
+    buffers = 4 * given.row.micro_batch * given.row.sequence * LLAMA.hidden * 2
+    assert allocated(given) == 5e8 - buffers + LIBRARY_BYTES
 
 
 def test_a_step_runs_out_where_the_context_and_nccl_leave_no_room() -> None:
