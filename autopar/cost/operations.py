@@ -13,6 +13,7 @@ What a call moves, and whose share of the peak it reaches, its rule says, or the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from autopar.hardware.profile import Hardware
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 from autopar.sharding.operation import Call, Implementation, LocalSizes, OpRule, is_product, is_view
-from autopar.sharding.rule import BoundRule
+from autopar.sharding.rule import BoundRule, Rule
 
 
 def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
@@ -96,9 +97,33 @@ def forward_seconds(
 
 
 def backward_share(call: Call, op: OpRule) -> float:
-    """The work of the backward over that of the forward: as much for each input that needs a gradient, or as stated."""
-    needed = sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
-    return op.backward if needed and op.backward is not None else needed
+    """The work of the backward over that of the forward: as much for each input that needs a gradient, or as stated.
+
+    What is added to a product, as a bias, has a gradient that is no product, but a sum beside those.
+    """
+    needed = _needed(call)
+    if needed and op.backward is not None:
+        return op.backward
+    return sum(call.inputs[position].requires_grad for position in _multiplied(op, len(call.inputs))) if needed else 0
+
+
+def backward_launches(call: Call, op: OpRule) -> int:
+    """How many operations the backward starts: one for each input that needs a gradient, or as the rule states."""
+    needed = _needed(call)
+    return math.ceil(op.backward) if needed and op.backward is not None else needed
+
+
+def _needed(call: Call) -> int:
+    """How many inputs need a gradient, where one comes back at all."""
+    return sum(info.requires_grad for info in call.inputs) if any(o.requires_grad for o in call.outputs) else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _multiplied(op: OpRule, num_inputs: int) -> tuple[int, ...]:
+    """The positions of inputs without those that are added to a product of others."""
+    marks = [term.mark for term in Rule.parse(op.rule).inputs] if "+" in op.rule else []
+    added = [n for n, mark in enumerate(marks) if mark == "+"] if marks.count("~") > 1 else []
+    return tuple(n for n in range(num_inputs) if n not in added)
 
 
 def hidden_share(implementation: Implementation | None, hardware: Hardware, call: Call, local: LocalSizes) -> float:

@@ -102,10 +102,12 @@ class MemoryModel(TensorBytes):
             return None
         arrays = tuple(self._own(decision, saved, *state) for state in states)
         talking = self._talks(decision)
-        if talking.any():  # a call that communicates by itself is never run again
-            key = ("talks", id(decision.menu), tuple(map(id, arrays)))
+        if talking.any():  # a call that communicates by itself is never run again: what it gives is held
+            given = self._own(decision, saved, outputs, True)
+            held = [given if decision.node in each.rerun else arrays[0] for each in again]
+            key = ("talks", id(decision.menu), tuple(map(id, (*arrays, *held))))
             arrays = tuple(
-                self.cached((key, i), lambda a=array: np.where(talking, arrays[0], a)) if i else array
+                self.cached((key, i), lambda a=array, h=held[i]: np.where(talking, h, a)) if i else array
                 for i, array in enumerate(arrays)
             )
         return self.modes(arrays)

@@ -13,11 +13,10 @@ takes at least where the device launches its calls itself. It is the step of one
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.cost.operations import backward_share, share_beside
+from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
@@ -269,7 +268,7 @@ class _Step:
         launches = 1
         if backward:
             seconds = max(0.0, float(decision.menu.seconds[choice]) - forward - sum(strategy.waits))
-            launches = math.ceil(backward_share(call, op)) if call is not None and op is not None else 0
+            launches = backward_launches(call, op) if call is not None and op is not None else 0
         if not launches:
             return
         if call is not None and is_view(call) and not self.space.hardware.launch_s:
@@ -284,7 +283,7 @@ class _Step:
         self.tasks.compute(_name(call), seconds * share, decision.name, launches)
         self.tasks.wait(running)
         if beside < 1 and not (backward and number in self.unused):
-            self.tasks.move(own, decision.name, share * (1 - beside))
+            self.tasks.move(own, decision.name, share * (1 - beside), 1 - beside)
 
     def _share(self, entry: Moved) -> float:
         return self.space.share(self.space.rows_on(entry.wire), self.choices)

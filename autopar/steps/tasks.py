@@ -54,8 +54,11 @@ class Tasks:
         """Compute nothing further before these have ended."""
         self._awaited.update(numbers)
 
-    def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0) -> None:
-        """Collectives that are waited for, one after the other, and for the host that comes to each of them last."""
+    def move(self, transfers: Sequence[Transfer], row: str, times: float = 1.0, exposed: float = 1.0) -> None:
+        """Collectives that are waited for, one after the other, and for the host that comes to each of them last.
+
+        `exposed` is the share of them that nothing hides: what runs beside computing waits for hosts beside it, too.
+        """
         for transfer in transfers:
-            late = lateness(self.mesh, transfer.axis, self.hardware)
+            late = lateness(self.mesh, transfer.axis, self.hardware) * exposed
             self.wait([self.issue(transfer, row, times=times, lateness=late)])

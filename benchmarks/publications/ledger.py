@@ -27,7 +27,7 @@ from autopar.steps.tasks import lateness
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks.publications import planning
-from benchmarks.publications.depths import Depths
+from benchmarks.publications.depths import Depths, repeated_seconds
 from benchmarks.publications.rows import Row
 from benchmarks.publications.strategies import cuts, pinned
 
@@ -56,9 +56,10 @@ class Passes:
 class Ledger:
     """The tasks of one plan on the hardware that it was made for, with what each of its calls computes."""
 
-    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+    def __init__(self, plan: Plan, hardware: Hardware, repeats: bool = False) -> None:
         context = context_of(plan)
         self.hardware, self.mesh = hardware, context.space.mesh
+        self.plan, self.repeats = plan, repeats
         self.microbatch = microbatch_tasks(context.memory_model, context.choices, plan.recompute)
         self.step = step_tasks(context.memory_model, context.choices, plan.recompute)
         self.computed: dict[str, tuple[Strategy, Work]] = {}
@@ -77,19 +78,26 @@ class Ledger:
         found = simulate(microbatch, share)
         forward = max((each.end for each in found.events if each.task.phase == "forward"), default=0.0)
         once = sum(each.seconds for each in step) - sum(each.seconds for each in microbatch)
-        return Passes(forward, found.seconds - forward, simulate(step, share).seconds, max(0.0, once))
+        again = repeated_seconds(self.plan, microbatch) if self.repeats else 0.0
+        return Passes(forward, found.seconds - forward + again, simulate(step, share).seconds + again, max(0.0, once))
 
     def _ratio(self, strategy: Strategy, work: Work, hardware: Hardware) -> float:
         before = computing_seconds(strategy, work, self.mesh, self.hardware)
         return computing_seconds(strategy, work, self.mesh, hardware) / before if before else 1.0
 
+    def _moving(self, task: Task, hardware: Hardware) -> float:
+        """Seconds of a collective alone."""
+        return float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
+
     def _repriced(self, tasks: Sequence[Task], hardware: Hardware, ratios: dict[str, float]) -> list[Task]:
         found, own = [], self.hardware
         for task in tasks:
             if task.stream != COMPUTE:
-                waited = task.launch > own.launch_s
-                launch = hardware.launch_s + waited * lateness(self.mesh, task.axis, hardware)
-                seconds = float(collective_seconds(task.name, task.num_bytes, self.mesh, task.axis, hardware))
+                late = lateness(self.mesh, task.axis, own)
+                exposed = (task.launch - own.launch_s) / late if late else 0.0
+                launch = hardware.launch_s + exposed * lateness(self.mesh, task.axis, hardware)
+                before, now = (self._moving(task, each) for each in (own, hardware))
+                seconds = task.seconds * now / before if before else 0.0
             else:
                 launch = task.launch / own.launch_s * hardware.launch_s
                 seconds = task.seconds * ratios.get(task.row, own.memory_bytes_per_s / hardware.memory_bytes_per_s)
@@ -119,7 +127,7 @@ class RowLedger:
         asked = pinned(row)
         if asked.pipeline == 1:
             depths = planning.depths_alone(asked, hardware)
-            return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0)),))
+            return cls(row, hardware, (_kind(depths, hardware, (0.0, 0.0), asked.repeats),))
         search = planning.stage_search(asked, hardware)
         schedule = search.planned.request.schedule
         known: dict[tuple[bool, bool, int], int] = {}
@@ -130,7 +138,7 @@ class RowLedger:
                 known[key] = len(kinds)
                 depths = Depths.of(partial(planning.plan_of_stage, search, stage, last), layers, asked.gathered)
                 sent = messages(search.planned, context_of(depths.longer).space.program)
-                kinds.append(_kind(depths, hardware, sent))
+                kinds.append(_kind(depths, hardware, sent, asked.repeats))
             order.append(known[key])
         return cls(row, hardware, tuple(kinds), tuple(order), schedule, search.planned.request.mesh)
 
@@ -150,10 +158,10 @@ class RowLedger:
 
 
 def _kind(
-    depths: Depths, hardware: Hardware, sent: tuple[float, float]
+    depths: Depths, hardware: Hardware, sent: tuple[float, float], repeats: bool
 ) -> tuple[Ledger, Ledger | None, int, tuple[float, float]]:
-    shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware)
-    return Ledger(depths.longer, hardware), shorter, depths.times, sent
+    shorter = None if depths.shorter is None else Ledger(depths.shorter, hardware, repeats)
+    return Ledger(depths.longer, hardware, repeats), shorter, depths.times, sent
 
 
 def _passes(longer: Ledger, shorter: Ledger | None, times: int, hardware: Hardware) -> Passes:

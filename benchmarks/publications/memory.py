@@ -1,6 +1,11 @@
 """What a framework and a device hold beside what a plan counts, as stated assumptions, and whether a step fits.
 
-allocated   what a plan predicts: tensors; nanotron has further ones that it keeps with every parameter
+allocated   what a plan predicts: tensors; nanotron has further ones that it keeps between steps, as its code says, and
+            has no buffers for what a stage will receive, of which PyTorch's pipelines have one for each micro-batch
+peak        tensors at the fullest moment, with those that its code makes beside autopar's, and with those that wait for
+            NCCL: reduce-scatters run on a stream of their own, and the allocator has their inputs back when the device
+            has come so far, which the host is ahead of while it issues forwards. Where hosts come late, it is not in
+            the last of them
 reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
             that is the median of runs of other models
 device      reserved, CUDA's context with the kernels of libraries, and the buffers of NCCL's communicators
@@ -12,6 +17,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.publications.folds import by_model, folds
+from benchmarks.publications.machines import machine_name
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import GIB, Row
 from benchmarks.publications.strategies import cuts
@@ -23,17 +29,67 @@ CONTEXT_BYTES = 0.6 * GIB
 """assumed: CUDA's context, cuBLAS and kernels of one process on Hopper, as nvidia-smi shows of an idle one."""
 NCCL_BYTES = 0.4 * GIB
 """assumed: of a communicator of 16 to 24 channels with buffers of 4 MB (NCCL_BUFFSIZE) and two peers each, twice."""
-DDP_BYTES = 2
-"""Of a parameter: buckets of bfloat16 gradients that DistributedDataParallel keeps where dp > 1."""
-ZERO_BYTES = 2
-"""Of a parameter with ZeRO-1: measured: what nanotron_h100.csv allocates between steps beyond that, mean of pp = 1."""
+BUCKETS = 2
+"""Bytes of a parameter where dp > 1: DistributedDataParallel's buckets of bfloat16 gradients."""
+FLAT = 2
+"""Bytes of a parameter with ZeRO-1: all that dp ranks have updated, gathered in one tensor, and a rank's own part."""
+WHOLE = 2
+"""Activations between blocks with the positions of all ranks, where tp > 1: nanotron's MemoryBuffer has one for what is
+gathered before columns, and one for gradients before rows (nanotron, parallel/tensor_parallel/functional.py)."""
+LIBRARY_BYTES = 0.07 * GIB
+"""measured: what nanotron_h100.csv allocates between steps beyond what is stated here; cuBLAS has its workspaces."""
+WAITING = 2
+"""Such activations of each layer and micro-batch in flight: what its two reduce-scatters take."""
+UNDISTURBED = "nanotron"
+"""The machine whose hosts do not come late."""
+GRADIENTS = 4
+"""Bytes of a parameter: its gradient in float32, which nanotron keeps also where a step has one micro-batch."""
+LOSS = 2
+"""Bytes of a logit where tp > 1: nanotron's loss has them in bfloat16, in float32, and less their largest, of which the
+plan's counts the last two."""
 
 
 def framework_bytes(row: Row, parameters: float) -> float:
-    """Bytes that the framework keeps beside what a plan counts, of a rank that uses so many parameters."""
-    if row.framework != "nanotron" or row.dp == 1:
+    """Bytes that nanotron keeps beside what a plan counts, of a rank that uses so many parameters."""
+    if row.framework != "nanotron":
         return 0.0
-    return parameters * (DDP_BYTES + (ZERO_BYTES if row.zero else 0))
+    buckets = BUCKETS * parameters if row.dp > 1 else 0.0
+    return buckets + WHOLE * whole_bytes(row) + LIBRARY_BYTES
+
+
+def flat_bytes(row: Row, parameters: float) -> float:
+    """Bytes of the flat tensors of nanotron's ZeRO-1, which last from the optimizer to the next step."""
+    flat = row.framework == "nanotron" and row.zero and row.dp > 1
+    return FLAT * parameters * (1 + 1 / row.dp) if flat else 0.0
+
+
+def received_bytes(row: Row) -> float:
+    """Bytes of the buffers that the first stage of a plan has for gradients, and nanotron's has not."""
+    return row.accumulation * between_bytes(row) if row.framework == "nanotron" and row.pp > 1 else 0.0
+
+
+def further_bytes(row: Row, parameters: float) -> float:
+    """Bytes at the peak of what nanotron's first stage makes beside a plan's, and of what waits for NCCL."""
+    if row.framework != "nanotron":
+        return 0.0
+    layers = row.shape.layers if row.pp == 1 else cuts(row)[0]
+    in_flight = min(row.pp, row.accumulation)
+    waiting = WAITING * whole_bytes(row) * (in_flight - (machine_name(row) != UNDISTURBED))
+    # What attention gives lies by sample, and is copied to lie by position.
+    copied = between_bytes(row) * in_flight if row.micro_batch > 1 else 0.0
+    loss = LOSS * row.micro_batch * row.sequence * row.shape.vocabulary / row.tp if row.pp == 1 and row.tp > 1 else 0.0
+    gradients = GRADIENTS * parameters if row.accumulation == 1 else 0.0
+    return layers * (waiting + copied) + loss + gradients
+
+
+def between_bytes(row: Row) -> float:
+    """Bytes in bfloat16 of a micro-batch between blocks, on one of tp ranks."""
+    return row.micro_batch * row.sequence * row.shape.hidden * 2 / row.tp
+
+
+def whole_bytes(row: Row) -> float:
+    """Bytes in bfloat16 of a micro-batch between blocks, with the positions of all tp ranks; 0 where they have none."""
+    return row.tp * between_bytes(row) if row.tp > 1 else 0.0
 
 
 def rank_parameters(row: Row) -> float:
@@ -47,13 +103,17 @@ def rank_parameters(row: Row) -> float:
 def allocated(outcome: Outcome) -> float:
     """Predicted bytes between steps."""
     assert outcome.predicted is not None, outcome.reason
-    return outcome.predicted.standing_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
+    row, parameters = outcome.row, rank_parameters(outcome.row)
+    found = outcome.predicted.standing_bytes - received_bytes(row)
+    return found + framework_bytes(row, parameters) + flat_bytes(row, parameters)
 
 
 def at_the_peak(outcome: Outcome) -> float:
-    """Predicted bytes of tensors at the fullest moment."""
+    """Predicted bytes of tensors at the fullest moment, and of those that wait."""
     assert outcome.predicted is not None, outcome.reason
-    return outcome.predicted.peak_bytes + framework_bytes(outcome.row, rank_parameters(outcome.row))
+    row, parameters = outcome.row, rank_parameters(outcome.row)
+    found = outcome.predicted.peak_bytes - received_bytes(row)
+    return found + framework_bytes(row, parameters) + further_bytes(row, parameters)
 
 
 def fragmentation(found: Sequence[Outcome]) -> float:

@@ -6,6 +6,8 @@ in flight, and 1 + (p - 1)/(p m) times as much with m stages on each device (Kor
 What selective recomputation computes again there, attention from scores to their product with values, fused attention
 computes again: it stands for it.
 
+autopar draws dropout again in the backward, where Megatron keeps a mask of a byte for each element: these are added.
+
     18 bytes of a parameter: 2 in float16, 4 of its gradient, 12 of the optimizer with the copy in float32
 """
 
@@ -27,7 +29,7 @@ from benchmarks.publications.rows import GIB, Row, Shape
 from benchmarks.publications.strategies import pinned
 
 COLUMNS = frozenset(("figure", "mode", "quantity", "value", "unit"))
-TENSOR = 8
+TENSOR, SEQUENCE = 8, 2048
 MODELS: Mapping[str, tuple[int, int, int, int, int, int]] = {
     # Layers, hidden, heads, devices of the pipeline, stages of each, samples of a micro-batch: table 3 of the paper.
     "megatron-22B": (48, 6144, 64, 1, 1, 4),
@@ -88,7 +90,7 @@ def _depths(model: str, mode: str, hardware: Hardware, layers: int) -> Depths:
     _, hidden, heads, _, _, samples = MODELS[model]
     shape = Shape("gpt", layers, hidden, heads, heads, 4 * hidden, 51200, True, flash, 0.1)
     row = Row(
-        *("korthikanti", model, "korthikanti", shape, 2048, samples, 2, "a100-80gb"),
+        *("korthikanti", model, "korthikanti", shape, SEQUENCE, samples, 2, "a100-80gb"),
         tp=TENSOR,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
@@ -110,7 +112,17 @@ def _activations(model: str, mode: str, hardware: Hardware) -> float:
     assert depths.shorter is not None
     layers, _, _, devices, chunks, _ = MODELS[model]
     more = 1 + (devices - 1) / (devices * chunks) if chunks > 1 else 1.0
-    return more * layers * (_kept(depths.longer) - _kept(depths.shorter))
+    return more * layers * (_kept(depths.longer) - _kept(depths.shorter) + _masks(model, mode))
+
+
+def _masks(model: str, mode: str) -> int:
+    """Bytes of a layer's masks of dropout: behind attention and MLP, and on its probabilities where those are kept."""
+    sequence_parallel, flash, recompute = MODES[mode]
+    _, hidden, heads, _, _, samples = MODELS[model]
+    if recompute == "full":
+        return 0
+    between = 2 * samples * SEQUENCE * hidden // (TENSOR if sequence_parallel else 1)
+    return between + (0 if flash else samples * SEQUENCE**2 * heads // TENSOR)
 
 
 def _kept(plan: Plan) -> float:

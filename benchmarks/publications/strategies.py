@@ -62,6 +62,8 @@ class Pinned:
     chunks: int
     accumulation: int
     """Micro-batches of a step on a pipeline; without one 1 or 2."""
+    repeats: bool
+    """Whether what is computed again communicates again, too: with Megatron a layer does, with autopar nothing."""
 
     @property
     def annotations(self) -> tuple[Annotation, ...]:
@@ -81,7 +83,7 @@ def pinned(row: Row) -> Pinned:
     refuse_what_is_not_expressed(row)
     zero = row.zero if row.dp > 1 else 0
     if row.tp > 1:
-        strategy, storage = ("megatron_sequence" if row.sequence_parallel else "megatron"), zero
+        strategy, storage = ("megatron_regather" if row.sequence_parallel else "megatron"), zero
     else:
         strategy, storage = DATA[zero], 0
     axes = (("dp", row.dp), *((("tp", row.tp),) if row.tp > 1 else ()))
@@ -100,6 +102,7 @@ def pinned(row: Row) -> Pinned:
         row.schedule if on_pipeline else "",
         row.chunks if on_pipeline else 1,
         row.accumulation if on_pipeline else min(row.accumulation, 2),
+        row.recompute == "full" and row.tp > 1,
     )
 
 

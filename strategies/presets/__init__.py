@@ -53,6 +53,7 @@ PRESETS: Mapping[str, Preset] = {
         tensor.megatron,
         tensor.megatron_sequence,
         tensor.async_tensor_parallel,
+        tensor.megatron_regather,
         sequence.ulysses,
         sequence.gather_kv,
         sequence.ring,

@@ -14,6 +14,7 @@ from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, regi
 from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.strategies.rules.products.chunked import AGAIN, NAME
 
 
 def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
@@ -76,19 +77,34 @@ def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("async_tensor_parallel", program, mesh, chunked=True)
+    return _positions_between("async_tensor_parallel", program, mesh, NAME)
 
 
-def _positions_between(strategy: str, program: Program, mesh: Mesh, chunked: bool = False) -> tuple[Annotation, ...]:
+def megatron_regather(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """As `megatron_sequence`, but what is gathered is not kept for the backward: it is gathered again there, beside the
+    product for its gradient, as Megatron-LM does.
+
+    Over an axis t and an axis d of the batch:
+
+        all_gather/t = (6·L + 3)·A/d
+        reduce_scatter/t = (4·L + 2)·A/d
+        all_reduce/d_t = N
+        all_reduce/t = 3·R/d
+        all_reduce/d = (P - N)/t + 16
+    """
+    return _positions_between("megatron_regather", program, mesh, AGAIN)
+
+
+def _positions_between(strategy: str, program: Program, mesh: Mesh, products: str = "") -> tuple[Annotation, ...]:
     """Regions, and between them positions that are split over the same axis."""
     axes.need_positions(strategy, RoledProgram.of(program), mesh, (axes.axis_of(mesh, axes.TENSOR),))
-    return _tensor_split(strategy, program, mesh, between="sequence", chunked=chunked).annotations()
+    return _tensor_split(strategy, program, mesh, between="sequence", products=products).annotations()
 
 
-def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "", chunked: bool = False) -> Split:
+def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "", products: str = "") -> Split:
     """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between.
 
-    Products between split positions run in chunks where they are to be `chunked`.
+    Products between split positions run by the implementation of the name `products`, where one is given.
     """
     graph = RoledProgram.of(program)
     tensor = axes.axis_of(mesh, axes.TENSOR)
@@ -97,8 +113,8 @@ def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = ""
     regions = found_regions(strategy, graph, mesh, tensor)
     split = Split(graph, mesh, strategy)
     wish = in_blocks(graph, regions, between)
-    if chunked:
-        wish = in_chunks(graph, regions.factors, wish, mesh.size(tensor))
+    if products:
+        wish = in_chunks(graph, regions.factors, wish, mesh.size(tensor), products)
     for axis in mesh.names:
         split.along(axis, data if axis in batch else wish)
     return split

@@ -23,11 +23,14 @@ from benchmarks.publications.folds import both, by_model, by_nodes, folds, of_ce
 from benchmarks.publications.kernels import causal_softmax, rms_norm, rotary
 from benchmarks.publications.memory import (
     CAPACITY,
+    LIBRARY_BYTES,
     allocated,
     at_the_peak,
     factors,
+    flat_bytes,
     fragmentation,
     framework_bytes,
+    further_bytes,
     runs_out,
 )
 from benchmarks.publications.parts import is_of_parts, parts
@@ -129,7 +132,7 @@ def test_a_table_of_other_columns_is_refused(tmp_path: Path) -> None:
 def test_zero_is_a_preset_alone_and_storage_beside_tensor_parallelism() -> None:
     assert pinned(row(dp=4, zero=1)).strategy == "zero1"
     beside = pinned(row(dp=4, tp=2, zero=1))
-    assert beside.strategy == "megatron_sequence" and beside.annotations[0].storage == ("dp",)
+    assert beside.strategy == "megatron_regather" and beside.annotations[0].storage == ("dp",)
     assert pinned(row(dp=1, tp=2, zero=1)).annotations == ()
     assert pinned(row(tp=2, sequence_parallel=False)).strategy == "megatron"
 
@@ -291,17 +294,49 @@ def test_what_was_planned_is_kept_until_a_number_changes(tmp_path: Path, monkeyp
 def test_what_the_planner_refuses_is_a_reason() -> None:
     odd = row(shape=dataclasses.replace(LLAMA, vocabulary=250), dp=2, tp=4, sequence=130)
     (found,) = outcomes([odd], lambda _: load("h100"))
-    assert found.predicted is None and found.reason.startswith("StrategyError: megatron_sequence")
+    assert found.predicted is None and found.reason.startswith("StrategyError: megatron_regather")
 
 
-def test_nanotron_keeps_buckets_and_what_zero_needs_with_each_parameter() -> None:
-    assert framework_bytes(row(dp=1), 10.0) == 0
-    assert framework_bytes(row(dp=2), 10.0) == 20
-    assert framework_bytes(row(dp=2, zero=1), 10.0) == 40
+def test_nanotron_keeps_buckets_flat_parameters_and_buffers_of_whole_activations() -> None:
+    libraries = framework_bytes(row(dp=1), 10.0)
+    assert libraries == LIBRARY_BYTES
+    assert framework_bytes(row(dp=2), 10.0) - libraries == 2 * 10
     assert framework_bytes(row(dp=2, framework="megatron"), 10.0) == 0
-    given = outcome(1.0, 1e9, dp=2)
-    assert at_the_peak(given) == 1e9 + 2 * LLAMA.parameters
-    assert allocated(given) == 5e8 + 2 * LLAMA.parameters
+    given = row(tp=2)
+    whole = given.micro_batch * given.sequence * LLAMA.hidden * 2
+    assert framework_bytes(given, 10.0) - libraries == 2 * whole
+    assert flat_bytes(row(dp=2, zero=1), 10.0) == 2 * (10 + 5) and flat_bytes(row(dp=2), 10.0) == 0
+
+
+def test_what_reduce_scatters_take_waits_for_the_device_while_hosts_are_ahead_of_it() -> None:
+    given = row(tp=2, micro_batch=1)
+    whole = given.sequence * LLAMA.hidden * 2
+    logits = given.sequence * LLAMA.vocabulary // 2
+    assert further_bytes(given, 10.0) == 2 * LLAMA.layers * whole + 2 * logits
+    assert further_bytes(row(tp=2, micro_batch=1, bandwidths={"intra_all_reduce": 4e11}), 10.0) == 2 * logits
+    late = row(tp=2, pp=2, micro_batch=1, accumulation=4, bandwidths={"intra_all_reduce": 4e11})
+    assert further_bytes(late, 10.0) == 2 * cuts(late)[0] * whole, "of one of two micro-batches in flight"
+
+
+def test_nanotron_copies_samples_and_keeps_the_gradients_of_one_micro_batch() -> None:
+    given = row(micro_batch=2)
+    assert further_bytes(given, 10.0) == LLAMA.layers * 2 * given.sequence * LLAMA.hidden * 2
+    assert further_bytes(row(micro_batch=1, accumulation=1), 10.0) == 4 * 10
+    assert further_bytes(row(framework="megatron", accumulation=1), 10.0) == 0
+
+
+def test_flat_parameters_of_zero_stand_between_steps_and_not_at_the_peak() -> None:
+    for zero in (0, 1):
+        given = outcome(1.0, 1e9, dp=2, zero=zero)
+        further = further_bytes(given.row, LLAMA.parameters)
+        assert at_the_peak(given) == 1e9 + 2 * LLAMA.parameters + LIBRARY_BYTES + further
+        assert allocated(given) == 5e8 + (2 + 3 * zero) * LLAMA.parameters + LIBRARY_BYTES
+
+
+def test_a_stage_of_nanotron_has_no_buffers_for_what_it_will_receive() -> None:
+    given = outcome(1.0, 1e9, pp=2, accumulation=4)
+    buffers = 4 * given.row.micro_batch * given.row.sequence * LLAMA.hidden * 2
+    assert allocated(given) == 5e8 - buffers + LIBRARY_BYTES
 
 
 def test_a_step_runs_out_where_the_context_and_nccl_leave_no_room() -> None:
@@ -312,7 +347,10 @@ def test_a_step_runs_out_where_the_context_and_nccl_leave_no_room() -> None:
 
 def test_fragmentation_of_a_run_is_that_of_other_models() -> None:
     other = dataclasses.replace(LLAMA, layers=6)
-    runs = [outcome(1.0, 100, reserved_bytes=110.0), outcome(1.0, 100, reserved_bytes=130.0, shape=other)]
+    runs = [
+        outcome(1.0, 100, reserved_bytes=taken, shape=shape, framework="megatron")
+        for taken, shape in ((110.0, LLAMA), (130.0, other))
+    ]
     assert factors(runs) == [1.3, 1.1] and fragmentation(runs) == pytest.approx(1.2)
     assert fragmentation([outcome(1.0)]) == 1.0
     nearly = CAPACITY["h100_80gb"] - 2 * GIB

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.cost.operations import (
+    backward_launches,
     backward_share,
     bandwidth,
     flops,
@@ -255,6 +256,15 @@ def test_the_backward_of_fused_attention_is_two_and_a_half_forwards() -> None:
     assert (
         backward_share(replace(frozen, outputs=(info(2, 4, 8, 8, requires_grad=False),)), rule_of(frozen) or PLAIN) == 0
     )
+
+
+def test_a_bias_has_no_product_in_the_backward_but_a_launch() -> None:
+    op = OpRule("~b k, ~o k, +o -> b o")
+    call = replace(linear(), inputs=(*linear().inputs, info(10)))
+    assert backward_share(call, op) == backward_share(linear(), OpRule("~b k, ~o k -> b o")) == 1
+    assert backward_launches(call, op) == 2
+    added = replace(linear(), inputs=(info(4, 10), info(4, 10)))
+    assert backward_share(added, OpRule("+b o, +b o -> b o")) == 2, "a sum is no product"
 
 
 def test_a_loss_writes_probabilities_as_large_as_its_logits() -> None:

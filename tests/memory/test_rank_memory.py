@@ -56,6 +56,7 @@ def _measured(
         ("tiny-llama", (2,), "ring", 32, 128),  # the same, by positions dealt by zigzag
         ("tiny-llama", (2,), "ring_self_attention", 2, 512),  # mostly scores
         ("tiny-llama", (2,), "async_tensor_parallel", 8, 512),  # rows that several products gather once
+        ("tiny-llama", (2,), "megatron_regather", 8, 512),  # rows that are gathered again
     ],
 )
 def test_ranks_hold_what_the_plan_predicts(

@@ -147,4 +147,5 @@ def test_the_host_that_comes_last_is_waited_for_with_each_collective_that_is_wai
     for axis in ("dp", "tp", "dp_tp"):
         tasks.move([Transfer("all_reduce", axis, 1024)], "row")
     tasks.issue(Transfer("all_reduce", "dp_tp", 1024), "row")
-    assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0]
+    tasks.move([Transfer("all_reduce", "dp", 1024)], "row", exposed=0.5)
+    assert [each.launch for each in tasks.found] == [1.0, 11.0, 2.5, 12.5, 1.0, 6.0]

@@ -15,13 +15,15 @@ from autopar.capture.export import capture
 from autopar.errors import InfeasibleError
 from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware, Link
+from autopar.memory.moments import FORWARD
+from autopar.memory.peak import bytes_by_moment
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
 from autopar.space.menu import Menu
 from autopar.space.space import Space
-from autopar.strategies.rules.products.chunked import MOST_CHUNKS, NAME, chunks_of
+from autopar.strategies.rules.products.chunked import AGAIN, MOST_CHUNKS, NAME, chunks_of
 from tests.support.simulation.training import SLOW_DEVICES, Steps, fault_of, train_alone, train_on_ranks
 
 COLUMN, ROW = f"...1+o via {NAME}", f"...1+k via {NAME}"
@@ -127,11 +129,29 @@ def test_a_plan_that_has_them_is_loaded_attached_and_run(tmp_path: Path) -> None
     assert fault_of(found, train_alone(Layer().double(), steps)) == ""
 
 
-def test_formulas_say_what_they_cost() -> None:
-    plan = planned(Layer())
+@pytest.mark.parametrize("strategy", [NAME, AGAIN])
+def test_formulas_say_what_they_cost(strategy: str) -> None:
+    plan = planned(Layer(), strategy=strategy)
     again = plan.reprice()
     assert again.seconds == pytest.approx(plan.seconds, rel=1e-9) and again.memory["memory"] == plan.peak_bytes
-    assert plan.reprice(sequence=32).seconds == pytest.approx(planned(Layer(), 32).seconds, rel=1e-9)
+    longer = planned(Layer(), 32, strategy).seconds
+    assert plan.reprice(sequence=32).seconds == pytest.approx(longer, rel=1e-9)
+
+
+def test_rows_that_are_gathered_again_are_kept_in_parts() -> None:
+    kept, again = (planned(Layer(), 64, each) for each in ("megatron_sequence", AGAIN))
+    gathered = 4 * 64 * 8 * 4  # bytes of samples, positions and features
+    # What queries, keys and values share, and what the head takes: gathered once more, and half of it kept.
+    assert again.traffic["all_gather", "tp"] - kept.traffic["all_gather", "tp"] == 2 * gathered
+    others = {key: moved for key, moved in kept.traffic.items() if key[0] != "all_gather"}
+    assert others == {key: moved for key, moved in again.traffic.items() if key[0] != "all_gather"}
+    assert activations(kept) - activations(again) == 2 * gathered // 2
+
+
+def activations(plan: Plan) -> int:
+    """Bytes that stand when the forward is over."""
+    context = context_of(plan)
+    return int(bytes_by_moment(context.memory_model, context.choices, plan.recompute).reshape(4, -1)[FORWARD, -1])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "megatron": (2,),
     "megatron_sequence": (2,),
     "async_tensor_parallel": (2,),
+    "megatron_regather": (2,),
     "ulysses": (2,),
     "gather_kv": (2,),
     "ring": (2,),

@@ -21,7 +21,8 @@ CUBE: World = (2, 2, 2)
 
 ANYWHERE = ("fully_replicated", "data_parallel", "zero1", "zero2", "zero3", "megatron")
 OF_POSITIONS = (
-    *("megatron_sequence", "async_tensor_parallel", "gather_kv", "ring", "ring_self_attention", "context_parallel"),
+    *("megatron_sequence", "async_tensor_parallel", "megatron_regather"),
+    *("gather_kv", "ring", "ring_self_attention", "context_parallel"),
 )
 ON_TWO_AXES = ("hsdp", "fsdp_megatron", "tensor_2d")
 ON_THREE_AXES = ("tensor_2_5d", "tensor_3d")

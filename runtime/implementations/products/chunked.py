@@ -2,7 +2,8 @@
 
 A rank has some rows of the input and some columns of the weight: it gathers the rows of all ranks. Or it has some
 features of all rows, and the rows of the weight that go with them: it reduces all rows of the result, and has its own.
-The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient.
+The backward of either has the collective of the other. Gathered rows are kept for the weight's gradient, or (`again`)
+gathered once more for it.
 
 Where a group of GPUs has symmetric memory, kernels of torch do this rank by rank (`fused`): `_way` decides.
 
@@ -38,9 +39,13 @@ def linear(
     axes: Axes,
     sizes: Mapping[str, int],
     zigzag: Collection[str] = (),
+    again: int = 0,
 ) -> Tensor:
-    """As `aten.linear.default`. Moves, of n ranks, the input's or the output's whole rows, and again backward."""
-    return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag)
+    """As `aten.linear.default`. Moves, of n ranks, the input's or the output's whole rows, and again backward.
+
+    With `again` gathered rows are not kept for the backward, which moves them once more.
+    """
+    return _product(x, weight, bias, f"...{x.ndim - 2}", axes, zigzag, again)
 
 
 def linears(
@@ -49,26 +54,38 @@ def linears(
     axes: Axes,
     sizes: Mapping[str, int],
     zigzag: Collection[str] = (),
+    again: int = 0,
 ) -> tuple[Tensor, ...]:
     """`linear` of one input with several weights, each followed by its bias or None, gathered once for all."""
-    way = _way(x, operands[0], f"...{x.ndim - 2}", axes, zigzag)
-    return _OfGathered.apply(x, way, *operands)
+    return _of_gathered(x, f"...{x.ndim - 2}", axes, zigzag, again, operands)
 
 
-def matmul(x: Tensor, other: Tensor, *, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()) -> Tensor:
+def matmul(
+    x: Tensor,
+    other: Tensor,
+    *,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
+    again: int = 0,
+) -> Tensor:
     """As `aten.matmul.default` with a matrix; moves as much as `linear`."""
-    return _product(x, other.mT, None, "m", axes, zigzag)
+    return _product(x, other.mT, None, "m", axes, zigzag, again)
 
 
 mm = matmul
 
 
 def matmuls(
-    x: Tensor, *others: Tensor, axes: Axes, sizes: Mapping[str, int], zigzag: Collection[str] = ()
+    x: Tensor,
+    *others: Tensor,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    zigzag: Collection[str] = (),
+    again: int = 0,
 ) -> tuple[Tensor, ...]:
     """`matmul` of one input with several matrices, gathered once for all."""
-    operands = [each for other in others for each in (other.mT, None)]
-    return _OfGathered.apply(x, _way(x, operands[0], "m", axes, zigzag), *operands)
+    return _of_gathered(x, "m", axes, zigzag, again, [each for other in others for each in (other.mT, None)])
 
 
 SHARED = {linear: linears, matmul: matmuls}
@@ -85,7 +102,8 @@ class _Way:
     fused: bool
 
 
-def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> _Way:
+def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], whole: bool = False) -> _Way:
+    """How rows travel; `whole`: not in chunks, nor in one kernel with a product."""
     assert w_OK is not None, "a product without a weight"
     shared = {factor: [name for name in axes[rows] if name in axes.get(factor, ())] for factor in (COLUMN, ROW)}
     gathers = bool(shared[COLUMN])
@@ -94,14 +112,26 @@ def _way(x: Tensor, w_OK: Tensor | None, rows: str, axes: Axes, zigzag: Collecti
     leading = [*x.shape[:dim], x.shape[dim] if gathers else x.shape[dim] // axis.size]
     features = w_OK.shape[1 if gathers else 0]
     along, sizes = chunks_of(leading, math.prod(leading) * features * x.itemsize * axis.size)
+    if whole:
+        along, sizes = 0, (leading[0],)
     chunks = Chunks(dim, along, sizes, leading[dim], axis.size, rows in zigzag)
-    return _Way(axis, chunks, gathers, is_fused(x, axis, chunks.zigzag))
+    return _Way(axis, chunks, gathers, not whole and is_fused(x, axis, chunks.zigzag))
 
 
-def _product(x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str]) -> Tensor:
+def _of_gathered(
+    x: Tensor, rows: str, axes: Axes, zigzag: Collection[str], again: int, operands: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The rows of all ranks by several weights, each followed by its bias or None."""
+    way = _way(x, operands[0], rows, axes, zigzag, bool(again))
+    return (_OfGatheredAgain if again else _OfGathered).apply(x, way, *operands)
+
+
+def _product(
+    x: Tensor, w_OK: Tensor, bias: Tensor | None, rows: str, axes: Axes, zigzag: Collection[str], again: int
+) -> Tensor:
     way = _way(x, w_OK, rows, axes, zigzag)
     if way.gathers:
-        (out,) = _OfGathered.apply(x, way, w_OK, bias)
+        (out,) = _of_gathered(x, rows, axes, zigzag, again, (w_OK, bias))
         return out
     out = _ThenReduced.apply(x, w_OK, way)
     return out if bias is None else out + bias
@@ -212,6 +242,39 @@ class _OfGathered(autograd.Function):
             found.append(_weight_gradient(grad, whole) if of_weight else None)
             found.append(grad.flatten(0, -2).sum(0) if of_bias else None)
         return of_rows, None, *found
+
+
+class _OfGatheredAgain(autograd.Function):
+    """`_OfGathered`, that keeps x, and gathers it once more beside the product for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Way, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        of_x, _, *of_operands = ctx.needs_input_grad
+        (whole,) = _gathered(x, way)
+        ctx.save_for_backward(x if any(of_operands[::2]) else None, *(operands[::2] if of_x else ()))
+        ctx.way, ctx.are_tensors = way, [True, False, *(each is not None for each in operands)]
+        return tuple(F.linear(whole, w_OK, bias) for w_OK, bias in zip(operands[::2], operands[1::2], strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, *weights), way = ctx.saved_tensors, ctx.way
+        of_x, _, *of_operands = _asked_for(ctx)
+        gathering = start_gather(x, way.axis) if any(of_operands[::2]) else None
+        reducing = None
+        if of_x:
+            of_rows = grads[0] @ weights[0]
+            for grad, w_OK in zip(grads[1:], weights[1:], strict=True):
+                of_rows = of_rows + grad @ w_OK
+            reducing = start_reduce_scatter(way.chunks.by_rank(of_rows), way.axis)
+            del of_rows
+        whole = None if gathering is None else way.chunks.of_ranks(arrived(gathering))
+        del gathering
+        found: list[Tensor | None] = []
+        for grad, of_weight, of_bias in zip(grads, of_operands[::2], of_operands[1::2], strict=True):
+            found.append(_weight_gradient(grad, whole) if of_weight and whole is not None else None)
+            found.append(grad.flatten(0, -2).sum(0) if of_bias else None)
+        return None if reducing is None else arrived(reducing).squeeze(0), None, *found
 
 
 class _ThenReduced(autograd.Function):

@@ -8,6 +8,11 @@ al., "Overlap Communication with Dependent Computation via Decomposition", 2023;
 Rows are those of the last dim before the features: positions. Collectives and bytes are those of the plain gather, or
 reduction, and of its backward: gathered rows are kept for that, as there. Calls that share an input, as queries,
 keys and values do, gather it once, all of them or none: its traffic and what is kept of it are the first one's.
+
+    rows + o, again    the input is gathered whole; a rank keeps its own rows, and gathers the others again in the
+                       backward, beside the product for the input's gradient, which is reduced beside the weight's
+
+as Megatron-LM has it (Korthikanti et al.): one more collective for less memory, asked for by a name of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from autopar.strategies.notation import batch_names
 aten = torch.ops.aten
 
 NAME = "async_tensor_parallel"
+AGAIN = "megatron_regather"
 MOST_CHUNKS = 4
 """Of what travels, one part in so many has nothing to hide behind."""
 LEAST_BYTES = 2**22  # assumed: NVLink moves as much in about the latency of a collective
@@ -60,7 +66,7 @@ def together(call: Call, factor: str) -> str:
 
 
 def in_chunks(call: Call) -> tuple[Implementation, ...]:
-    """The implementation of a product by a matrix; none where the input is a vector."""
+    """The implementations of a product by a matrix; none where the input is a vector."""
     x, weight = call.inputs[:2]
     if len(x.shape) < 2 or len(weight.shape) != 2:
         return ()
@@ -87,7 +93,22 @@ def in_chunks(call: Call) -> tuple[Implementation, ...]:
         launches=_launches,
         shared=frozenset({together(call, COLUMN)}),
     )
-    return (replace(first, follower=replace(first, traffic=_of_scattered, saved_bytes=_kept_by_another)),)
+    again = replace(
+        first,
+        traffic=_traffic_again,
+        keywords=(("again", 1),),
+        name=AGAIN,
+        scratch_bytes=_gathered_bytes,
+        saved_bytes=_own_rows,
+        backward_bytes=_travelling_bytes,
+        hidden_share=_hidden_share_again,
+        choices=first.choices[:1],
+        launches=None,
+    )
+    return (
+        replace(first, follower=replace(first, traffic=_of_scattered, saved_bytes=_kept_by_another)),
+        replace(again, follower=replace(again, traffic=_of_scattered, saved_bytes=_kept_by_another)),
+    )
 
 
 def _of_scattered(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
@@ -162,3 +183,37 @@ def _unkept(call: Call, sizes: LocalSizes) -> frozenset[int]:
 def _launches(call: Call, sizes: LocalSizes) -> int:
     """A product for each chunk."""
     return len(_moved(call, sizes))
+
+
+def _gathered_bytes(call: Call, sizes: LocalSizes) -> int:
+    """The rows of all ranks."""
+    return sum(_moved(call, sizes))
+
+
+def _travelling_bytes(call: Call, sizes: LocalSizes) -> int:
+    """The rows of all ranks as they arrive and as they are used, and their gradients on their way."""
+    whole = _gathered_bytes(call, sizes)
+    return 2 * whole * call.inputs[1].requires_grad + whole * _learns(call, sizes)
+
+
+def _own_rows(call: Call, sizes: LocalSizes) -> int:
+    """This rank's rows, of which those of all are gathered again for the weight's gradient."""
+    return _gathered_bytes(call, sizes) // sizes[TOGETHER + COLUMN] if call.inputs[1].requires_grad else 0
+
+
+def _traffic_again(call: Call, sizes: LocalSizes) -> tuple[Collective, ...]:
+    """Rows gathered, gathered again for the weight's gradient, and their own gradients reduced."""
+    if not _splits(sizes):
+        return ()
+    over, whole = TOGETHER + COLUMN, _gathered_bytes(call, sizes)
+    found = [Collective("all_gather", over, whole)]
+    if call.inputs[1].requires_grad:
+        found.append(Collective("all_gather", over, whole, True))
+    if _learns(call, sizes):
+        found.append(Collective("reduce_scatter", over, whole, True))
+    return tuple(found)
+
+
+def _hidden_share_again(call: Call, sizes: LocalSizes) -> float:
+    """What travels in the backward, where there are two products to run beside it."""
+    return 2 / 3 if _learns(call, sizes) and call.inputs[1].requires_grad else 0.0

@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.collectives.axes import record_traffic, use_mesh
 from autopar.runtime.implementations.products.chunked import linear, linears
 from autopar.strategies.rules.products import chunked
-from autopar.strategies.rules.products.chunked import NAME
+from autopar.strategies.rules.products.chunked import AGAIN, NAME
 from tests.support import parity
 from tests.support.parity import SLOW_DEVICES, Case, check, check_rounding
 from tests.support.ranks import Ranks, mesh
@@ -106,8 +106,8 @@ def _in_small_chunks(case: Case) -> parity.Training:
 _parallel = parity.parallel
 
 
-def case(family: str, world: tuple[int, ...], **options: Any) -> Case:
-    asked = {"hardware": SLOW_DEVICES, "strategy": NAME, **options.pop("options", {})}
+def case(family: str, world: tuple[int, ...], strategy: str = NAME, **options: Any) -> Case:
+    asked = {"hardware": SLOW_DEVICES, "strategy": strategy, **options.pop("options", {})}
     return Case(family, world, options=asked, steps=2, **options)
 
 
@@ -125,9 +125,15 @@ ZERO3 = (("*", {"storage": "dp", "regather": True}),)
     [
         pytest.param(case("gpt2", (2, 2), annotations=ZERO3), id="packed projections, zero3"),
         pytest.param(case("llama", (2,), options={"recompute": "full"}), id="recompute"),
+        pytest.param(case("llama", (2,), AGAIN), id="gathered again"),
         pytest.param(case("llama", (4,)), id="plain keys", marks=pytest.mark.slow),
         pytest.param(case("gpt2", (2,), options={"recompute": "selective"}), id="selective", marks=pytest.mark.slow),
         pytest.param(case("llama", (2, 2), micro_steps=2), id="micro-steps", marks=pytest.mark.slow),
+        pytest.param(
+            case("gpt2", (2, 2), AGAIN, annotations=ZERO3, options={"recompute": "full"}, micro_steps=2),
+            id="gathered again, zero3, recompute",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None:
@@ -140,8 +146,8 @@ def test_in_low_precision_they_round_no_more_than_one_process_does(ranks: Ranks)
     check_rounding(ranks, case("llama", (2,), dtype=torch.bfloat16))
 
 
-def _eager_and_compiled() -> list[Tensor]:
-    """Three products of rows that are gathered once, and one that is reduced, with the gradients of all operands."""
+def _eager_and_compiled(again: int) -> list[Tensor]:
+    """Three products of rows that are gathered for all, and one that is reduced, with the gradients of all operands."""
     ranks_mesh, found = mesh((2,), ("tp",)), []
     torch.manual_seed(0)
     x, weights, bias = torch.randn(4, 3, 8), [torch.randn(6, 8) for _ in range(3)], torch.randn(6)
@@ -150,7 +156,7 @@ def _eager_and_compiled() -> list[Tensor]:
 
     def step(x: Tensor, first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> Tensor:
         operands = (first, bias, second, None, third, None)
-        q, k, v = linears(x, *operands, axes={"...1": ("tp",), "o": ("tp",)}, sizes=sizes)
+        q, k, v = linears(x, *operands, axes={"...1": ("tp",), "o": ("tp",)}, sizes=sizes, again=again)
         rows = {"...1": ("tp",), "k": ("tp",)}
         return linear((q * k).tanh() * v, first.mT, axes=rows, sizes={**sizes, "k": 12, "o": 8}).square().sum()
 
@@ -162,8 +168,9 @@ def _eager_and_compiled() -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_they_compile(ranks: Ranks) -> None:
-    for found in ranks.run(_eager_and_compiled, timeout=300):
+@pytest.mark.parametrize("again", [0, 1])
+def test_they_compile(ranks: Ranks, again: int) -> None:
+    for found in ranks.run(_eager_and_compiled, again, timeout=300):
         torch.testing.assert_close(found[:6], found[6:])
         assert all(x.abs().sum() > 0 for x in found)
 
@@ -172,10 +179,12 @@ def _in_two_halves() -> list[tuple[int, int]]:
     """How many collectives run for the gradient of the rows, and then for that of the weight, of both products."""
     ranks_mesh, found = mesh((2,), ("tp",)), []
     x, weight = torch.randn(4, 3, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    of_rows, of_columns = {"k": 16, "o": 6}, {"k": 8, "o": 12}
     with use_mesh(ranks_mesh):
-        for rows, sizes in (("o", {"k": 8, "o": 12}), ("k", {"k": 16, "o": 6})):
+        for rows, sizes, again in (("o", of_columns, 0), ("k", of_rows, 0), ("o", of_columns, 1)):
             input_ = x.repeat(1, 1 if rows == "o" else 2, 1)
-            loss = linear(input_, weight, axes={"...1": ("tp",), rows: ("tp",)}, sizes=sizes).square().sum()
+            axes = {"...1": ("tp",), rows: ("tp",)}
+            loss = linear(input_, weight, axes=axes, sizes=sizes, again=again).square().sum()
             halves = []
             for each in (input_, weight):
                 with record_traffic() as traffic:
@@ -186,5 +195,5 @@ def _in_two_halves() -> list[tuple[int, int]]:
 
 
 def test_a_backward_in_two_halves_reduces_the_gradient_of_rows_once(ranks: Ranks) -> None:
-    # The gradients of results are gathered for either half, where products are reduced.
-    assert ranks.run(_in_two_halves) == [[(1, 0), (1, 1)]] * 2
+    # The gradients of results are gathered for either half, where products are reduced; rows that are not kept for one.
+    assert ranks.run(_in_two_halves) == [[(1, 0), (1, 1), (1, 1)]] * 2
