@@ -8,7 +8,8 @@ galore       of each matrix m×n, m ≥ n, a basis n×r and two moments m×r (Zh
              AdamW's of all else
 none         nothing, and no step
 
-Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is.
+Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is, and is
+on the device, or, of AdamW, on its host (`cost.offload`).
 """
 
 from __future__ import annotations
@@ -26,17 +27,26 @@ RANK = 128  # of GaLore's reference implementation
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """What an optimizer keeps is on the host, which steps there; so many devices share it."""
+
+    devices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Optimizer:
     """An optimizer by name; with `master_copies`, parameters below float32 have a copy in float32 that it updates.
 
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
-    default those in numbered layers. Raises InputError for a name that is not known, or what another optimizer takes.
+    default those in numbered layers. `offload=` of `compile` and `plan` says whether what it keeps is on the host.
+    Raises InputError for a name that is not known, or what another optimizer takes.
     """
 
     name: str = "adamw"
     master_copies: bool = False
     rank: int = RANK
     matrices: tuple[str, ...] | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -46,6 +56,16 @@ class Optimizer:
         if self.matrices is not None and self.name not in ("muon", "galore"):
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
+            )
+        if self.offload is not None:
+            self.check_offload()
+
+    def check_offload(self) -> None:
+        """Raise InputError for an optimizer that does not step on the host."""
+        if self.name != "adamw":
+            raise InputError(
+                f'offload was given with optimizer={self.name!r}; the host steps for "adamw" alone '
+                "(autopar.optim.OffloadedAdamW): plan for that, or leave offload out."
             )
 
     def takes(self, name: str, info: TensorInfo) -> bool:
@@ -74,6 +94,11 @@ class Optimizer:
             return float(moment)
         short, long = sorted(info.shape)
         return moment * self.rank * (short + 2 * long) / (short * long)
+
+    def kept(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
+        """Bytes of one element of a parameter that it keeps, on the device or the host, by what they are."""
+        each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
+        return {name: size for name, size in each.items() if size}
 
     def step_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
         """Bytes that one step reads and writes per element: gradient read, weight and state read and written."""
