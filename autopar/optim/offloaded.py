@@ -168,7 +168,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _pieces(self, parameter: torch.Tensor, group: Mapping[str, Any], staging: Staging) -> Iterator[Piece]:
         """The pieces of a parameter, and what the host does with each."""
         is_new, state, own = not self.state[parameter], self._state_of(parameter), local(parameter)
-        state["step"] += 1
+        state["step"] = state["step"] + 1  # in a tensor of its own, which a state that was saved does not see
         is_changed = is_new or self._written.get(parameter) != own._version
         held = {name: flat(local(state[name])) for name in state if name != "step"}
         arrived = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,6 @@ from autopar.models.named import named
 from autopar.optim import OffloadedAdamW
 from tests.support.families import FAMILIES
 from tests.support.parity import SLOW_DEVICES, whole
-from tests.support.pipeline_training import WithLoss
 from tests.support.ranks import Ranks, mesh
 
 STEPS = 4
@@ -202,7 +202,7 @@ def _in_stages() -> tuple[list[float], int, int]:
     _, kwargs = family.inputs(0)
     many = {name: torch.cat([each] * 4) for name, each in kwargs.items()}
     model: Any = autopar.compile(
-        WithLoss(family.build(), family.loss),
+        family.build(),
         mesh((2, 2), ("pp", "dp")),
         many,
         strategy="zero3",
@@ -226,12 +226,12 @@ def _in_stages() -> tuple[list[float], int, int]:
 def test_stages_of_a_pipeline_are_trained_as_on_one_process(ranks: Ranks) -> None:
     family = FAMILIES["llama"]
     _, kwargs = family.inputs(0)
-    alone = WithLoss(family.build(), family.loss)
+    alone = family.build()
     optimizer = torch.optim.AdamW(alone.parameters(), **SETTINGS)
     wanted = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = alone(**kwargs)
+        loss = family.loss(alone(**kwargs))
         loss.backward()
         optimizer.step()
         wanted.append(loss.item())
@@ -251,11 +251,11 @@ def _resumed() -> tuple[list[float], list[float], Any, Any]:
 
     model, optimizer = made("zero3")
     _train(model, optimizer)
-    weights, state = get_state_dict(model, optimizer, options=WHOLE)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=WHOLE))
     going_on = _train(model, optimizer).losses
     other, again = made("megatron")
     set_state_dict(other, again, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
-    _, back = get_state_dict(other, again, options=WHOLE)
+    _, back = copy.deepcopy(get_state_dict(other, again, options=WHOLE))
     return going_on, _train(other, again).losses, state["state"], back["state"]
 
 
