@@ -35,7 +35,7 @@ from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
-from autopar.planning.request import Inputs, Outputs
+from autopar.planning.request import Inputs, Offloaded, Outputs
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
@@ -77,6 +77,8 @@ def compile(
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
+    offload: Offloaded = "none",
+    host_memory: str | int | None = None,
     buckets: Buckets | Literal["auto"] | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
@@ -141,6 +143,11 @@ def compile(
             "bf16", or an `autopar.Precision` (docs/precision.md). By default dtypes are those of the model.
         prefetch: how many layers ahead of their use weights that are stored in parts are gathered, forward and backward
             (docs/memory.md): 0, 1 or 2, whose memory counts; "auto": 1, but 0 where `memory` leaves no room for it.
+        offload: "optimizer": plan for AdamW's state and master copies on the host, where it steps, too, by
+            `autopar.optim.OffloadedAdamW` (docs/offload.md); "auto": where `memory` asks for it, not on a mesh with a
+            pipeline; `model.plan.offload` says what was chosen.
+        host_memory: hard limit of what is offloaded to one host by all of its devices, in bytes or as text ("512GB");
+            by default what the hardware profile says a host has.
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an
             `autopar.Buckets` (docs/training.md), or "auto" for powers of two and the names that transformers uses. By
             default inputs are taken as they are.
@@ -181,6 +188,8 @@ def compile(
         imbalance=imbalance,
         precision=precision,
         prefetch=prefetch,
+        offload=offload,
+        host_memory=host_memory,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
@@ -254,6 +263,8 @@ def plan(
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
+    offload: Offloaded = "none",
+    host_memory: str | int | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
@@ -295,5 +306,7 @@ def plan(
         imbalance=imbalance,
         precision=precision,
         prefetch=prefetch,
+        offload=offload,
+        host_memory=host_memory,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))

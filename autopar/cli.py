@@ -28,6 +28,7 @@ from autopar.models.catalogue import NAMES
 from autopar.models.named import named
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import NAMES as SCHEDULES
+from autopar.planning.request import OFFLOADED
 from autopar.planning.settings import DEPTHS
 from autopar.plans.plan import Plan
 from autopar.program.precision import NAMED
@@ -158,6 +159,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recompute", choices=("auto", *MODES), default="auto", help="layers computed again (auto)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--offload", choices=OFFLOADED, default="none", help="optimizer state on the host (none)")
+    parser.add_argument("--host-memory", help='hard limit per host of what is offloaded, such as "512GB"')
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
     parser.add_argument(
@@ -270,6 +273,8 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             recompute=options.recompute,
             optimizer=options.optimizer,
             master_copies=options.master_copies,
+            offload=options.offload,
+            host_memory=options.host_memory,
             solver=options.solver,
             time_limit=options.time_limit,
             pipeline=options.pipeline,

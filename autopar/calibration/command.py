@@ -59,6 +59,9 @@ def summary(profile: Profile) -> str:
     rows.append(("a wave of products", f"{hardware.product_wave:.3g} elements"))
     half = f", half of that at {hardware.attention_length:.0f} queries" if hardware.attention_length else ""
     rows.append(("attention", f"{hardware.attention_efficiency:.0%} of a matmul's FLOP/s{half}"))
+    host = f"{format_bytes(hardware.host_memory_bytes_per_s)}/s of {hardware.host_devices} devices"
+    rows.append(("link to the host", f"{format_bytes(hardware.host_link_bytes_per_s)}/s"))
+    rows.append(("steps on the host", host))
     rows.append(("one operation", format_seconds(hardware.op_latency_s)))
     for link, written in zip(hardware.links, profile["links"], strict=True):
         rows.append((link.name, f"{format_bytes(link.bytes_per_s)}/s"))

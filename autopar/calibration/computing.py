@@ -47,6 +47,8 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     rows, size = timer.effort.product
     latency = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
+    stepping = timer.optimizer_bytes_per_s()
+    step = f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written"
     return {
         "flops": flops,
         "elementwise_bytes_per_s": stamp.number(
@@ -67,12 +69,19 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
             f"features), forward and backward, beside matmuls, {each}",
         ),
         "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
-        "memory_bytes_per_s": stamp.number(
-            timer.optimizer_bytes_per_s(),
-            f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written, {each}",
-        ),
+        "memory_bytes_per_s": stamp.number(stepping, f"{step}, {each}"),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
         "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
+        "host_link_bytes_per_s": stamp.number(
+            timer.host_link_bytes_per_s(),
+            f"copies of {format_bytes(timer.effort.message_bytes[-1])} to the host and back",
+        ),
+        "host_memory_bytes_per_s": stamp.number(
+            local_ranks * (stepping if device == "cpu" else timer.optimizer_bytes_per_s(torch.device("cpu"))),
+            f"{step}, on the host by {local_ranks} ranks at once",
+        ),
+        "host_memory_bytes": {"value": _host_bytes(), "source": f"{stamp.text}: memory of the host"},
+        "host_devices": {"value": local_ranks, "source": f"{stamp.text}: ranks of one node"},
         **({"launch_s": stamp.number(latency, "the same, which a GPU waits for")} if device == "cuda" else {}),
     }
 
@@ -101,8 +110,12 @@ def _memory_bytes(device: str, local_ranks: int) -> tuple[int, str]:
     """Bytes of one device, and how they were found."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory, "memory of the device"
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = _host_bytes()
     return host // local_ranks, f"{host} bytes of the host, shared by {local_ranks} ranks"
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_name(device: str) -> str:

@@ -188,10 +188,21 @@ class Timer:
 
         return compute
 
-    def optimizer_bytes_per_s(self) -> float:
-        """Bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does."""
+    def host_link_bytes_per_s(self) -> float:
+        """Bytes per second between the device and its host, in the slower direction."""
+        count = self.effort.message_bytes[-1] // torch.float32.itemsize
+        there = torch.empty(count, pin_memory=self.device.type == "cuda")
+        here = torch.empty(count, device=self.device)
+        calls = [partial(there.copy_, here, non_blocking=True), partial(here.copy_, there, non_blocking=True)]
+        return count * torch.float32.itemsize / max(self.median_seconds(calls, "link to the host"))
+
+    def optimizer_bytes_per_s(self, device: torch.device | None = None) -> float:
+        """Bytes read plus bytes written per second of a fused step of AdamW, counted as `cost` does.
+
+        It is on the own device of each rank, or on the host, all ranks at once.
+        """
         _, size = self.effort.product
-        weights = [torch.randn(size, size, device=self.device).requires_grad_() for _ in range(LAYERS)]
+        weights = [torch.randn(size, size, device=device or self.device).requires_grad_() for _ in range(LAYERS)]
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         optimizer = torch.optim.AdamW(weights, fused=True)

@@ -21,7 +21,7 @@ from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
-from autopar.planning.request import Inputs, Outputs, PlanRequest
+from autopar.planning.request import Inputs, Offloaded, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision, precision_of
@@ -78,6 +78,8 @@ def plan_request(
     imbalance: float = 1.0,
     precision: str | Precision | None = None,
     prefetch: Prefetch = "auto",
+    offload: Offloaded = "none",
+    host_memory: str | int | None = None,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
@@ -106,6 +108,8 @@ def plan_request(
         weight_tiles,
         imbalance,
         precision_of(precision),
+        offload=offload,
+        host_memory=None if host_memory is None else parse_bytes(host_memory),
     )
 
 
@@ -145,8 +149,13 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
         raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
 
 
-def check_tiles_of_stages(request: PlanRequest) -> None:
-    """Raise PipelineError where plans with and without tiles would have to be compared: that is not done of stages."""
+def check_auto_of_stages(request: PlanRequest) -> None:
+    """Raise PipelineError where plans with and without something would have to be compared: not done of stages."""
+    if request.offload == "auto":
+        raise PipelineError(
+            'offload="auto" offloads where a plan of the whole model asks for it, and the mesh has a pipeline; give '
+            'offload="optimizer" or "none".'
+        )
     if request.mlp_tiles == AUTO:
         raise PipelineError(
             'mlp_tiles="auto" takes MLPs in tiles where a plan of the whole model asks for it, and the mesh has a '

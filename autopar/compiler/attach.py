@@ -31,7 +31,9 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     check_known(options, plan_request)
-    request = plan_request(model, **{**options, "memory": plan.memory_limit, "imbalance": plan.imbalance})
+    host_memory = options.get("host_memory") if plan.offload == "optimizer" else None
+    decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
+    request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
     request = request.running(plan.implementations)
     batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
     axes = axes_of_parts(request.inputs, plan.mesh)

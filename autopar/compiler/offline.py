@@ -14,9 +14,9 @@ from autopar.capture.export import Traced, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import (
     ExampleInputs,
+    check_auto_of_stages,
     check_hooks,
     check_no_pipeline,
-    check_tiles_of_stages,
     example_arguments,
 )
 from autopar.compiler.arranging import of_pipeline, of_plan
@@ -169,13 +169,13 @@ class _Planner:
     def in_pipelines(self) -> _Planner:
         """The same for pipelines, whose axis has its usual name; what is captured serves both."""
         other = copy.copy(self)
-        other.request = replace(self.request, pipeline=USUAL_PIPELINE)
+        other.request = replace(self.request.without_auto("none"), pipeline=USUAL_PIPELINE)
         return other
 
     @property
     def stored(self) -> int:
         """Bytes that all devices together store at least."""
-        return least_stored(MemoryModel(self.single))
+        return least_stored(MemoryModel(self._with_least_stored(self.single)))
 
     def at_least(self, mesh: Mesh) -> float:
         """What a step on a mesh takes at least: all devices compute all the time, but for the bubble of a pipeline.
@@ -222,7 +222,13 @@ class _Planner:
     def floor(self, mesh: Mesh, count: int) -> int:
         """Bytes per device that are stored however small micro-batches are."""
         program, arriving = self.arriving(count, mesh, tiles_asked(self.request))
-        return least_stored(MemoryModel(self.request.space(program, mesh, arriving)))
+        return least_stored(MemoryModel(self._with_least_stored(self.request.space(program, mesh, arriving))))
+
+    def _with_least_stored(self, space: Space) -> Space:
+        """The space with as little on the device as the request allows."""
+        if self.request.offload != "auto":
+            return space
+        return space.with_optimizer(self.request.offloading(space.hardware, space.mesh.num_devices))
 
     def on(self, mesh: Mesh, request: PlanRequest | None = None) -> Plan:
         """The best plan on a mesh without a pipeline, as it is asked for, or as `request` asks for it."""
@@ -252,7 +258,7 @@ class _Planner:
         CutOffError where every schedule takes longer than the cut-off without a memory limit.
         """
         request = (request or self.request).on(mesh)
-        check_tiles_of_stages(request)
+        check_auto_of_stages(request)
         inner = stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:

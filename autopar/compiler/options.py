@@ -57,6 +57,7 @@ _MEMORY = _Satisfying(
     lambda found: isinstance(found, str) or (isinstance(found, int) and not isinstance(found, bool) and found > 0),
     'bytes per device, as a whole number above 0 or as text ("8GB")',
 )
+_HOST_MEMORY = _Satisfying(_MEMORY.accepts, 'bytes per host, as a whole number above 0 or as text ("512GB")')
 _OPTIMIZER = _Satisfying(
     lambda found: isinstance(found, str | Optimizer), 'the name of an optimizer ("adamw") or an autopar.Optimizer'
 )
@@ -138,6 +139,8 @@ OPTIONS: Mapping[str, Schema] = {
     "weight_tiles": Flag(),
     "precision": Maybe(_PRECISION),
     "buckets": Maybe(_BUCKETS),
+    "offload": _WORD,
+    "host_memory": Maybe(_HOST_MEMORY),
     "plan_cache": Maybe(_FOLDER),
 }
 """Argument → what it may be, beside None where that is its default."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
-from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_tiles_of_stages
+from autopar.compiler.arguments import RunOptions, check_auto_of_stages, check_buckets, check_hooks
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
@@ -52,10 +52,11 @@ def compile_pipeline(
     """Parallelize `model` over `mesh`, of which `axis` is the pipeline; planned when the first inputs are given."""
     plan = pipeline_plan_of(run.plan)
     check_wish(Wish.of(request), plan)
-    check_tiles_of_stages(request)
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
-    request = request if plan is None else request.running(plan.implementations)
+    if plan is not None:
+        request = request.running(plan.implementations).offloading_as(plan.offload)
+    check_auto_of_stages(request)
     compiler = _Compiler(model, mesh, axis, request, plan, cache)
     compiler.module = PipelineModule(
         compiler.tree,

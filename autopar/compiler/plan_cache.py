@@ -30,11 +30,14 @@ from autopar.errors import AutoparError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
 from autopar.files.schema import Malformed, Record, Text, Whole
+from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planner import plan_pipeline, stage_space
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
+from autopar.planning.least_stored import least_stored
+from autopar.planning.offload import plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
@@ -67,7 +70,7 @@ class PlanCache:
     def plan(
         self, request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None = None
     ) -> Plan:
-        """What `plan_as_memory_asks` gives, from the folder where it is there; such a plan has no context."""
+        """What `_planned` gives, from the folder where it is there; such a plan has no context."""
 
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
@@ -75,7 +78,7 @@ class PlanCache:
             request.warn(fitting, choices_of(plan, fitting))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
-        return self._kept(key, Plan.from_json, check, lambda: plan_as_memory_asks(request, space, spaces, storage))
+        return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))
 
     def pipeline_plan(self, request: PipelineRequest) -> PipelinePlan:
         """What `plan_pipeline` gives, from the folder where it is there."""
@@ -111,6 +114,23 @@ class PlanCache:
         except OSError as error:
             warnings.warn(f"the plan cannot be kept in {path} ({error}); it is used all the same.", stacklevel=2)
         return made
+
+
+def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None) -> Plan:
+    """The best plan, in tiles where memory asks for them, and with state on the host where it is asked for."""
+
+    def priced(given: Space, asked: PlanRequest) -> Space:
+        """The space for an optimizer that offloads, or does not, as is asked."""
+        offloads = asked.offload == "optimizer"
+        if offloads == (given.optimizer.offload is not None):
+            return given
+        num_devices = given.mesh.num_devices
+        return given.with_optimizer(asked.offloading(given.hardware, num_devices) if offloads else asked.optimizer)
+
+    def plan_for(asked: PlanRequest) -> Plan:
+        return plan_as_memory_asks(asked, priced(space, asked), lambda tiles: priced(spaces(tiles), asked), storage)
+
+    return plan_as_offload_asks(request, plan_for, lambda: least_stored(MemoryModel(space)))
 
 
 def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:

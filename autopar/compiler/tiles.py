@@ -24,7 +24,7 @@ from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.planning.planner import seconds_of_microbatch
+from autopar.planning.planner import is_bounded, seconds_of_microbatch
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
@@ -114,7 +114,9 @@ class _Turns:
 
     def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
         """Plan the model in these tiles, if that may be faster: where memory costs time, or nothing fits."""
-        if self.best is not None and (not _is_bounded(self.best.plan, self._request) or is_over(self._deadline)):
+        if self.best is not None and (
+            not is_bounded(self.best.plan, self._request.settings) or is_over(self._deadline)
+        ):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were said of the model as it is
@@ -155,12 +157,6 @@ def _takes_losses(request: PlanRequest, space: Space) -> bool:
 
 def _takes_mlps(request: PlanRequest, space: Space) -> bool:
     return request.mlp_tiles == AUTO and space.program.mlp_tileable
-
-
-def _is_bounded(plan: Plan, request: PlanRequest) -> bool:
-    """Whether a plan within a limit would be another one without: memory has a price, or layers are computed again."""
-    again = request.settings.recompute == "auto" and set(plan.recompute.values()) - {"none"}
-    return bool(plan.multiplier or plan.gap or again)
 
 
 def _bytes_of_logits(space: Space) -> dict[int, list[int]]:

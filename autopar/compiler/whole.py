@@ -41,7 +41,9 @@ def compile_whole(
     """Parallelize `model` over `mesh`; planned when the first inputs are given."""
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
     plan = run.plan if isinstance(run.plan, Plan) else None
-    compiler = _Compiler(model, mesh, request if plan is None else request.running(plan.implementations), plan, cache)
+    if plan is not None:
+        request = request.running(plan.implementations).offloading_as(plan.offload)
+    compiler = _Compiler(model, mesh, request, plan, cache)
     compiler.module = ParallelModule(
         compiler.tree,
         mesh,
@@ -100,6 +102,7 @@ class _Compiler:
         asked = tiles_asked(self.request)
         space = on_ranks(asked)
         plan = self._plan(space, captured)
+        self.request = self.request.without_auto(plan.offload)  # one optimizer steps, whatever the inputs
         tiles = tiles_of(plan, space.program, asked, space.mesh)
         space = space if tiles == asked else on_ranks(tiles)
         local = rewrite(space, choices_of(plan, space), plan.recompute)

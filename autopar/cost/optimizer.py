@@ -8,7 +8,8 @@ galore       of each matrix m×n, m ≥ n, a basis n×r and two moments m×r (Zh
              AdamW's of all else
 none         nothing, and no step
 
-Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is.
+Which parameters are matrices their names say (`optim.matrices`). All that is kept is split as the parameter is, and is
+on the device, or, of AdamW, on its host (`cost.offload`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ RANK = 128  # of GaLore's reference implementation
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """What an optimizer keeps is on the host, which steps there; so many devices share it."""
+
+    devices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Optimizer:
     """An optimizer by name; with `master_copies`, parameters below float32 have a copy in float32 that it updates.
 
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
     default those in numbered layers. With `in_backward` a parameter is updated as soon as its gradient is there, which
-    is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. Raises InputError for a
-    name that is not known, or what another optimizer takes.
+    is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. `offload=` of `compile` and
+    `plan` says whether what it keeps is on the host. Raises InputError for a name that is not known, or what another
+    optimizer takes.
     """
 
     name: str = "adamw"
@@ -40,6 +49,7 @@ class Optimizer:
     rank: int = RANK
     matrices: tuple[str, ...] | None = None
     in_backward: bool = False
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -49,6 +59,21 @@ class Optimizer:
         if self.matrices is not None and self.name not in ("muon", "galore"):
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
+            )
+        if self.offload is not None:
+            self.check_offload()
+
+    def check_offload(self) -> None:
+        """Raise InputError for an optimizer that does not step on the host."""
+        if self.name != "adamw":
+            raise InputError(
+                f'offload was given with optimizer={self.name!r}; the host steps for "adamw" alone '
+                "(autopar.optim.OffloadedAdamW): plan for that, or leave offload out."
+            )
+        if self.in_backward:
+            raise InputError(
+                "offload was given with in_backward=True; the host steps when all gradients are there: leave one of both "
+                "out."
             )
 
     def check_microbatches(self, count: int) -> None:
@@ -86,6 +111,11 @@ class Optimizer:
             return float(moment)
         short, long = sorted(info.shape)
         return moment * self.rank * (short + 2 * long) / (short * long)
+
+    def kept(self, info: TensorInfo, matrix: bool = False) -> dict[str, float]:
+        """Bytes of one element of a parameter that it keeps, on the device or the host, by what they are."""
+        each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
+        return {name: size for name, size in each.items() if size}
 
     def step_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
         """Bytes that one step reads and writes per element: gradient read, weight and state read and written."""

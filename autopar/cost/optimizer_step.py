@@ -6,7 +6,7 @@ A step goes through gradient, weight and state at the bandwidth of memory. Of ma
     galore   4 mnr FLOPs divided as the matrix is; the basis is gathered over axes that split the long dim; what is
              projected is reduce-scattered over those that split the short one, and gathered to go back
 
-A renewal of GaLore's basis, one of many steps, is left out.
+A renewal of GaLore's basis, one of many steps, is left out. What a step on the host takes, `offload` says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.cost.moves import Move, MovedTensor, transfers
+from autopar.cost.offload import host_step
 from autopar.cost.operations import local_elements
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.collectives import Transfer
@@ -35,6 +36,8 @@ def step_seconds(
     if not each:
         return 0.0
     elements = local_elements(info, layout, mesh.sizes)
+    if optimizer.offload is not None:
+        return elements * host_step(info, hardware, optimizer).seconds + hardware.op_latency_s
     computing = step_flops(info, elements, optimizer, matrix) / step_peak(info, hardware, optimizer)
     return elements * each / hardware.memory_bytes_per_s + hardware.op_latency_s + computing
 

@@ -4,7 +4,8 @@
     all_reduce       bytes per device and step, in NCCL's convention; "all_reduce/tp" those over one axis; so for the
                      other collectives
     flops            floating point operations per device and step, forward, backward and recomputation
-    parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts
+    parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts; host_bytes
+                     in place of the last where the optimizer is on the host, without what passes through it
     memory           bytes per device at the fullest moment, and "memory/activations" … (see `formulas.memory`)
     forward_computing, forward_latency, weight_size, num_weights …
                      what computes, and is moved, beside one another, whole, on one device (see `hardware.beside`)
@@ -28,6 +29,7 @@ from torch import fx
 
 from autopar.cost import operations
 from autopar.cost.moves import in_bucket, transfers
+from autopar.cost.offload import host_step
 from autopar.cost.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.full_rate import full_rate_formula
@@ -221,14 +223,18 @@ class _Ledger:
         each = {
             "parameter_bytes": info.dtype.itemsize,
             "gradient_bytes": info.dtype.itemsize if info.requires_grad else 0,
-            "optimizer_bytes": optimizer.state_bytes(info, matrix) + optimizer.master_bytes(info),
+            "optimizer_bytes": sum(optimizer.kept(info, matrix).values()),
         }
+        if optimizer.offload is not None:
+            each["host_bytes"] = each.pop("optimizer_bytes")
         for name, size in each.items():
             self.stored[name].add(elements * (int(size) if size == int(size) else size))
         self._moved_weight(decision.node, Size.of(info.num_elements).polynomial * count, count)
         moved = optimizer.step_bytes(info, matrix)
         if moved:
-            self.seconds.add(elements * (moved / hardware.memory_bytes_per_s))
+            on_device = moved / hardware.memory_bytes_per_s
+            offloaded = optimizer.offload is not None
+            self.seconds.add(elements * (host_step(info, hardware, optimizer).seconds if offloaded else on_device))
             self.seconds.add(count * hardware.op_latency_s)
         flops = step_flops(info, self.sizes.local(info.shape, strategy.outputs[0]), optimizer, matrix)
         if flops:

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.schema import ListOf, Malformed, Maybe, Real, Record, Schema, Table, Text, Whole, differs
-from autopar.hardware.profile import Efficiencies, Hardware, Latencies, Link, Protocol
+from autopar.hardware.profile import HOST, Efficiencies, Hardware, Latencies, Link, Protocol
 
 PROFILES = Path(__file__).parent / "profiles"
 _WORDS = {"name": Text(), "algorithm": Text()}
@@ -43,6 +43,7 @@ _OPTIONAL = (
     "attention_length",
     "launch_s",
     "communication_share",
+    *HOST,
 )
 """Numbers of `Hardware` that a profile need not say."""
 
@@ -140,7 +141,7 @@ def parse(profile: Mapping[str, Any]) -> Hardware:
         int(_number(profile, "memory_bytes")),
         _number(profile, "op_latency_s"),
         tuple(map(_link, profile["links"])),
-        **{name: _number(profile, name) for name in _OPTIONAL if name in profile},
+        **{name: _optional(profile, name) for name in _OPTIONAL if name in profile},
     )
 
 
@@ -171,6 +172,11 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(found: Mapping[str, Any], key: str) -> float:
     return float(found[key]["value"] if isinstance(found[key], Mapping) else found[key])
+
+
+def _optional(found: Mapping[str, Any], key: str) -> Any:
+    """A number of `Hardware`, whole where it counts something."""
+    return int(_number(found, key)) if key in ("host_memory_bytes", "host_devices") else _number(found, key)
 
 
 def _known() -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, fields
 from autopar.errors import PlanError
 
 ALGORITHMS = ("ring", "tree")
+HOST = ("host_link_bytes_per_s", "host_memory_bytes_per_s", "host_memory_bytes", "host_devices")
+"""Numbers of a profile that say what a device's host is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,14 @@ class Hardware:
     """Elements of a product's output that the device makes at once (see `cost.product_efficiency`); 0: one by one."""
     attention_length: float = 0.0
     """Queries of a sequence at which fused attention reaches half of its share; 0: it does not depend on them."""
+    host_link_bytes_per_s: float = 0.0
+    """Between a device and its host, in each direction; 0: not said, as the two below, and nothing is offloaded."""
+    host_memory_bytes_per_s: float = 0.0
+    """Read plus written by the host, whose devices share it where they all step there."""
+    host_memory_bytes: int = 0
+    """Of the host; 0: not said, and not limited."""
+    host_devices: int = 0
+    """Devices that share a host; 0: as many as there are."""
 
     def __post_init__(self) -> None:
         for name in ("elementwise_bytes_per_s", "product_bytes_per_s"):
@@ -171,7 +181,7 @@ class Hardware:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
-        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length"):
+        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length", *HOST):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:
@@ -202,6 +212,15 @@ class Hardware:
     def __hash__(self) -> int:
         # Hashed for every transfer that is priced: few numbers, as hardware that differs in the rest is rare.
         return hash((self.name, self.memory_bytes_per_s, self.memory_bytes, self.op_latency_s, len(self.links)))
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself."""
+        return self.launch_s == 0
+
+    def devices_on_host(self, num_devices: int) -> int:
+        """How many of so many devices share a host."""
+        return min(self.host_devices or num_devices, num_devices)
 
     def flops_of(self, dtype: object) -> float:
         """Peak FLOP/s of a torch dtype or a dtype's name; those the profile does not list compute as float32."""

@@ -28,6 +28,8 @@ def parts(found: Timeline) -> dict[str, float]:
     for each in found.events:
         if each.task.stream == values.COMPUTE:
             seconds[_PARTS.get(each.task.phase, COMPUTE)] += each.task.seconds
+        elif each.task.beside:
+            seconds[_PARTS[each.task.phase]] += each.waited
         else:
             seconds[f"{each.task.name} {each.task.axis}"] += each.waited
     seconds[LAUNCHES] = found.launching

@@ -32,7 +32,7 @@ from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
 
 TOLERANCE = 1e-9  # of the seconds: sums in another order may differ by so much
-DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "memory", "rows")
+DERIVED = ("mesh", "fingerprint", "traffic", "unruled", "memory", "offload", "host", "rows")
 """Fields of a plan that follow from its choices."""
 
 

@@ -1,7 +1,8 @@
 """What each choice holds in memory: bytes per device by decision and by wire.
 
-A parameter holds itself, its gradient, its optimizer state and a master copy, in its storage layout. Between forward
-and backward a call holds what autograd keeps for it (asked of autograd, see `program.saved_tensors`):
+A parameter holds itself, its gradient, and where they are not on the host its optimizer state and a master copy, in its
+storage layout. Between forward and backward a call holds what autograd keeps for it (asked of autograd, see
+`program.saved_tensors`):
 
     its own outputs and hidden tensors    counted on the call
     its inputs                            counted on the wire, in the layout in which they arrive, unless the tensor is
@@ -73,12 +74,9 @@ class MemoryModel(TensorBytes):
             name = "receive buffers" if more.is_received(number) else "buffers and inputs"
             return {name: self.times(elements, info.dtype.itemsize * more.arrives(number))}
         optimizer = self.space.optimizer
-        each = {
-            "parameters": info.dtype.itemsize,
-            "optimizer": optimizer.state_bytes(info, self.space.is_matrix(number)),
-            "master copies": optimizer.master_bytes(info),
-        }
-        return {name: self.times(elements, size) for name, size in each.items() if size}
+        kept = {} if optimizer.offload is not None else optimizer.kept(info, self.space.is_matrix(number))
+        each = {"parameters": info.dtype.itemsize, **kept}
+        return {name: self.times(elements, size) for name, size in each.items()}
 
     # What is held between forward and backward.
 

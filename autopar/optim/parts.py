@@ -1,4 +1,4 @@
-"""Matrices that are whole or DTensors alike: made whole, cut as another is, multiplied where each rank has a part.
+"""Tensors that are whole or DTensors alike: a rank's own part, and matrices made whole, or cut as another is.
 
 A matrix that a plan stores in parts is a DTensor; on each axis of its mesh it is split in one of its dims, or whole.
 """
@@ -7,6 +7,20 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all of it, or the part of a DTensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor's elements in the order in which they, or those of another one of its shape, lie in memory.
+
+    They share its memory where it lies in that order without gaps.
+    """
+    strides = (tensor if like is None else like).stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim])).reshape(-1)
 
 
 def whole(matrix: torch.Tensor) -> torch.Tensor:

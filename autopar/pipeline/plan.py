@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from autopar.cost.offload import STAGING
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
@@ -136,6 +137,17 @@ class PipelinePlan:
         transient = [sum(plan.memory.parts.get(name, 0) for name in TRANSIENT) if plan.memory else 0 for plan in stages]
         return sum(plan.peak_bytes for plan in stages) - sum(transient) + max(transient)
 
+    @property
+    def offload(self) -> Literal["none", "optimizer"]:
+        """What stages have on the host, "none" or "optimizer"."""
+        return self.stages[0].plan.offload
+
+    @property
+    def host_bytes(self) -> int:
+        """Predicted bytes of host memory for each device of the rank that takes the most."""
+        ranks = map(self.schedule.stages_of, range(self.schedule.num_ranks))
+        return max(host_bytes_of([self.stages[number].plan for number in numbers]) for numbers in ranks)
+
     def idle(self, rank: int) -> float:
         """The share of the step in which a rank waits."""
         busy = sum(each.end - each.start for each in self.timeline.slices if each.rank == rank)
@@ -211,6 +223,12 @@ class PipelinePlan:
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         replace_text(path, view("PipelinePlan.to_trace")(self))
+
+
+def host_bytes_of(plans: Sequence[Plan]) -> int:
+    """Bytes of host memory for each device of a rank that has stages of these plans: one optimizer steps them all."""
+    staging = max(plan.host.get(STAGING, 0) for plan in plans)
+    return staging + sum(plan.host_bytes - plan.host.get(STAGING, 0) for plan in plans)
 
 
 def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...], starts: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from autopar.errors import PipelineError
 from autopar.hardware.collectives import message_seconds
 from autopar.pipeline.block_costs import boundary_bytes
 from autopar.pipeline.finished_stages import StageFinisher
-from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.plan import PipelinePlan, StagePlan, host_bytes_of
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.rooms import rooms_in_flight, rooms_of_least
@@ -34,6 +34,7 @@ from autopar.pipeline.stage_seconds import stage_seconds
 from autopar.pipeline.stages.cuts import CutProblem, StageCosts, best_cuts
 from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.structure import kinds
+from autopar.planning.offload import check_host_memory
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import context_of
@@ -70,6 +71,7 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         names = tuple(block.name for block in blocks[first:end])
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
     contexts = [context_of(stage.plan) for stage in stages]
+    _check_hosts(request, stages)
     warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     return PipelinePlan(
@@ -82,6 +84,15 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         memory_limit=request.settings.memory,
         notes=(*notes, *_notes_of(stages)),
     )
+
+
+def _check_hosts(request: PipelineRequest, stages: Sequence[StagePlan]) -> None:
+    """Raise InfeasibleError where the stages of a rank take more of a host than they may."""
+    offload = context_of(stages[0].plan).space.optimizer.offload
+    if offload is not None:
+        on_ranks = map(request.schedule.stages_of, range(request.schedule.num_ranks))
+        most = max(host_bytes_of([stages[number].plan for number in numbers]) for numbers in on_ranks)
+        check_host_memory(most, offload.devices, request.hardware, request.wanted.host_memory)
 
 
 def _cut(planned: PlannedBlocks, deadline: float) -> tuple[tuple[int, ...], StageSearch]:

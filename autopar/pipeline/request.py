@@ -92,4 +92,5 @@ class PipelineRequest:
         """The space of a stage, or of the whole program, which receives nothing."""
         here = program.placeholders()
         inputs = {name: each for name, each in self.input_layouts.items() if name in here}
-        return self.wanted.space(program, self.stage_mesh, {**inputs, **received}, self.program)
+        received = {**inputs, **received}
+        return self.wanted.space(program, self.stage_mesh, received, self.program, self.mesh.num_devices)

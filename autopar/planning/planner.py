@@ -149,6 +149,12 @@ def seconds_of_microbatch(plan: Plan) -> float:
     return parts.per_microbatch(context.memory_model.microbatches.count)
 
 
+def is_bounded(plan: Plan, settings: Settings) -> bool:
+    """Whether a plan within a limit would be another one without: memory has a price, or layers are computed again."""
+    again = settings.recompute == "auto" and set(plan.recompute.values()) - {"none"}
+    return bool(plan.multiplier or plan.gap or again)
+
+
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
     """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
     settings = settings or context.settings

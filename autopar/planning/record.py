@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from autopar.cost.offload import host_bytes
 from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
@@ -122,9 +123,21 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
         reduce_each=context.memory_model.microbatches.reduce_each,
+        offload="none" if space.optimizer.offload is None else "optimizer",
+        host=_on_host(space, choices),
         multiplier=answer.multiplier,
         context=context,
     )
+
+
+def _on_host(space: Space, choices: Sequence[int]) -> Mapping[str, int]:
+    """Bytes of host memory for each device, by what they are."""
+    parameters = [
+        (decision.node.meta["tensor"], decision.menu.strategies[choice].outputs[0])
+        for decision, choice in zip(space.decisions, choices, strict=True)
+        if decision.kind == "parameter"
+    ]
+    return host_bytes(parameters, space.mesh.sizes, space.optimizer)
 
 
 def _mode(model: MemoryModel, answer: Answer, number: int) -> int:

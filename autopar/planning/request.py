@@ -13,7 +13,8 @@ from autopar.annotations.pins import Mode, pins_of
 from autopar.capture.assumptions import Assumption
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
-from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.cost.offload import check_host
+from autopar.cost.optimizer import ADAMW, Offload, Optimizer
 from autopar.errors import InputError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
@@ -36,6 +37,8 @@ from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 Outputs = Literal["dtensor", "full"]
+Offloaded = Literal["none", "optimizer", "auto"]
+OFFLOADED: tuple[Offloaded, ...] = ("none", "optimizer", "auto")
 Inputs = str | tuple[str, ...]
 """`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
 
@@ -80,8 +83,24 @@ class PlanRequest:
     precision: Precision = AS_IT_IS
     implementations: frozenset[str] = frozenset()
     """Those that are offered on demand beside those that annotations and the preset ask for."""
+    offload: Offloaded = "none"
+    """Whether what the optimizer keeps is on the host, and is updated there; "auto": where memory asks for it."""
+    host_memory: int | None = None
+    """Bytes of a host that may be taken; None: those that the profile says it has."""
 
     def __post_init__(self) -> None:
+        if self.offload not in OFFLOADED:
+            raise InputError(
+                f"offload={self.offload!r}; give {', '.join(map(repr, OFFLOADED))}. Activations are not offloaded: "
+                "recompute= computes them again."
+            )
+        if self.offload != "none":
+            self.optimizer.check_offload()
+        elif self.host_memory is not None:
+            raise InputError(
+                f"host_memory={self.host_memory} limits what is offloaded, and nothing is; give "
+                'offload="optimizer" or "auto", too, or leave it out.'
+            )
         if self.mode not in ("auto", "semi_auto", "manual"):
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
         if self.outputs not in ("dtensor", "full"):
@@ -137,19 +156,40 @@ class PlanRequest:
         mesh: Mesh,
         input_layouts: Mapping[str, Layout] | None = None,
         whole: Program | None = None,
+        num_devices: int | None = None,
     ) -> Space:
-        """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`)."""
+        """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`).
+
+        `num_devices` are those of all stages, where the program is one of a pipeline. With offload="auto" it is the
+        space of a model that offloads nothing.
+        """
+        hardware, optimizer = self.hardware_of(mesh), self.optimizer
+        if self.offload == "optimizer":
+            optimizer = self.offloading(hardware, num_devices or mesh.num_devices)
         return build_space(
             program,
             self.named(mesh),
-            self.hardware_of(mesh),
+            hardware,
             self.whole_outputs,
             input_layouts,
-            self.optimizer,
+            optimizer,
             self.imbalance,
             whole,
             self.asked,
         )
+
+    def offloading_as(self, offload: Offloaded) -> PlanRequest:
+        """The request with another word on what is offloaded."""
+        return replace(self, offload=offload, host_memory=None if offload == "none" else self.host_memory)
+
+    def without_auto(self, offload: Offloaded) -> PlanRequest:
+        """The request with a word in place of "auto"."""
+        return self.offloading_as(offload) if self.offload == "auto" else self
+
+    def offloading(self, hardware: Hardware, num_devices: int) -> Optimizer:
+        """The optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has none."""
+        check_host(hardware)
+        return replace(self.optimizer, offload=Offload(hardware.devices_on_host(num_devices)))
 
     def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
         """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
@@ -77,6 +77,10 @@ class Plan:
     """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
     reduce_each: bool = False
     """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
+    offload: Literal["none", "optimizer"] = "none"
+    """"optimizer" where optimizer state and master copies are on the host, for `autopar.optim.OffloadedAdamW`."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """What takes memory of the host ("optimizer", "master copies", "staging") → bytes for each device."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -96,6 +100,11 @@ class Plan:
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+    @property
+    def host_bytes(self) -> int:
+        """Predicted bytes of host memory for each device."""
+        return sum(self.host.values())
 
     def is_kept(self, parameter: str) -> bool:
         """Whether a parameter (its placeholder) that is stored in parts stays gathered for the backward."""

@@ -51,6 +51,8 @@ PLAN = Record(
         "recompute": Table(OneOf(("none", "selective", "full"))),
         "prefetch": Whole(0, 2),
         "reduce_each": Flag(),
+        "offload": OneOf(("none", "optimizer")),
+        "host": Table(BYTES),
         "multiplier": SECONDS,
         "symbols": Table(Whole(1), most=1000),
         "formulas": Table(Text(MAX_CHARACTERS), most=1000),

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow, is_main
-from autopar.report.table import REDUCED_EACH
+from autopar.report.table import REDUCED_EACH, host_words
 from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -54,6 +54,7 @@ def _header(plan: Plan) -> str:
         "step": f"{format_seconds(plan.seconds)} predicted",
         "bound": f"{format_seconds(plan.bound)}, {certificate}",
         "memory": f"{format_bytes(plan.peak_bytes)} per device at the peak, {limit}",
+        **({"host": host_words(plan)} if plan.host else {}),
         "solver": plan.solver,
     }
     modes = Counter(plan.recompute.values())

@@ -49,6 +49,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
         Fact("schedule", f"{schedule.name}, m = {plan.microbatches} micro-batches, {where}"),
         Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}"),
         Fact("memory", f"{format_bytes(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"),
+        *([Fact("host", f"{format_bytes(plan.host_bytes)} of its memory per device")] if plan.host_bytes else []),
     )
 
 

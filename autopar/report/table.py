@@ -67,6 +67,7 @@ def _header(plan: Plan) -> str:
             *_timeline(plan),
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),
+            *_on_host(plan),
             *_recomputed(plan),
             *_moved_weights(plan),
             f"  solver   {plan.solver}",
@@ -89,6 +90,17 @@ def _parts(plan: Plan) -> list[str]:
     parts = sorted(plan.memory.parts.items(), key=lambda part: -part[1])
     words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes]
     return [f"           {', '.join(words[start : start + 4])}" for start in range(0, len(words), 4)]
+
+
+def _on_host(plan: Plan) -> list[str]:
+    """What is in host memory."""
+    return [f"  host     {host_words(plan)}"] if plan.host else []
+
+
+def host_words(plan: Plan) -> str:
+    """The bytes that are in host memory, and what they are."""
+    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in plan.host.items())
+    return f"{format_bytes(plan.host_bytes)} of its memory per device: {parts}"
 
 
 def _recomputed(plan: Plan) -> list[str]:

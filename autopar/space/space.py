@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.cost.moves import MovedTensor
 from autopar.cost.optimizer import ADAMW, Optimizer
+from autopar.cost.optimizer_step import step_seconds
 from autopar.cost.reshard import ReshardPath, ReshardTable, reshard_table
 from autopar.hardware.beside import NOTHING, Beside
 from autopar.hardware.profile import Hardware
@@ -115,6 +116,24 @@ class Space:
         """Whether a decision gives a parameter, as it is stored or cast for use."""
         decision = self.decisions[number]
         return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    def with_optimizer(self, optimizer: Optimizer) -> Space:
+        """The same space for an optimizer that takes the same parameters as matrices: other steps of parameters."""
+        menus: dict[int, Menu] = {}
+        decisions = list(self.decisions)
+        for number, decision in enumerate(decisions):
+            menu = decision.menu
+            if decision.kind != "parameter":
+                continue
+            if id(menu) not in menus:
+                info, matrix = decision.node.meta["tensor"], self.is_matrix(number)
+                steps = [
+                    step_seconds(info, each.outputs[0], self.mesh, self.hardware, optimizer, matrix) + sum(each.waits)
+                    for each in menu.strategies
+                ]
+                menus[id(menu)] = replace(menu, seconds=np.array(steps))
+            decisions[number] = replace(decision, menu=menus[id(menu)])
+        return replace(self, optimizer=optimizer, decisions=decisions)
 
     def is_matrix(self, number: int) -> bool:
         """Whether the optimizer takes a parameter as a matrix."""

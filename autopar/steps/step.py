@@ -4,7 +4,7 @@ forward     calls in their order; what moves activations is waited for, as are g
             issued ahead of their layer (`prefetch`)
 backward    the same the other way: a segment is computed again ahead of its first backward, weights are gathered again
             where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
-optimizer   behind all of these
+optimizer   behind all of these; on a host beside the device, copies down, steps and copies up on streams of their own
 
 What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
 collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
@@ -16,20 +16,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.cost.operations import backward_launches, share_beside
+from autopar.cost.offload import host_step
+from autopar.cost.operations import backward_launches, local_elements, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
-from autopar.space.space import without_gradient
+from autopar.space.space import Decision, without_gradient
+from autopar.space.strategy import Strategy
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
 from autopar.steps.weights import Backward, Messages, Regathered
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
+
+DOWN, HOST, UP = "device to host", "host", "host to device"
+"""Streams of a step on the host."""
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -100,11 +105,26 @@ class _Step:
         self.tasks.phase = "optimizer"
         for number, decision in enumerate(self.space.decisions):
             seconds = float(decision.menu.seconds[self.choices[number]])
-            if decision.kind == "parameter" and seconds:
-                own = decision.menu.strategies[self.choices[number]]
+            if decision.kind != "parameter" or not seconds:
+                continue
+            own = decision.menu.strategies[self.choices[number]]
+            if self.space.optimizer.offload is not None and not self.space.hardware.is_host:
+                self._on_host(decision, own)
+            else:
                 self.tasks.compute("optimizer", seconds - sum(own.waits), decision.name)
                 self.tasks.move(own.transfers, decision.name)
         return tuple(self.tasks.found)
+
+    def _on_host(self, decision: Decision, own: Strategy) -> None:
+        """The step of a parameter on a host beside the device: it comes down, is updated, and goes up."""
+        info = decision.node.meta["tensor"]
+        step = host_step(info, self.space.hardware, self.space.optimizer)
+        elements = local_elements(info, own.outputs[0], self.space.mesh.sizes)
+        down = self.tasks.beside(DOWN, DOWN, elements * step.down, decision.name)
+        host = self.tasks.beside(
+            HOST, HOST, elements * step.host + self.space.hardware.op_latency_s, decision.name, [down]
+        )
+        self.tasks.beside(UP, UP, elements * step.up, decision.name, [host])
 
     def _is_each_time(self, entry: Entry) -> bool:
         """Whether every micro-batch runs it."""

@@ -50,6 +50,12 @@ class Tasks:
         )
         return len(self.found) - 1
 
+    def beside(self, name: str, stream: str, seconds: float, row: str, after: Sequence[int] = ()) -> int:
+        """Something that takes nothing of the device, behind these, or what is computed and waited for; its number."""
+        before = after or sorted(self._awaited if self._computed is None else {*self._awaited, self._computed})
+        self.found.append(Task(name, stream, seconds, self.phase, 0.0, tuple(before), row=row, beside=True))
+        return len(self.found) - 1
+
     def wait(self, numbers: Iterable[int]) -> None:
         """Compute nothing further before these have ended."""
         self._awaited.update(numbers)

@@ -13,7 +13,8 @@ their share of the device from what computes there:
     rate of computing       1 - share · rates of all running collectives
 
 With a share of 0 collectives pass beside computing, and with 1, as where a host's own cores move the bytes, nothing is
-gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream.
+gained: a step takes the sum of all its tasks. It never takes longer, but for launches, nor less than one stream. Tasks
+that run `beside` take nothing of the device, nor of each other.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def simulate(tasks: Sequence[Task], share: float = 0.0) -> Timeline:
 
 def _rates(running: Sequence[Task], share: float) -> list[float]:
     """How fast each of the running tasks goes."""
-    collectives = [task for task in running if task.stream != COMPUTE]
+    collectives = [task for task in running if task.stream != COMPUTE and not task.beside]
     on_axis = Counter(axis for task in collectives for axis in task.axes)
     found = {
         id(task): 1 / max(1.0, share * len(collectives), *(on_axis[axis] for axis in task.axes)) for task in collectives
     }
     computing = max(0.0, 1 - share * sum(found.values()))
-    return [found.get(id(task), computing) for task in running]
+    return [1.0 if task.beside else found.get(id(task), computing) for task in running]

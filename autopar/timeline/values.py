@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COMPUTE = "compute"
-"""The stream that computes; all other streams are communicators."""
+"""The stream that computes; all others are communicators, but for those of tasks that run `beside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Task:
     """The mesh axes that these are."""
     num_bytes: int = 0
     """Of a collective, in NCCL's convention."""
+    beside: bool = False
+    """Whether it takes nothing of the device, though its stream is not the computing one: copies, and what hosts do."""
     row: str = ""
     """The decision that it belongs to."""
 
@@ -42,7 +44,11 @@ class Event:
     start: float
     end: float
     waited: float = 0.0
-    """Of a collective, the seconds that computing has lost to it; to several at once, in equal parts."""
+    """Of what does not compute, the seconds that computing has lost to it; to several at once, in equal parts."""
+
+    @property
+    def is_collective(self) -> bool:
+        return self.task.stream != COMPUTE and not self.task.beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +70,18 @@ class Timeline:
 
     @property
     def waiting(self) -> float:
-        """Seconds that computing has lost to collectives: nothing is computed while some run, or more slowly."""
+        """Seconds that computing has lost to all else: nothing is computed while it runs, or more slowly."""
         return sum(each.waited for each in self.events)
 
     @property
     def communicating(self) -> float:
         """What all collectives take where each runs alone."""
-        return sum(each.task.seconds for each in self.events if each.task.stream != COMPUTE)
+        return sum(each.task.seconds for each in self.events if each.is_collective)
 
     @property
     def hidden(self) -> float:
         """Seconds of collectives that pass beside computing, or beside each other."""
-        return self.communicating - self.waiting
+        return self.communicating - sum(each.waited for each in self.events if each.is_collective)
 
     @property
     def streams(self) -> tuple[str, ...]:

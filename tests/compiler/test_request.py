@@ -45,7 +45,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "strategy": "zero3",
         "memory": "1GB",
         "recompute": "full",
-        "optimizer": "sgd",
+        "optimizer": "adamw",
         "master_copies": True,
         "inputs": "local",
         "outputs": "full",
@@ -65,12 +65,15 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "imbalance": 1.5,
         "precision": "bf16-mixed",
         "prefetch": 2,
+        "offload": "auto",
+        "host_memory": "3GB",
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()
     request, plain = plan_request(model, **said), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
     assert alike == ["implementations"]  # of a plan that is attached, no option
     assert request.settings == Settings(10**9, "full", "ilp", 7.0, 0.25, 2) and request.stages == ("layers.1",)
+    assert request.host_memory == 3 * 10**9
 
 
 def _settings_of(options: dict[str, Any]) -> Settings:

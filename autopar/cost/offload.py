@@ -1,0 +1,84 @@
+"""What a step on the host takes of each element of a parameter (`autopar.optim.OffloadedAdamW`).
+
+    down    the gradient, and the weight where there is no master copy      bytes / the link's bandwidth
+    host    AdamW goes through gradient, weight and moments; with a master copy the gradient is cast before, and the
+            weight behind                                       bytes / the device's share of host memory's bandwidth
+    up      the weight                                                      bytes / the link's bandwidth
+
+A GPU's copies run beside the host's step, of other pieces of parameters, and go through host memory, too: a step takes
+as long as the longest of the three. Where the device is the host itself, it takes all three one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.operations import local_elements
+from autopar.cost.optimizer import MASTER_BYTES, Optimizer
+from autopar.errors import PlanError
+from autopar.hardware.profile import Hardware
+from autopar.optim.staging import Staged, staging_bytes
+from autopar.program.program import TensorInfo
+from autopar.sharding.layout import Layout
+
+STAGING = "staging"
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """Seconds of an element on its way down, on the host, and on its way up; whether these pass beside each other."""
+
+    down: float
+    host: float
+    up: float
+    beside: bool
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes of it."""
+        each = (self.down, self.host, self.up)
+        return max(each) if self.beside else sum(each)
+
+
+def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> HostStep:
+    """What the step of an optimizer whose state is on the host takes of an element of a parameter."""
+    assert optimizer.offload is not None, "a step on the device"
+    size, master, state = info.dtype.itemsize, optimizer.master_bytes(info), optimizer.state_bytes(info)
+    down, up = size if master else 2 * size, size
+    cast = size + MASTER_BYTES + MASTER_BYTES + size if master else 0
+    stepping = (master or size) * 3 + 2 * state + cast
+    beside = not hardware.is_host
+    if beside:
+        stepping += down + up
+    share = hardware.host_memory_bytes_per_s / optimizer.offload.devices
+    link = hardware.host_link_bytes_per_s
+    return HostStep(down / link, stepping / share, up / link, beside)
+
+
+def check_host(hardware: Hardware) -> None:
+    """Raise PlanError for a profile by which a step on the host cannot be priced."""
+    if not (hardware.host_link_bytes_per_s and hardware.host_memory_bytes_per_s):
+        raise PlanError(
+            f"hardware {hardware.name!r} does not say how fast its host is, which offload needs: host_link_bytes_per_s "
+            f"is {hardware.host_link_bytes_per_s:g}, host_memory_bytes_per_s {hardware.host_memory_bytes_per_s:g}; add "
+            "both to the profile, or calibrate again."
+        )
+
+
+def host_bytes(
+    parameters: Sequence[tuple[TensorInfo, Layout]], sizes: Sequence[int], optimizer: Optimizer
+) -> Mapping[str, int]:
+    """Bytes of host memory per device by what they are, of parameters in their storage layouts."""
+    if optimizer.offload is None:
+        return {}
+    found: dict[str, int] = {}
+    staged = []
+    for info, layout in parameters:
+        if not info.requires_grad:
+            continue
+        elements = local_elements(info, layout, sizes)
+        staged.append(Staged(elements, info.dtype.itemsize, bool(optimizer.master_bytes(info))))
+        for name, size in optimizer.kept(info).items():
+            found[name] = found.get(name, 0) + round(elements * size)
+    return {**found, STAGING: staging_bytes(staged)}

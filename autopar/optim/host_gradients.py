@@ -1,0 +1,63 @@
+"""Gradients that leave the device as soon as the backward has made them, and wait on the host for the step.
+
+Those of several backwards are added up there. On a GPU the first of them is copied beside what the backward computes
+next, and whoever adds to it, or steps, waits for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from autopar.optim.parts import flat, local
+from autopar.optim.staging import Link
+
+
+class HostGradients:
+    """The gradients of some parameters, each flat, as this rank has it; hooks bring them, and free them there."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], link: Callable[[], Link]) -> None:
+        self._link = link
+        self._memory: dict[torch.Tensor, torch.Tensor] = {}
+        self._arrived: dict[torch.Tensor, torch.Event | None] = {}
+        """Parameters whose gradient has been brought, with the mark behind its copy."""
+        for each in parameters:
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(self._bring)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that they take."""
+        return sum(each.nbytes for each in self._memory.values())
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient of it has been brought."""
+        return parameter in self._arrived
+
+    def take(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+        """Its gradient, and the mark at which that is there; what no hook has brought is brought now."""
+        if parameter.grad is not None:
+            self._bring(parameter)
+        return self._memory[parameter], self._arrived[parameter]
+
+    def clear(self) -> None:
+        """Forget what has been brought, and keep its memory."""
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def _bring(self, parameter: torch.Tensor) -> None:
+        """Bring a gradient to the host, or add it to the one that is there, and free it on the device."""
+        assert parameter.grad is not None, "a hook behind the accumulation of a gradient"
+        own, link = local(parameter), self._link()
+        gradient = flat(local(parameter.grad), like=own)
+        if parameter in self._arrived:
+            link.wait(self._arrived[parameter])
+            self._memory[parameter] += gradient.cpu()
+        else:
+            if parameter not in self._memory:
+                self._memory[parameter] = link.memory(gradient.numel(), gradient.dtype)
+            link.begin()
+            link.copy(self._memory[parameter], gradient, link.down)
+            self._arrived[parameter] = link.mark(link.down)
+        parameter.grad = None

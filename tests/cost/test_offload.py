@@ -1,0 +1,75 @@
+"""What a step on the host takes of an element, and what is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.cost.offload import check_host, host_bytes, host_step
+from autopar.cost.optimizer import Offload, Optimizer
+from autopar.cost.optimizer_step import step_seconds
+from autopar.errors import InputError, PlanError
+from autopar.hardware.load import load
+from autopar.optim.staging import SLOTS
+from autopar.program.program import TensorInfo
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+
+GPU = replace(load("h100"), host_link_bytes_per_s=1.0, host_memory_bytes_per_s=80.0, op_latency_s=0.0)
+HOST = replace(GPU, launch_s=0.0)
+ADAMW = Optimizer("adamw", offload=Offload(8))
+MASTERS = replace(ADAMW, master_copies=True)
+FLOAT, HALF = (TensorInfo((6, 4), dtype, True) for dtype in (torch.float32, torch.bfloat16))
+
+
+def test_a_gpu_copies_beside_the_step_of_its_host_which_its_devices_share() -> None:
+    found = host_step(FLOAT, GPU, ADAMW)
+    assert (found.down, found.up) == (8.0, 4.0)
+    assert found.host == pytest.approx((3 * 4 + 2 * 8 + 12) / 10)
+    assert found.seconds == 8.0
+    assert host_step(FLOAT, replace(GPU, host_link_bytes_per_s=1e3), ADAMW).seconds == pytest.approx(4.0)
+    assert host_step(FLOAT, GPU, replace(ADAMW, offload=Offload(1))).host == pytest.approx(0.5)
+
+
+def test_master_copies_stay_on_the_host_and_are_cast_there() -> None:
+    found = host_step(HALF, GPU, MASTERS)
+    assert (found.down, found.up) == (2.0, 2.0)
+    assert found.host == pytest.approx((3 * 4 + 2 * 8 + (2 + 4 + 4 + 2) + 4) / 10)
+    assert host_step(FLOAT, GPU, MASTERS) == host_step(FLOAT, GPU, ADAMW)
+
+
+def test_where_the_device_is_the_host_nothing_passes_beside_anything() -> None:
+    found = host_step(FLOAT, HOST, ADAMW)
+    assert found.host == pytest.approx((3 * 4 + 2 * 8) / 10)
+    assert found.seconds == pytest.approx(8.0 + 2.8 + 4.0)
+
+
+def test_a_step_takes_what_its_elements_take_on_a_device() -> None:
+    mesh = Mesh({"dp": 2})
+    for layout, elements in (("I", 24), ("S(0)", 12)):
+        seconds = step_seconds(FLOAT, Layout.parse(layout), mesh, GPU, ADAMW, False)
+        assert seconds == elements * host_step(FLOAT, GPU, ADAMW).seconds
+
+
+def test_state_is_on_the_host_with_what_passes() -> None:
+    frozen = TensorInfo((100,), torch.float32, False)
+    whole, split = Layout.parse("I"), Layout.parse("S(0)")
+    parameters = [(FLOAT, split), (HALF, whole), (frozen, whole)]
+    found = host_bytes(parameters, (2,), MASTERS)
+    assert found == {"optimizer": 8 * 12 + 8 * 24, "master copies": 4 * 24, "staging": SLOTS * 2 * 48 + 4 * 24}
+    assert host_bytes(parameters, (2,), Optimizer()) == {}
+
+
+@pytest.mark.parametrize("missing", ["host_link_bytes_per_s", "host_memory_bytes_per_s"])
+def test_a_profile_without_its_host_is_refused(missing: str) -> None:
+    check_host(GPU)
+    with pytest.raises(PlanError, match=f"'h100' does not say how fast its host is.*{missing}.* 0.*calibrate again"):
+        check_host(replace(GPU, **{missing: 0.0}))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-8bit", "muon", "galore", "none"])
+def test_the_host_steps_for_adamw_alone(name: str) -> None:
+    with pytest.raises(InputError, match=f"offload was given with optimizer='{name}'.*OffloadedAdamW"):
+        Optimizer(name, offload=Offload())

@@ -1,0 +1,267 @@
+"""AdamW on the host, on compiled models: trained as by AdamW in one process, with the bytes that are planned."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.benchmarking.meters import peak_bytes
+from autopar.models.named import named
+from autopar.optim import OffloadedAdamW
+from tests.support.families import FAMILIES
+from tests.support.parity import SLOW_DEVICES, whole
+from tests.support.ranks import Ranks, mesh
+
+STEPS = 4
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4}
+HOSTED = replace(SLOW_DEVICES, host_link_bytes_per_s=1e8, host_memory_bytes_per_s=1e8)
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+@dataclass(slots=True)
+class _Run:
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    host_bytes: int = 0
+    planned: int = 0
+    held: int = 0
+    stored: int = 0
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    assert tensor is not None
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False) -> _Run:
+    losses = []
+    for step in range(STEPS):
+        args, kwargs = FAMILIES["llama"].inputs(step)
+        optimizer.zero_grad()
+        loss = FAMILIES["llama"].loss(model(*args, **kwargs))
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return _Run(losses, {name: whole(each) for name, each in model.named_parameters()})  # pyright: ignore[reportArgumentType]
+
+
+def _build(dtype: torch.dtype) -> nn.Module:
+    return FAMILIES["llama"].build().to(dtype)
+
+
+def _compiled(
+    shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: Any = "device", clip: bool = False
+) -> _Run:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    masters = dtype == torch.bfloat16
+    model = autopar.compile(
+        _build(dtype),
+        mesh(shape, ("dp", "tp")[: len(shape)]),
+        kwargs or args,
+        strategy=strategy,
+        master_copies=masters,
+        offload="optimizer",
+        hardware=HOSTED,
+    )
+    optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS, master_copies=masters, gradients=gradients)
+    found = _train(model, optimizer, clip)
+    plan = model.plan
+    assert plan.offload == "optimizer" and plan.memory is not None
+    assert not {"optimizer", "master copies"} & plan.memory.parts.keys()
+    found.host_bytes, found.planned = optimizer.host_bytes, plan.host_bytes
+    found.stored = sum(row.stored_bytes for row in plan.rows if row.kind == "parameter")
+    if gradients == "device":
+        found.held = sum(_bytes(each) + _bytes(each.grad) for each in model.parameters())
+    return found
+
+
+CASES = [
+    ((2,), "zero3", torch.float32, "device"),
+    ((2, 2), "fsdp_megatron", torch.float32, "host"),
+    ((2,), "megatron", torch.bfloat16, "device"),
+    pytest.param((2,), "zero2", torch.float32, "host", marks=pytest.mark.slow),
+    pytest.param((2,), "zero1", torch.bfloat16, "device", marks=pytest.mark.slow),
+    pytest.param((2,), "data_parallel", torch.float32, "device", marks=pytest.mark.slow),
+    pytest.param((2, 2), "zero3", torch.bfloat16, "device", marks=pytest.mark.slow),
+    pytest.param((4,), "megatron", torch.float32, "device", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "dtype", "gradients"), CASES)
+def test_compiled_models_are_trained_as_on_one_process(
+    ranks: Ranks, shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: str
+) -> None:
+    alone = _build(dtype)
+    masters = dtype == torch.bfloat16
+    wanted = _train(alone, OffloadedAdamW(alone.parameters(), **SETTINGS, master_copies=masters))
+    if not masters:
+        theirs = _build(dtype)
+        peer = _train(theirs, torch.optim.AdamW(theirs.parameters(), **SETTINGS))
+        torch.testing.assert_close(wanted.parameters, peer.parameters, rtol=1e-5, atol=1e-6)
+    for found in ranks.run(_compiled, shape, strategy, dtype, gradients, world_size=math.prod(shape), timeout=180):
+        tolerance: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if masters else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found.losses, wanted.losses, **tolerance)
+        torch.testing.assert_close(found.parameters, wanted.parameters, **tolerance)
+        waiting = found.stored // 2 if gradients == "host" else 0
+        assert found.host_bytes == found.planned + waiting > 0
+        assert gradients == "host" or found.held == found.stored
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks: Ranks) -> None:
+    alone = _build(torch.float32)
+    wanted = _train(alone, torch.optim.AdamW(alone.parameters(), **SETTINGS), clip=True)
+    found = ranks.run(_compiled, (2,), "zero3", torch.float32, "device", True, world_size=2, timeout=180)
+    for each in found:
+        torch.testing.assert_close(each.parameters, wanted.parameters, rtol=1e-4, atol=1e-5)
+
+
+def _measured(strategy: str) -> tuple[int, int]:
+    """Bytes on the device at the highest moment of the second step, and those of the plan."""
+    model, inputs = named("tiny-llama", 8, 64)
+    assert isinstance(inputs, tuple)
+    compiled = autopar.compile(model, mesh((2,), ("dp",)), inputs, strategy=strategy, offload="optimizer")
+    compiled.to_empty(device="cpu")
+    for each in (*compiled.parameters(), *compiled.buffers()):
+        nn.init.normal_(each, std=0.02)
+    values = tuple(torch.randint(0, 200, each.shape) for each in inputs)
+    optimizer = OffloadedAdamW(compiled.named_parameters())
+
+    def step() -> None:
+        compiled(*values).square().mean().backward()
+
+    step()
+    optimizer.step()
+
+    def held() -> list[Tensor]:
+        gradients = [each.grad for each in compiled.parameters() if each.grad is not None]
+        return [*compiled.parameters(), *compiled.buffers(), *gradients, *values]
+
+    return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes
+
+
+def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks) -> None:
+    for found, predicted in ranks.run(_measured, "zero3", world_size=2):
+        assert predicted == pytest.approx(found, rel=0.05)
+
+
+def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    model = autopar.compile(
+        _build(torch.float32),
+        mesh((2,), ("dp",)),
+        kwargs or args,
+        memory=memory,
+        offload=offload,
+        hardware=HOSTED,
+    )
+    offloads = model.plan.offload == "optimizer"
+    optimizer = (OffloadedAdamW if offloads else torch.optim.AdamW)(model.named_parameters(), **SETTINGS)
+    return _train(model, optimizer).losses, model.plan.offload
+
+
+def _refused(memory: int) -> str:
+    with pytest.raises(autopar.InfeasibleError) as refused:
+        _limited(memory, "none")
+    return str(refused.value)
+
+
+def test_a_model_whose_state_does_not_fit_is_trained_with_it_on_the_host(ranks: Ranks) -> None:
+    args, kwargs = FAMILIES["llama"].inputs(0)
+    least = autopar.plan(
+        _build(torch.float32),
+        autopar.Mesh({"dp": 2}),
+        kwargs or args,
+        strategy="zero3",
+        recompute="full",
+        offload="optimizer",
+        hardware=HOSTED,
+    )
+    limit = int(1.1 * least.peak_bytes)
+    assert all("the memory limit is" in each for each in ranks.run(_refused, limit, world_size=2, timeout=180))
+    free = ranks.run(_limited, None, "none", world_size=2, timeout=180)
+    for (found, offload), (wanted, _) in zip(
+        ranks.run(_limited, limit, "auto", world_size=2, timeout=180), free, strict=True
+    ):
+        assert offload == "optimizer"
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+def _in_stages() -> tuple[list[float], int, int]:
+    family = FAMILIES["llama"]
+    _, kwargs = family.inputs(0)
+    many = {name: torch.cat([each] * 4) for name, each in kwargs.items()}
+    model: Any = autopar.compile(
+        family.build(),
+        mesh((2, 2), ("pp", "dp")),
+        many,
+        strategy="zero3",
+        microbatches=4,
+        schedule="1f1b",
+        offload="optimizer",
+        hardware=HOSTED,
+    )
+    optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(**many)))
+        optimizer.step()
+    rank = model.plan.schedule.stages_of(torch.distributed.get_rank() // 2)
+    planned = sum(model.plan.stages[number].plan.host_bytes for number in rank)
+    return losses, optimizer.host_bytes, planned
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_are_trained_as_on_one_process(ranks: Ranks) -> None:
+    family = FAMILIES["llama"]
+    _, kwargs = family.inputs(0)
+    alone = family.build()
+    optimizer = torch.optim.AdamW(alone.parameters(), **SETTINGS)
+    wanted = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = family.loss(alone(**kwargs))
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    for losses, held, planned in ranks.run(_in_stages, world_size=4, timeout=240):
+        torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=0)
+        assert held == planned
+
+
+def _resumed() -> tuple[list[float], list[float], Any, Any]:
+    """Losses of a run that goes on, and of one that does by another strategy from its checkpoint; the state of both."""
+
+    def made(strategy: str) -> tuple[Any, OffloadedAdamW]:
+        args, kwargs = FAMILIES["llama"].inputs(0)
+        options: dict[str, Any] = {"strategy": strategy, "offload": "optimizer", "hardware": HOSTED}
+        model = autopar.compile(_build(torch.bfloat16), mesh((2,), ("dp",)), kwargs or args, **options)
+        return model, OffloadedAdamW(model.named_parameters(), **SETTINGS, master_copies=True)
+
+    model, optimizer = made("zero3")
+    _train(model, optimizer)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=WHOLE))
+    going_on = _train(model, optimizer).losses
+    other, again = made("megatron")
+    set_state_dict(other, again, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
+    _, back = copy.deepcopy(get_state_dict(other, again, options=WHOLE))
+    return going_on, _train(other, again).losses, state["state"], back["state"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_by_another_strategy(ranks: Ranks) -> None:
+    for going_on, resumed, state, back in ranks.run(_resumed, world_size=2, timeout=240):
+        assert all(each["master"].dtype == torch.float32 for each in state.values())
+        torch.testing.assert_close(back, state, rtol=0, atol=0)
+        torch.testing.assert_close(resumed, going_on, rtol=2e-2, atol=0)

@@ -1,0 +1,248 @@
+"""Plans with the optimizer's state on the host: where memory asks for it, what they say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cli import main
+from autopar.cost.optimizer import Offload
+from autopar.errors import InfeasibleError, InputError, PipelineError, PlanError
+from autopar.hardware.load import load
+from autopar.planning import offload as offloading
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from autopar.report.html import page
+from autopar.units import format_bytes
+
+FAST_HOST = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
+"""Whose steps take next to nothing."""
+SLOW_HOST = replace(FAST_HOST, host_memory_bytes_per_s=1e6)
+
+
+def _model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
+def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
+    on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
+    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **{"hardware": "h100", **options})
+
+
+def _least(**options: Any) -> int:
+    return _planned(strategy="zero3", recompute="full", **options).peak_bytes
+
+
+def test_state_leaves_the_device_and_is_on_the_host() -> None:
+    here, there = (_planned(strategy="zero3", offload=each, master_copies=True) for each in ("none", "optimizer"))
+    assert here.offload == "none" and not here.host and here.host_bytes == 0
+    assert there.offload == "optimizer"
+    assert here.memory is not None and there.memory is not None
+    assert here.memory.parts["optimizer"] == there.host["optimizer"]
+    assert "optimizer" not in there.memory.parts
+    assert here.peak_bytes - there.peak_bytes == there.host["optimizer"]
+    assert there.choices == here.choices
+    assert there.seconds > here.seconds
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}])
+def test_sum_formula_and_timeline_agree(mesh: dict[str, int]) -> None:
+    plan = _planned(mesh, strategy="zero3", offload="optimizer")
+    again = plan.reprice(**plan.with_formulas().symbols)
+    assert again.seconds == pytest.approx(plan.seconds, rel=1e-9)
+    assert again.memory["host_bytes"] == plan.host["optimizer"]
+    assert again.memory["memory"] == plan.peak_bytes
+    timeline = plan.timeline()
+    assert {"device to host", "host", "host to device"} <= set(timeline.streams)
+    waited = sum(each.waited for each in timeline.events if each.task.beside)
+    rows = [row for row in plan.rows if row.kind == "parameter"]
+    assert waited == pytest.approx(sum(row.seconds for row in rows), rel=0.1)
+    assert timeline.seconds == pytest.approx(timeline.computing + timeline.waiting + timeline.launching)
+
+
+def test_copies_run_beside_steps_of_other_parameters() -> None:
+    timeline = _planned(strategy="zero3", offload="optimizer").timeline()
+    hosts = [each for each in timeline.events if each.task.stream == "host"]
+    downs = [each for each in timeline.events if each.task.stream == "device to host"]
+    ups = [each for each in timeline.events if each.task.stream == "host to device"]
+    assert len(hosts) == len(downs) == len(ups) > 2
+    assert downs[1].start < hosts[0].end and ups[0].start < hosts[1].end
+    behind = max(each.end for each in timeline.events if each.task.phase == "backward")
+    assert all(each.start >= behind * (1 - 1e-9) for each in downs)
+    assert all(
+        down.end <= host.start and host.end <= up.start for down, host, up in zip(downs, hosts, ups, strict=True)
+    )
+
+
+def test_a_host_that_is_the_device_steps_in_the_place_of_the_device() -> None:
+    timeline = _planned(strategy="zero3", offload="optimizer", hardware="cpu").timeline()
+    assert not any(each.task.beside for each in timeline.events)
+
+
+def test_without_a_limit_nothing_is_offloaded_of_itself() -> None:
+    assert _planned(offload="auto") == _planned()
+
+
+def test_what_fits_at_no_cost_stays_on_the_device() -> None:
+    free = _planned()
+    assert _planned(memory=free.peak_bytes, offload="auto").choices == free.choices
+
+
+def test_state_goes_to_the_host_where_nothing_fits_without_that() -> None:
+    limit = int(1.05 * _least(offload="optimizer"))
+    with pytest.raises(InfeasibleError):
+        _planned(memory=limit)
+    found = _planned(memory=limit, offload="auto")
+    assert found.offload == "optimizer" and found.peak_bytes <= limit and found.verify().ok
+    free = _planned()
+    (note,) = [each for each in found.notes if "on the host" in each]
+    assert "the best plan on the device without a limit takes" in note
+    assert format_bytes(free.peak_bytes) in note
+    assert found.choices == _planned(memory=limit, offload="optimizer").choices
+
+
+def test_the_faster_plan_is_kept_where_both_fit() -> None:
+    limit = int(1.02 * _least())
+    here = _planned(memory=limit)
+    slow = _planned(memory=limit, offload="auto", hardware=SLOW_HOST)
+    fast = _planned(memory=limit, offload="auto", hardware=FAST_HOST)
+    assert slow.offload == "none" and slow.seconds == here.seconds
+    assert fast.offload == "optimizer" and fast.seconds < here.seconds
+    assert any("on the device within the limit takes" in note for note in fast.notes)
+    assert context_of(fast).settings.cutoff == math.inf
+
+
+def test_a_search_on_the_host_ends_where_the_device_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = []
+    against = offloading._against
+
+    def seen(*args: Any) -> Any:
+        found = against(*args)
+        cut.append(found.settings.cutoff)
+        return found
+
+    monkeypatch.setattr(offloading, "_against", seen)
+    limit = int(1.02 * _least())
+    assert [_planned(memory=limit, offload="auto", hardware=SLOW_HOST).seconds] == cut
+
+
+def test_a_limit_that_neither_fits_is_refused_by_both() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"(?s)the memory limit is .*With what the optimizer keeps on the host: the"
+    ):
+        _planned(memory=1000, offload="auto")
+
+
+def test_host_memory_is_that_of_all_devices_of_a_host() -> None:
+    plan = _planned({"dp": 4}, strategy="zero3", offload="optimizer")
+    needed = 4 * plan.host_bytes
+    assert _planned({"dp": 4}, strategy="zero3", offload="optimizer", host_memory=needed).choices == plan.choices
+    told = rf"takes .* per device, and .* \({needed} bytes\) for the 4 that share a host, but host_memory is .*; raise"
+    with pytest.raises(InfeasibleError, match=told):
+        _planned({"dp": 4}, strategy="zero3", offload="optimizer", host_memory=needed - 1)
+    small = replace(load("h100"), host_memory_bytes=needed - 1)
+    with pytest.raises(InfeasibleError, match=r"but hardware 'h100' has .*; raise host_memory"):
+        _planned({"dp": 4}, strategy="zero3", offload="optimizer", hardware=small)
+    two = replace(load("h100"), host_memory_bytes=needed - 1, host_devices=2)
+    assert _planned({"dp": 4}, strategy="zero3", offload="optimizer", hardware=two).offload == "optimizer"
+
+
+def test_a_host_without_room_leaves_the_plan_on_the_device() -> None:
+    limit = int(1.02 * _least())
+    assert _planned(memory=limit, offload="auto", hardware=FAST_HOST, host_memory=1).offload == "none"
+
+
+def test_more_devices_on_a_host_make_its_step_slower() -> None:
+    alone = replace(load("h100"), host_devices=1)
+    shared, own = (
+        _planned({"dp": 4}, offload="optimizer", strategy="zero3", hardware=each) for each in ("h100", alone)
+    )
+    assert shared.seconds > own.seconds
+
+
+def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
+    plan = _planned(strategy="zero3", offload="optimizer")
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.host == plan.host and loaded.offload == "optimizer"
+    said = [line for line in str(loaded).splitlines() if line.startswith("  host ")]
+    assert said == [line for line in str(plan).splitlines() if line.startswith("  host ")]
+    assert len(said) == 1 and "per device: optimizer" in said[0] and "staging" in said[0]
+    assert "of its memory per device" in page(plan)
+    loaded.to_trace(tmp_path / "loaded.json")
+    plan.to_trace(tmp_path / "trace.json")
+    names = [
+        each["args"].get("name")
+        for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if each["ph"] == "M"
+    ]
+    assert {"device to host", "host", "host to device"} <= set(names)
+    again = loaded.attach(_model(), (torch.zeros(16, 64),), strategy="zero3", hardware="h100")
+    assert again.verify().ok
+    values = json.loads(plan.to_json())
+    values["offload"] = "activations"
+    with pytest.raises(PlanError, match="offload is 'activations'; needed one of 'none', 'optimizer'"):
+        Plan.from_json(json.dumps(values))
+    values["offload"] = "none"
+    with pytest.raises(PlanError, match="its offload is not what its choices come to"):
+        replace(plan, offload="none").verify()
+
+
+def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
+    inputs = (torch.zeros(16, 64),)
+    mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
+    said: dict[str, Any] = {"strategy": "zero3", "microbatches": 2, "schedule": "1f1b"}
+    plan: Any = autopar.plan(_model(), mesh, inputs, offload="optimizer", **said)
+    assert plan.offload == "optimizer"
+    assert plan.host_bytes == max(stage.plan.host_bytes for stage in plan.stages) > 0
+    assert "of its memory per device" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.PipelinePlan.load(tmp_path / "plan.json").host_bytes == plan.host_bytes
+    for stage in plan.stages:
+        assert context_of(stage.plan).space.optimizer.offload == Offload(4)
+    with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
+        autopar.plan(_model(), mesh, inputs, offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
+    with pytest.raises(PipelineError, match=r'offload="auto" .* give offload="optimizer" or "none"'):
+        autopar.plan(_model(), mesh, inputs, offload="auto", **said)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "activations"}, "offload='activations'; give 'none', 'optimizer', 'auto'.*recompute="),
+        ({"offload": "auto", "optimizer": "sgd"}, "offload was given with optimizer='sgd'"),
+        ({"host_memory": "1GB"}, 'host_memory=1000000000 limits what is offloaded.*offload="optimizer" or "auto"'),
+        ({"offload": "auto", "host_memory": -1}, "host_memory=-1; give bytes per host"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _planned(**options)
+
+
+def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
+    with pytest.raises(PlanError, match="does not say how fast its host is"):
+        _planned(offload="optimizer", hardware=replace(load("h100"), host_memory_bytes_per_s=0.0))
+
+
+def test_meshes_are_compared_with_state_on_the_host() -> None:
+    limit, inputs = int(1.05 * _least(offload="optimizer")), (torch.zeros(16, 64),)
+    found = autopar.plan(_model(), "auto", inputs, devices=2, memory=limit, offload="auto", hardware="h100")
+    assert found.offload == "optimizer" and found.peak_bytes <= limit
+
+
+def test_the_command_line_offloads(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ["plan", "tiny-gpt2", "--mesh", "dp=2", "--strategy", "zero3", "--offload", "optimizer"]
+    assert main([*said, "--host-memory", "1GB"]) == 0
+    assert "of its memory per device" in capsys.readouterr().out
+    assert main([*said, "--host-memory", "1kB"]) != 0
+    assert "host_memory is 1.00 kB" in capsys.readouterr().err
