@@ -136,6 +136,7 @@ OPTIONS: Mapping[str, Schema] = {
     "loss_tiles": Maybe(_TILES),
     "mlp_tiles": Maybe(_MLP_TILES),
     "precision": Maybe(_PRECISION),
+    "training": Flag(),
     "buckets": Maybe(_BUCKETS),
     "plan_cache": Maybe(_FOLDER),
 }

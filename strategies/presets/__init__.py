@@ -35,7 +35,7 @@ from autopar.errors import StrategyError
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import data, experts, grid, sequence, tensor
+from autopar.strategies.presets import data, decoding, experts, grid, sequence, tensor
 
 __all__ = ["PRESETS", "Preset", "annotations_for"]
 
@@ -67,6 +67,7 @@ PRESETS: Mapping[str, Preset] = {
         experts.expert_model,
         experts.expert_data_model,
         experts.expert_folded,
+        decoding.flash_decoding,
     )
 }
 
