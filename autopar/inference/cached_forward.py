@@ -97,7 +97,8 @@ class _StateLayer(CacheLayerMixin):
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, decodes: bool) -> None:
         super().__init__()
-        self.keys, self.values, self.positions, self.decodes = keys, values, positions, decodes
+        self.held = keys, values
+        self.positions, self.decodes = positions, decodes
         self.is_initialized, self.is_written = True, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -107,18 +108,19 @@ class _StateLayer(CacheLayerMixin):
         """Write, and say what attention takes: for one token all of the cache, for a prompt's beginning what is new."""
         if self.is_written:
             raise CaptureError("a layer writes its keys and values twice in a forward; generate cannot hold both.")
-        for name, cache, new in (("keys", self.keys, key_states), ("values", self.values, value_states)):
-            expected = cache.shape[0], cache.shape[1], new.shape[2], cache.shape[3]
-            if tuple(new.shape) != expected or new.dtype != cache.dtype:
-                raise CaptureError(
-                    f"a layer writes {name} of {list(new.shape)} in {new.dtype} into a cache of {list(cache.shape)} in "
-                    f"{cache.dtype}; they must agree but for positions. Generation needs a model that keeps keys and "
-                    "values as its configuration says, in the dtype that it computes in."
-                )
-        self.keys = WRITE_CACHE(self.keys, key_states, self.positions)
-        self.values = WRITE_CACHE(self.values, value_states, self.positions)
-        self.is_written = True
-        return (self.keys, self.values) if self.decodes else (key_states, value_states)
+        keys, values = (self._written(*each) for each in zip(self.held, (key_states, value_states), strict=True))
+        self.held, self.is_written = (keys, values), True
+        return self.held if self.decodes else (key_states, value_states)
+
+    def _written(self, cache: Tensor, new: Tensor) -> Tensor:
+        expected = cache.shape[0], cache.shape[1], new.shape[2], cache.shape[3]
+        if tuple(new.shape) != expected or new.dtype != cache.dtype:
+            raise CaptureError(
+                f"a layer writes keys or values of {list(new.shape)} in {new.dtype} into a cache of {list(cache.shape)} "
+                f"in {cache.dtype}; they must agree but for positions. Generation needs a model that keeps keys and "
+                "values as its configuration says, in the dtype that it computes in."
+            )
+        return WRITE_CACHE(cache, new, self.positions)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that attention takes, and the position of the first one."""
@@ -135,12 +137,13 @@ class _StateLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """How many positions there are."""
-        return self.keys.shape[2] if self.keys is not None else 0
+        return self.held[0].shape[2]
 
 
 class _StateCache(Cache):
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], positions: Tensor, decodes: bool) -> None:
-        super().__init__(layers=[_StateLayer(k, v, positions, decodes) for k, v in zip(keys, values, strict=True)])
+        self.states = [_StateLayer(k, v, positions, decodes) for k, v in zip(keys, values, strict=True)]
+        super().__init__(layers=list(self.states))
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first query, for a mask."""
@@ -148,13 +151,14 @@ class _StateCache(Cache):
 
     def written(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of all layers as the forward leaves them."""
-        missing = [number for number, layer in enumerate(self.layers) if not layer.is_written]
+        missing = [number for number, layer in enumerate(self.states) if not layer.is_written]
         if missing:
             raise CaptureError(
                 f"layer {missing[0]} writes no keys and values into the cache; generate needs a model each of whose "
                 "layers does, once in a forward."
             )
-        return [layer.keys for layer in self.layers], [layer.values for layer in self.layers]
+        keys, values = zip(*(layer.held for layer in self.states), strict=True)
+        return list(keys), list(values)
 
 
 @contextlib.contextmanager

@@ -117,10 +117,10 @@ def ready(
     """What runs a token, or with no `position_ids` the beginning of a prompt; planned on its first appearance."""
     signature, mesh = module._forward_signature, module.mesh
     positions = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
-    whole = as_dtensors(keys, layout, mesh), as_dtensors(values, layout, mesh)
-    executable = module._prepared(arguments_of(signature, ids, *whole, positions, position_ids))
-    names = [[f"{side} {number}" for number in range(len(keys))] for side in ("keys", "values")]
+    whole_keys, whole_values = (as_dtensors(each, layout, mesh) for each in (keys, values))
+    executable = module._prepared(arguments_of(signature, ids, whole_keys, whole_values, positions, position_ids))
+    of_keys, of_values = ([f"{side} {number}" for number in range(len(keys))] for side in ("keys", "values"))
     at = None if position_ids is None else POSITION_IDS
-    labels = arguments_of(signature, IDS, *names, POSITIONS, at)
-    caches = dict(zip((*names[0], *names[1]), (*keys, *values), strict=True))
+    labels = arguments_of(signature, IDS, of_keys, of_values, POSITIONS, at)
+    caches = dict(zip((*of_keys, *of_values), (*keys, *values), strict=True))
     return Ready.of(module, executable, labels, caches)

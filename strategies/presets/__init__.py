@@ -63,11 +63,11 @@ PRESETS: Mapping[str, Preset] = {
         grid.tensor_2_5d,
         grid.tensor_3d,
         tensor.fsdp_megatron,
+        decoding.flash_decoding,
         experts.expert_data,
         experts.expert_model,
         experts.expert_data_model,
         experts.expert_folded,
-        decoding.flash_decoding,
     )
 }
 

@@ -43,7 +43,7 @@ def generating(family: str, **changed: Any) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)
+                parameter.mul_(8)
     return model
 
 
