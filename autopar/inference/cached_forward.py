@@ -116,9 +116,9 @@ class _StateLayer(CacheLayerMixin):
         expected = cache.shape[0], cache.shape[1], new.shape[2], cache.shape[3]
         if tuple(new.shape) != expected or new.dtype != cache.dtype:
             raise CaptureError(
-                f"a layer writes keys or values of {list(new.shape)} in {new.dtype} into a cache of {list(cache.shape)} "
-                f"in {cache.dtype}; they must agree but for positions. Generation needs a model that keeps keys and "
-                "values as its configuration says, in the dtype that it computes in."
+                f"a layer writes keys or values of {list(new.shape)} in {new.dtype} into a cache of "
+                f"{list(cache.shape)} in {cache.dtype}; they must agree but for positions. Generation needs a model that "
+                "keeps keys and values as its configuration says, in the dtype that it computes in."
             )
         return WRITE_CACHE(cache, new, self.positions)
 
