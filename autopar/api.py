@@ -19,6 +19,7 @@ from autopar.compiler.arguments import (
     Recompute,
     RunOptions,
     Solver,
+    check_in_one_piece,
     check_mesh,
     check_one_decides,
     example_arguments,
@@ -32,6 +33,7 @@ from autopar.compiler.whole import compile_whole
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
+from autopar.inference.module import InferenceModule
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
@@ -81,6 +83,7 @@ def compile(
     host_memory: str | int | None = None,
     buckets: Buckets | Literal["auto"] | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
+    training: bool = True,
 ) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
@@ -153,6 +156,8 @@ def compile(
             default inputs are taken as they are.
         plan_cache: a folder in which plans are kept, so that what was asked for before, with equal options, is not
             solved again; by default the folder that the environment variable AUTOPAR_PLAN_CACHE names, or none.
+        training: False plans and runs the forward alone, in evaluation mode: no gradients, no optimizer, nothing kept
+            for a backward. A language model of transformers can `generate` then, with a cache (docs/inference.md).
 
     Raises:
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
@@ -190,12 +195,17 @@ def compile(
         prefetch=prefetch,
         offload=offload,
         host_memory=host_memory,
+        training=training,
     )
     abstract = Mesh.of(mesh)
     request = request.on(abstract)  # a profile that is not known is refused at once, not at the first call
     axis = pipeline_axis(abstract, pipeline)
+    check_in_one_piece(request, axis)
     if axis is None:
-        module = compile_whole(model, mesh, request, run, PlanCache.of(plan_cache))
+        kind = ParallelModule if training else InferenceModule
+        module = compile_whole(model, mesh, request, run, PlanCache.of(plan_cache), kind)
+        if isinstance(module, InferenceModule):
+            module.request = request
     else:
         module = compile_pipeline(model, mesh, axis, request, run, PlanCache.of(plan_cache))
     if example_inputs is not None:
@@ -266,6 +276,7 @@ def plan(
     offload: Offloaded = "none",
     host_memory: str | int | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
+    training: bool = True,
 ) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
@@ -308,5 +319,6 @@ def plan(
         prefetch=prefetch,
         offload=offload,
         host_memory=host_memory,
+        training=training,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))

@@ -23,6 +23,7 @@ from autopar.strategies.rules import (
 )
 from autopar.strategies.rules.layers import (
     attention,
+    cached_attention,
     conv,
     embedding,
     loss,
@@ -35,6 +36,7 @@ from autopar.strategies.rules.layers import (
 
 TABLES = (
     attention,
+    cached_attention,
     conv,
     embedding,
     experts,

@@ -20,6 +20,7 @@ from torch import fx
 from autopar.errors import RuleError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.attention.cached import CACHED_ATTENTION
 from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.rows import CROSS_ENTROPY
@@ -99,7 +100,7 @@ class RoledCall:
         """Attention as one call, or what works on scores: one dim of queries and one of keys."""
         scores = any(roles.count("sequence") > 1 for roles in self.dims)
         queries = sum(f in self.bound.splittable for f, role in self.roles.items() if role == "sequence") > 1
-        return self.call.target in ATTENTION or scores or queries
+        return self.call.target in (*ATTENTION, CACHED_ATTENTION) or scores or queries
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -58,6 +58,7 @@ ORDER = (
     ("runtime.pipeline",),
     ("runtime", "report"),
     ("compiler", "calibration"),
+    ("inference",),
     ("api",),
     ("benchmarking", "demo", "integrations"),
     ("", "cli"),

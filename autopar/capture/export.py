@@ -201,6 +201,12 @@ def skeleton(model: nn.Module, precision: Precision = AS_IT_IS) -> nn.Module:
     return _copied(model, empty)
 
 
+def skeleton_of(model: nn.Module, precision: Precision, training: bool) -> nn.Module:
+    """The skeleton of a model, without gradients where there is no training."""
+    made = skeleton(model, precision)
+    return made if training else made.requires_grad_(False)
+
+
 def freeze(model: nn.Module, frozen: frozenset[str] | None) -> None:
     """Let these parameters of a skeleton, and no others, need no gradient; None leaves all as they are."""
     for name, parameter in model.named_parameters() if frozen is not None else ():

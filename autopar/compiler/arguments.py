@@ -27,6 +27,7 @@ from autopar.plans.plan import Plan
 from autopar.program.precision import Precision, precision_of
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
+from autopar.strategies.presets.data import OF_TRAINING
 from autopar.units import parse_bytes
 
 Recompute = Literal["auto", "none", "selective", "full"]
@@ -80,13 +81,17 @@ def plan_request(
     prefetch: Prefetch = "auto",
     offload: Offloaded = "none",
     host_memory: str | int | None = None,
+    training: bool = True,
 ) -> PlanRequest:
     """The options of `compile` and `plan`, with what was said about the model, as one value.
 
-    Raises InputError for an option that is not of its kind.
+    Raises InputError for an option that is not of its kind, or has no place beside training=False.
     """
     check_options(locals())
     check_model(model)
+    if not training:
+        check_forward_alone(locals())
+        recompute = "none"
     return PlanRequest(
         annotations_of(model),
         strategy,
@@ -110,7 +115,47 @@ def plan_request(
         precision_of(precision),
         offload=offload,
         host_memory=None if host_memory is None else parse_bytes(host_memory),
+        training=training,
     )
+
+
+USUAL: Mapping[str, tuple[object, ...]] = {
+    "optimizer": ("adamw", "none"),
+    "master_copies": (False,),
+    "recompute": ("auto", "none"),
+    "microbatches": (None, 1),
+    "pipeline": (None,),
+    "schedule": (None,),
+    "chunks": (None,),
+    "stages": (None,),
+    "loss_tiles": (None, False),
+    "mlp_tiles": (None,),
+}
+"""What options that are of training alone say where nothing is said of them."""
+
+
+def check_forward_alone(given: Mapping[str, Any]) -> None:
+    """Raise InputError for the first option that is of training alone."""
+    for name, usual in USUAL.items():
+        if not any(type(given[name]) is type(each) and given[name] == each for each in usual):
+            raise InputError(
+                f"{name}={given[name]!r} beside training=False, which plans and runs the forward alone, in one piece: "
+                "there are no gradients, no optimizer and no micro-batches. Leave it out."
+            )
+    if given["strategy"] in OF_TRAINING:
+        raise InputError(
+            f'strategy="{given["strategy"]}" beside training=False: it divides what a forward has not, gradients and '
+            'the state of an optimizer. "zero3" stores parameters in parts, "data_parallel" whole.'
+        )
+
+
+def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
+    """Raise PipelineError where a forward alone would run in stages."""
+    if axis is not None and not request.training:
+        raise PipelineError(
+            f'the mesh has a pipeline, the axis "{axis}", and training=False runs a forward in one piece; call the '
+            "axis otherwise, or give a mesh without it."
+        )
 
 
 def _optimizer(said: str | Optimizer, master_copies: bool) -> Optimizer:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from autopar.annotations.pins import pins_of
-from autopar.capture.export import skeleton, trace
+from autopar.capture.export import skeleton_of, trace
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
 from autopar.compiler.tiles import tiles_asked, tiles_of
@@ -41,10 +41,10 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))
 
     traced = trace(
-        skeleton(model, request.precision),
+        skeleton_of(model, request.precision, request.training),
         args,
         kwargs,
-        training=model.training,
+        training=model.training and request.training,
         assume=request.assume,
         capacity_factor=request.capacity_factor,
         precision=request.precision,

@@ -10,12 +10,13 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.export import Traced, skeleton, trace
+from autopar.capture.export import Traced, skeleton_of, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import (
     ExampleInputs,
     check_auto_of_stages,
     check_hooks,
+    check_in_one_piece,
     check_no_pipeline,
     example_arguments,
 )
@@ -72,6 +73,7 @@ def plan_offline(
         return _on_the_best(planner, mesh, devices, max_axes)
     abstract = Mesh.of(mesh)
     axis = pipeline_axis(abstract, request.pipeline)
+    check_in_one_piece(request, axis)
     return planner.on(abstract) if axis is None else planner.in_stages(abstract, axis)
 
 
@@ -95,6 +97,7 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
             limit = request.settings.memory
             if (
                 request.pipeline is not None
+                or not request.training
                 or not longer
                 or limit is None
                 or planner.stored / longer[0].num_devices > limit
@@ -134,9 +137,9 @@ class _Planner:
                 step("capture")
                 part = whole_batch(split_batch(self.batch, count)[0], num_parts)
                 self.traces[count, num_parts] = trace(
-                    skeleton(self.model, self.request.precision),
+                    skeleton_of(self.model, self.request.precision, self.request.training),
                     *part,
-                    training=self.model.training,
+                    training=self.model.training and self.request.training,
                     assume=self.request.assume,
                     capacity_factor=self.request.capacity_factor,
                     precision=self.request.precision,

@@ -138,6 +138,7 @@ OPTIONS: Mapping[str, Schema] = {
     "mlp_tiles": Maybe(_MLP_TILES),
     "weight_tiles": Flag(),
     "precision": Maybe(_PRECISION),
+    "training": Flag(),
     "buckets": Maybe(_BUCKETS),
     "offload": _WORD,
     "host_memory": Maybe(_HOST_MEMORY),

@@ -36,15 +36,20 @@ from autopar.space.space import Space
 
 
 def compile_whole(
-    model: nn.Module, mesh: DeviceMesh, request: PlanRequest, run: RunOptions, cache: PlanCache
+    model: nn.Module,
+    mesh: DeviceMesh,
+    request: PlanRequest,
+    run: RunOptions,
+    cache: PlanCache,
+    kind: type[ParallelModule] = ParallelModule,
 ) -> ParallelModule:
-    """Parallelize `model` over `mesh`; planned when the first inputs are given."""
+    """Parallelize `model` over `mesh`, as a module of this kind; planned when the first inputs are given."""
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
     plan = run.plan if isinstance(run.plan, Plan) else None
     if plan is not None:
         request = request.running(plan.implementations).offloading_as(plan.offload)
     compiler = _Compiler(model, mesh, request, plan, cache)
-    compiler.module = ParallelModule(
+    compiler.module = kind(
         compiler.tree,
         mesh,
         compiler.prepare,
@@ -57,6 +62,8 @@ def compile_whole(
         check_buckets(run.buckets, request.microbatches or 1)
         compiler.module.varying = Varying(run.buckets, Mesh.of(mesh), axes_of_parts(request.inputs, Mesh.of(mesh)))
     compiler.module.follow(model)
+    if not request.training:
+        compiler.module.eval()
     return compiler.module
 
 
@@ -115,7 +122,7 @@ class _Compiler:
     @uncollected()
     def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
         with self.tree.standing_in(training) as model:
-            freeze(model, frozen)
+            freeze(model, frozen if self.request.training else frozenset(dict(model.named_parameters())))
             return trace(
                 model,
                 *without_placements(arguments),

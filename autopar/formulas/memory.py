@@ -34,8 +34,11 @@ from autopar.space.strategy import Strategy
 def memory_formulas(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> dict[str, str]:
-    """Name → formula, at the fullest moment of a choice per decision; none for stages and several micro-batches."""
-    if not memory.lifetimes.calls or memory.microbatches.several or memory.space.program.num_sent:
+    """Name → formula, at the fullest moment of a choice per decision; none for stages, several micro-batches and a
+    forward alone.
+    """
+    several = memory.microbatches.several or memory.space.program.num_sent
+    if memory.live is not None or not memory.lifetimes.calls or several:
         return {}
     at = moment_of(memory, memory_use(memory, choices, modes)[2])
     parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()

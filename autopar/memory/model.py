@@ -12,6 +12,8 @@ A view counts where its memory was made. What weights and their gradients take o
 recomputation (`program.recompute_segments`) a segment holds only what its second run begins with: tensors from outside,
 results of collectives and, if selective, of contractions.
 
+A program without gradients keeps nothing; what is alive in it, `live` says.
+
 All this is of one micro-batch; where a step has several, `accumulation` says what is held besides, and instead.
 """
 
@@ -24,6 +26,7 @@ import numpy as np
 
 from autopar.memory.accumulation import Accumulation
 from autopar.memory.lifetimes import Lifetimes
+from autopar.memory.live import Live
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
@@ -48,6 +51,9 @@ class MemoryModel(TensorBytes):
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
+        alone = not space.program.learns and not self.microbatches.several
+        self.live = Live(self, self.lifetimes, self.weights) if alone else None
+        """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:
         """The same model of plans that fetch weights so many layers ahead; it shares all arrays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from autopar.memory.live import Interval
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Modes
@@ -31,6 +32,8 @@ class MemoryRow:
 
 def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
+    if memory.live is not None:
+        return _alive(memory, row, memory.live.made(number), number)
     more, first_use = memory.accumulation, memory.lifetimes.position[number]
     gradients, own = more.gradients(number), memory.own(number)
     moments: list[tuple[int, list[Modes]]] = []
@@ -54,6 +57,8 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
 
 def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
+    if memory.live is not None:
+        return _alive_on_wire(memory, wire, row, memory.live.moved(wire))
     more, place, weights = memory.accumulation, memory.lifetimes.position[wire.target], memory.weights
     kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
     held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
@@ -107,8 +112,38 @@ def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
     return first_use < len(calls) and at.has_run(first_use) and layer[calls[first_use]] == layer[calls[at.place]]
 
 
+def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: int) -> Modes:
+    """Bytes of a decision in a row, in a forward alone."""
+    stored = memory.stored(number).values()
+    moments: list[tuple[int, list[Modes]]] = []
+    for moment, weight in row.weights:
+        place = moment_of(memory, moment).place
+        alive = (each.num_bytes for each in made if each.covers(place))
+        moments.append((weight, [(array,) for array in (*stored, *alive)]))
+    num_strategies = len(memory.space.decisions[number].menu.strategies)
+    return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
+
+
+def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[Interval]) -> Modes | None:
+    """Bytes of a wire in a row, in a forward alone."""
+    weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
+    gathered, on_way = weights.gathered(wire), weights.on_way(wire, True)
+    moments: list[tuple[int, list[Modes]]] = []
+    for moment, weight in row.weights:
+        place = moment_of(memory, moment).place
+        parts: list[Modes] = [(each.num_bytes,) for each in moved if each.covers(place)]
+        if gathered is not None and layer == memory.lifetimes.layer[memory.lifetimes.calls[place]]:
+            parts.append((gathered,))
+        if on_way is not None and weights.is_ahead(layer, place, True, memory.prefetch):
+            parts.append((on_way,))
+        moments.append((weight, parts))
+    return memory.total(moments, row.worst)
+
+
 def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
     """Bytes of a call in a row on account of rows of experts beside a share of them (see `uneven_rows`)."""
+    if memory.live is not None:
+        return None
     rows, own = memory.space.rows[number], memory.own(number)
     more = None if own is None else beside(memory, rows, own)
     moments: list[tuple[int, list[Modes]]] = []

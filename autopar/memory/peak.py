@@ -15,6 +15,9 @@ With many micro-batches in a step (`microbatches`, `accumulation`) all moments h
 for their backward, weights as they were moved, and gradients that are added up. Places of later backwards are counted
 on from those of the first.
 
+A program without gradients has its forward alone: while a call runs, all that is stored, what is alive (`live`), and
+the weights of its layer.
+
 The optimizer's step works in place and is below the end of the backward; in the backward it leaves gradients of the
 layer that runs there, and of no other. The bytes at one moment are a sum over
 choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
@@ -28,6 +31,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar.memory.live import Interval, Live
 from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at
@@ -72,7 +76,7 @@ def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int
     totals = np.array([np.sum(list(each.values()), axis=0) for each in kinds])
     timeline = [Instant(name, False, int(n)) for name, n in zip(names, totals[FORWARD], strict=True)]
     after = reversed(list(zip(names, totals[:FORWARD].max(axis=0), strict=True)))
-    timeline += [Instant(name, True, int(n)) for name, n in after]
+    timeline += [Instant(name, True, int(n)) for name, n in after if memory.live is None]
     kind, place = divmod(int(np.argmax(totals)), len(names))
     parts = {name: int(array[place]) for name, array in kinds[kind].items() if array[place]}
     return int(totals.max()), MemoryUse(parts, tuple(timeline)), place + (number + kind * len(phases)) * len(names)
@@ -97,7 +101,7 @@ class _Moments:
     def __init__(
         self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
     ) -> None:
-        space, count = memory.space, len(memory.lifetimes.calls)
+        count = len(memory.lifetimes.calls)
         self.count = count
         self.always: dict[str, int] = defaultdict(int)
         self.kept, self.whole = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -122,6 +126,29 @@ class _Moments:
         self.fresh = np.zeros(count, dtype=np.int64)
         self.reduced = self.sent = 0
         """Bytes of gradients that are reduced at the end; of what one micro-batch has sent."""
+        self.alive = np.zeros(count + 1, dtype=np.int64)
+        """Of a forward alone, what is more from each place on."""
+        if memory.live is not None:
+            self._forward_alone(memory.live, choices, imbalance)
+        else:
+            self._step(choices, modes, imbalance)
+        self.always_total = sum(self.always.values())
+
+    def _forward_alone(self, live: Live, choices: Sequence[int], imbalance: float | None) -> None:
+        memory, space = self.memory, self.memory.space
+        for number, choice in enumerate(choices):
+            for name, array in memory.stored(number).items():
+                self.always[name] += int(array[choice])
+            excess = space.excess(space.rows.get(number), choices, imbalance)
+            self._have(live.made(number), (choice,), excess)
+        for wire in space.wires:
+            ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
+            self._have(live.moved(wire), ends, space.excess(space.rows_on(wire), choices, imbalance))
+            if place < self.count and space.is_weight(wire.source):
+                self._move(memory, wire, place, ends)
+
+    def _step(self, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None) -> None:
+        memory, space, count = self.memory, self.memory.space, self.count
         more = memory.accumulation
         mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
         for number, choice in enumerate(choices):
@@ -169,12 +196,17 @@ class _Moments:
                 self._keep(place, kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends, excess)
             if space.is_weight(wire.source):
                 self._move(memory, wire, place, ends)
-        self.always_total = sum(self.always.values())
 
     def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...], excess: float) -> None:
         kept, whole = (int(modes[each][ends]) for each in (min(mode, len(modes) - 1), 0))
         self.kept[place] += kept + math.ceil(excess * kept)
         self.whole[place] += whole + math.ceil(excess * whole)
+
+    def _have(self, intervals: Sequence[Interval], ends: tuple[int, ...], excess: float) -> None:
+        for each in intervals:
+            num_bytes = math.ceil((1 + excess) * int(each.num_bytes[ends]))
+            self.alive[each.first] += num_bytes
+            self.alive[each.end] -= num_bytes
 
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
@@ -196,7 +228,9 @@ class _Moments:
         self.last_made[place] += last_made
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
-        """Bytes by what they are, for every kind of moment in its order."""
+        """Bytes by what they are, for every kind of moment in its order; a forward alone has one."""
+        if self.memory.live is not None:
+            return (self.alone(phase),) * (FORWARD + 1)
         return self.backward(phase), self.gathering(phase), self.reducing(phase), self.forward(phase)
 
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
@@ -210,6 +244,14 @@ class _Moments:
         if phase.first:
             return found
         return {**found, "gradients": np.full(self.count, int(self.born.sum()))}
+
+    def alone(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while each call of a forward alone runs."""
+        return {
+            **self._always(phase),
+            "activations": np.cumsum(self.alive[:-1]),
+            "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
+        }
 
     def backward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs backward."""

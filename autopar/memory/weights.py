@@ -49,7 +49,7 @@ class MovedWeights:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         """Layer that has weights → its number."""
-        places = self._by_layer(min, lambda _: True)
+        places = self._first_places
         return {layer: number for number, layer in enumerate(sorted(places, key=places.__getitem__))}
 
     @cached_property
@@ -103,6 +103,22 @@ class MovedWeights:
     def copied_out(self, wire: Wire) -> Bytes | None:
         """Bytes of a parameter's wire in the message from which it is copied, as it is gathered again."""
         return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
+
+    def first_of_layer(self, wire: Wire) -> int:
+        """The place of the first call of a weight's layer that takes a weight: there all of the layer's have come."""
+        return self._first_places[self.lifetimes.layer[wire.target]]
+
+    @cached_property
+    def _first_places(self) -> dict[str, int]:
+        return self._by_layer(min, lambda _: True)
+
+    def arriving(self, wire: Wire) -> Bytes | None:
+        """Bytes of a parameter's wire in the message from which it is copied, as its layer's forward begins."""
+        return self._of_weight("arriving", wire, self._arriving)
+
+    def _arriving(self, wire: Wire) -> Bytes:
+        moved = self.tensors.communicated(wire) & ~self.tensors.gathered_alone(wire)
+        return np.where(moved, self.tensors.wire_ends(wire)[1][None, :], 0)
 
     def on_way(self, wire: Wire, forward: bool) -> Bytes | None:
         """Bytes of a parameter's wire on their way, ahead of its layer: the whole weight, and the part that is sent."""

@@ -81,6 +81,8 @@ class PlanRequest:
     imbalance: float = 1.0
     """How many times its share of the rows of experts the busiest device has."""
     precision: Precision = AS_IT_IS
+    training: bool = True
+    """Whether there are gradients and steps of an optimizer; else the forward alone is planned and run."""
     implementations: frozenset[str] = frozenset()
     """Those that are offered on demand beside those that annotations and the preset ask for."""
     offload: Offloaded = "none"

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.attention.cached import WRITE_CACHE
 from autopar.program.program import Program
 
 UNTAGGED = frozenset(
@@ -62,6 +63,11 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return []
     named = zip(node.target._schema.arguments, node.args, strict=False)
     return [value for argument, value in named if argument.name.startswith("running_") and isinstance(value, fx.Node)]
+
+
+def lies_in_input(node: fx.Node) -> bool:
+    """Whether a call's result lies where its first input does, as a cache that is written into."""
+    return node.target is WRITE_CACHE
 
 
 def changed_buffers(program: Program) -> frozenset[str]:

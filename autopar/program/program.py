@@ -94,6 +94,15 @@ class Program:
         return self.num_sent + self.num_outputs
 
     @property
+    def learns(self) -> bool:
+        """Whether some tensor of it has a gradient; where none has, it is a forward alone."""
+        if "learns" not in self.facts:
+            found = (node.meta.get("tensor") for node in self.graph.nodes)
+            infos = (info for each in found for info in (each if isinstance(each, tuple) else (each,)))
+            self.facts["learns"] = any(isinstance(info, TensorInfo) and info.requires_grad for info in infos)
+        return self.facts["learns"]
+
+    @property
     def parameter_names(self) -> dict[str, str]:
         """Placeholder → original name, of the parameters."""
         return {placeholder: name for name, placeholder in self.parameters.items()}

@@ -24,6 +24,7 @@ from autopar.hardware.collectives import transfer_seconds
 from autopar.hardware.profile import Hardware
 from autopar.program.calls import is_call, is_cast, source_of
 from autopar.program.infinite import may_be_infinite
+from autopar.program.operators.attention.cached import WRITE_CACHE
 from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.program.program import Program, TensorInfo, tensor_inputs
 from autopar.program.saved_tensors import backward_needs, saved_in
@@ -88,7 +89,7 @@ class _Builder:
         self.asked = asked
         self.program = space.program
         self.input_layouts = input_layouts
-        self.whole_outputs = whole_outputs
+        self.whole_outputs = whole_outputs or any(node.target is WRITE_CACHE for node in self.program.graph.nodes)
         self.roled = RoledProgram.of(space.program)
         self.space.dim_roles.update(self.roled.dims)
         self._saved = saved_in(space.program)
@@ -182,6 +183,7 @@ class _Builder:
     def _outputs(self) -> None:
         """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere.
 
+        A cache that is written into stays as it lies, and what is made beside one, logits of the next token, is whole.
         What goes to the next stage is free to be split even where the user's outputs are whole.
         """
         sent = self.program.num_sent
@@ -193,11 +195,18 @@ class _Builder:
             info = self.roled.infos[source.name, position]
             returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
             layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
+            if source.target is WRITE_CACHE:
+                layouts = (self._layout_of_state(source),)
             if number < sent:
                 layouts = self._dealt_layouts((source.name, position), info, layouts)
             roles = _roles_by_placement(self.roled.dims[source.name, position])
             decision = self.space.add(Decision(f"output:{number}", "output", whole_menu(layouts), value, roles))
             self.uses[source.name, position].append(_Use(decision, 0, ("output", number)))
+
+    def _layout_of_state(self, written: fx.Node) -> Layout:
+        """The layout in which a cache arrives that is written into, and in which it is to be left."""
+        cache, _ = source_of(tensor_inputs(written)[0])
+        return self.input_layouts.get(cache.name, replicated(self.space.mesh.ndim))
 
     def _dealt_layouts(self, value: Value, info: TensorInfo, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts with Z(d) in place of S(d) of the dims that are dealt."""

@@ -285,13 +285,15 @@ def _strategy(
 def own_transfers(strategy: Strategy, call: Call, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Transfer, ...]:
     """The collectives that an implementation runs itself, one per mesh axis that splits the factor it names.
 
-    `sizes` are those of the call's factors.
+    Those of the backward count where there is one. `sizes` are those of the call's factors.
     """
     implementation = strategy.implementation
     if implementation is None or implementation.traffic is None:
         return ()
+    learns = any(info.requires_grad for info in call.inputs)
     return tuple(
         Transfer(collective.name, axis, collective.num_bytes, collective.backward)
         for collective in implementation.traffic(call, strategy.local_sizes(sizes, mesh))
+        if learns or not collective.backward
         for axis in strategy.links(collective.factor, mesh)
     )

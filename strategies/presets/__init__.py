@@ -35,7 +35,7 @@ from autopar.errors import StrategyError
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
-from autopar.strategies.presets import data, experts, grid, sequence, tensor
+from autopar.strategies.presets import data, decoding, experts, grid, sequence, tensor
 
 __all__ = ["PRESETS", "Preset", "annotations_for"]
 
@@ -64,6 +64,7 @@ PRESETS: Mapping[str, Preset] = {
         grid.tensor_2_5d,
         grid.tensor_3d,
         tensor.fsdp_megatron,
+        decoding.flash_decoding,
         experts.expert_data,
         experts.expert_model,
         experts.expert_data_model,

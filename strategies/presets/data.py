@@ -59,6 +59,8 @@ def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     return _batch_split("zero2", program, mesh).stored_over(mesh.names, False).annotations()
 
 
+OF_TRAINING = frozenset((zero1.__name__, zero2.__name__))
+"""Presets that divide nothing of a forward alone."""
 REDUCE_EACH = frozenset((zero2.__name__,))
 """Presets by which every micro-batch reduces the gradients of weights that are stored in parts."""
 

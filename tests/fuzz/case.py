@@ -86,7 +86,8 @@ def draw_case(seed: int, max_lines: int = 10) -> Case:
     annotations: list[tuple[str, dict[str, Any]]] = []
     how = chance.random()
     if how < 0.2:
-        options["strategy"] = chance.choice([*PRESETS, "data_parallel", "zero1", "zero2", "zero3", "megatron"])
+        of_training = [name for name in PRESETS if name != "flash_decoding"]
+        options["strategy"] = chance.choice([*of_training, "data_parallel", "zero1", "zero2", "zero3", "megatron"])
     elif how < 0.5:
         options["mode"] = chance.choice(["auto", "auto", "auto", "semi_auto", "manual"])
         annotations = [_annotation(chance, program, mesh) for _ in range(chance.choice((1, 1, 2)))]

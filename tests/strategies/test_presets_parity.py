@@ -83,7 +83,8 @@ def test_a_preset_trains_on_ranks_as_one_process_does(ranks: Ranks, strategy: st
 
 
 def test_the_matrix_holds_every_preset() -> None:
-    assert {strategy for strategy, _, _ in matrix()} == {name for name in PRESETS if not name.startswith("expert_")}
+    training = {name for name in PRESETS if not name.startswith("expert_")} - {"flash_decoding"}
+    assert {strategy for strategy, _, _ in matrix()} == training
     assert set(FAST) <= set(matrix())
 
 

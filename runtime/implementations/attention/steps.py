@@ -60,7 +60,7 @@ class _InSteps(autograd.Function):
             total = tuple(on_each_rank(compute, split.axes, (q, *keys, *masks, *total)))
             if under_way is not None:
                 keys = under_way.arrived()
-        out, lse = _merged(total[0], total[1], split.merged)
+        out, lse = merged(total[0], total[1], split.merged)
         out = out.to(q.dtype)
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a query that sees nothing no score has a weight
         ctx.save_for_backward(q, k, v, out, lse, *masks)
@@ -137,7 +137,7 @@ def _added(sums: Sequence[Tensor], parts: Sequence[Tensor], first: int) -> list[
     return [x + widened(y, x.shape[-2]) for x, y in zip(sums, parts, strict=True)]
 
 
-def _merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
+def merged(out: Tensor, lse: Tensor, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
     """The results of ranks that have seen different keys, as one."""
     for axis in axes:
         level = raw_all_reduce(lse, axis, "max")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
 from autopar.program.operators.bags import EMBEDDING_BAGS
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.operators.rows import CROSS_ENTROPY
@@ -71,6 +72,11 @@ ALLOWED: dict[Any, dict[str, str]] = {
 ALLOWED[ATTENTION_BY_MASK] = {
     "R, R, S(?), R, R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
 }
+
+ALLOWED[CACHED_ATTENTION] = {
+    "R, R, S(?), R -> S(?)": ALLOWED[aten.scaled_dot_product_attention.default]["R, R, S(?) -> S(?)"],
+}
+ALLOWED[WRITE_CACHE] = {"P, P, R -> P": "a cache is stored, and never partial"}
 
 _WHOLE = "features are whole, before and behind"
 ALLOWED[MLP_IN_TILES] = {

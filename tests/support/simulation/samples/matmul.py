@@ -8,10 +8,26 @@ import torch
 from torch import Tensor
 
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
+from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from tests.support.simulation.samples.draw import Draw, Sample, Samples, sample
 
 aten = torch.ops.aten
+
+
+def cached_attention(d: Draw) -> list[Sample]:
+    def call(heads: int, key_heads: int, *window: int) -> Sample:
+        query, key = d.constant(4, heads, 1, 10), d.constant(4, key_heads, 12, 10)
+        return sample(query, key, d.constant(4, key_heads, 12, 10), torch.tensor([0, 3, 7, 11]), 0.3, *window)
+
+    return [call(6, 6), call(12, 6, 5)]
+
+
+def write_cache(d: Draw) -> list[Sample]:
+    def call(size: int, *positions: int) -> Sample:
+        return sample(d.constant(4, 6, 12, 10), d.constant(4, 6, size, 10), torch.tensor(positions))
+
+    return [call(1, 0, 11, 5, 6), call(5, 0, 0, 0, 0), call(4, 2, 8, 5, 0)]
 
 
 def linear(d: Draw) -> list[Sample]:
@@ -228,6 +244,8 @@ SAMPLES: dict[Any, Samples] = {
     aten.bilinear.default: lambda d: [sample(d.x(4, 6), d.x(4, 8), d.x(10, 6, 8), d.x(10))],
     aten.scaled_dot_product_attention.default: attention,
     ATTENTION_BY_MASK: attention_by_mask,
+    CACHED_ATTENTION: cached_attention,
+    WRITE_CACHE: write_cache,
     aten.conv1d.default: convolution(1),
     aten.conv2d.default: convolution(2),
     aten.conv3d.default: lambda d: convolution(3)(d)[:2],

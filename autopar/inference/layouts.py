@@ -1,0 +1,95 @@
+"""Where a cache lies: the layout with which the plan of a token takes the least, of all ways to divide the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.capture.export import freeze, trace
+from autopar.compiler.garbage_collection import uncollected
+from autopar.compiler.tiles import tiles_asked
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.inference.session import arguments_of
+from autopar.inference.state import CacheSizes, layout_said
+from autopar.planning.request import PlanRequest
+from autopar.plans.plan import Plan
+from autopar.program.program import Program
+from autopar.runtime.module.inputs import call_signature
+from autopar.sharding.layout import Layout
+from autopar.sharding.mesh import Mesh
+
+PER_CACHE = 2  # keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A plan, and the layout in which the cache lies with it."""
+
+    plan: Plan
+    layout: Layout
+
+
+@uncollected()
+def program_of(model: nn.Module, request: PlanRequest, sizes: CacheSizes, num_tokens: int) -> Program:
+    """The program of so many tokens a sample, with a cache; `model` is a skeleton whose class takes one."""
+    ids = torch.empty((sizes.batch, num_tokens), dtype=torch.int64)
+    positions = torch.empty(sizes.batch, dtype=torch.int64)
+    position_ids = positions.unsqueeze(-1) if num_tokens == 1 else None
+    freeze(model, frozenset(dict(model.named_parameters())))
+    arguments = arguments_of(call_signature(model), ids, sizes.whole(), sizes.whole(), positions, position_ids)
+    traced = trace(
+        model,
+        *arguments,
+        training=False,
+        assume=request.assume,
+        capacity_factor=request.capacity_factor,
+        precision=request.precision,
+    )
+    return traced.program(tiles_asked(request))
+
+
+def caches_of(program: Program, sizes: CacheSizes) -> list[str]:
+    """The placeholders of keys and values that a program takes."""
+    shapes = set(sizes.shapes)
+    infos = zip(program.inputs, program.input_values, strict=True)
+    return [name for name, info in infos if name is not None and getattr(info, "shape", None) in shapes]
+
+
+def best_laid(
+    program: Program, request: PlanRequest, mesh: Mesh, sizes: CacheSizes, storage: Mapping[str, Layout] | None = None
+) -> Laid:
+    """The fastest plan of a token; a preset says the layout of the cache, else all are compared.
+
+    Raises what planning raises, where no layout has a plan.
+    """
+    known = layout_said(program, request.annotations_about(program, mesh), mesh)
+    best: Laid | None = None
+    refused: AutoparError | None = None
+    for layout in sizes.layouts(mesh) if known is None else (known,):
+        try:
+            found = laid(program, request, mesh, sizes, layout, storage)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        if best is None or found.plan.seconds < best.plan.seconds:
+            best = found
+    if best is None:
+        assert refused is not None, "a cache that is whole everywhere is one of the layouts"
+        raise refused
+    return best
+
+
+def laid(
+    program: Program,
+    request: PlanRequest,
+    mesh: Mesh,
+    sizes: CacheSizes,
+    layout: Layout,
+    storage: Mapping[str, Layout] | None = None,
+) -> Laid:
+    """The best plan of a program whose cache lies so."""
+    space = request.space(program, mesh, dict.fromkeys(caches_of(program, sizes), layout))
+    return Laid(request.plan(space, storage), layout)

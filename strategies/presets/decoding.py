@@ -1,0 +1,45 @@
+"""Presets for generation with a cache of keys and values."""
+
+from __future__ import annotations
+
+from autopar.errors import StrategyError
+from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
+from autopar.program.program import Program
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.mesh import Mesh
+from autopar.strategies.presets import axes
+from autopar.strategies.presets.split import Split, data
+from autopar.strategies.roles import RoledProgram
+
+POSITIONS = "t"
+
+
+def flash_decoding(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+    """Positions of the cache over one axis, the batch over the others ("Flash-Decoding", Dao et al., 2023).
+
+    Each device attends to its part of the cache, and results are merged by their log-sum-exp: of one token a sample,
+    what each layer's attention gives, and two numbers for each head, in float32. What the axis does to products, to
+    weights, and to the tokens of a prompt, and what moves for that, is left to the planner.
+    """
+    graph = RoledProgram.of(program)
+    positions = axes.axis_of(mesh, axes.SEQUENCE)
+    batch = axes.others(mesh, positions)
+    cached = [call for call in graph.learned if call.call.target in (CACHED_ATTENTION, WRITE_CACHE)]
+    if not cached:
+        raise StrategyError(
+            "flash_decoding divides the positions of a cache of keys and values; found a forward without one. It is "
+            "for generate, of a model compiled with training=False; ring and ulysses divide positions in training."
+        )
+    axes.need_batch("flash_decoding", graph.samples, mesh, batch)
+    split = Split(graph, mesh, "flash_decoding")
+    for axis in batch:
+        split.along(axis, data)
+    for call in cached:
+        size = call.bound.sizes[POSITIONS]
+        if size % mesh.size(positions):
+            raise StrategyError(
+                f"flash_decoding divides the positions of a cache into {mesh.size(positions)} parts over {positions}; "
+                f"found a cache of {size}. Give Buckets(lengths=…) whose lengths the axis divides."
+            )
+        split.factors[call.name][positions] = POSITIONS
+    return split.annotations()
