@@ -22,7 +22,12 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", RUN, ids=[page.name for page in RUN])
+SLOW = {"other-systems.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(each, id=each.name, marks=pytest.mark.slow if each.name in SLOW else ()) for each in RUN]
+)
 def test_the_examples_of_a_page_run(page: Path) -> None:
     done = subprocess.run(  # a process of its own: examples add to the tables
         [sys.executable, "-m", "doctest", str(page)], cwd=ROOT, capture_output=True, text=True, timeout=300

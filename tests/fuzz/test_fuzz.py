@@ -19,12 +19,13 @@ from tests.fuzz.found import FOUND
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
 from tests.fuzz.trial import judge
+from tests.support.slow_cases import slow_where
 
 CASES, PARTS = 48, 3
-"""Of `make test`; `make fuzz` runs as many as are asked for."""
+"""Of which `make test` runs the first part; `make fuzz` runs as many as are asked for."""
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", slow_where(range(PARTS), "1", "2"))
 def test_random_programs_train_on_ranks_as_on_one_process_or_are_refused(part: int) -> None:
     kinds = Counter()
     for seed in range(part, CASES, PARTS):

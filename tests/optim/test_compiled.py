@@ -108,7 +108,7 @@ def _compiled(kind: str, shape: tuple[int, ...], strategy: str, in_backward: boo
 CASES = [
     ("muon", (2,), "zero3"),
     pytest.param("galore", (2,), "zero3", marks=pytest.mark.slow),
-    ("galore", (2, 2), "fsdp_megatron"),
+    pytest.param("galore", (2, 2), "fsdp_megatron", marks=pytest.mark.slow),
     pytest.param("muon", (2, 2), "fsdp_megatron", marks=pytest.mark.slow),
     pytest.param("galore", (4,), "megatron", marks=pytest.mark.slow),
     pytest.param("galore", (2,), "data_parallel", marks=pytest.mark.slow),

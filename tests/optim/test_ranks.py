@@ -54,7 +54,7 @@ def _every_layout(shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[list[An
     return {(k, str(p)): _updated(k, shape, p) for k in KINDS for p in LAYOUTS[shape]}
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_matrices_in_parts_are_updated_as_whole_ones_with_state_in_as_many_parts(
     ranks: Ranks, shape: tuple[int, ...]
 ) -> None:

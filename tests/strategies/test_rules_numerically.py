@@ -39,7 +39,9 @@ def reports(target: Any) -> list[Report]:
     return found
 
 
-@pytest.mark.parametrize("target", slow_where(TARGETS, "aten.conv3d.default"))
+@pytest.mark.parametrize(
+    "target", slow_where(TARGETS, "aten.conv3d.default", "aten.scaled_dot_product_attention.default")
+)
 def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
     found = reports(target)
     assert found, f"no sample of {target} has a rule"

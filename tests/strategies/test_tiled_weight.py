@@ -110,7 +110,10 @@ def test_no_limit_leaves_weights_whole() -> None:
         planned(None, weight_tiles=True)
 
 
-@pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=["one axis", "two axes"])
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param({"dp": 4}, id="one axis"), pytest.param({"dp": 2, "tp": 2}, id="two axes", marks=pytest.mark.slow)],
+)
 def test_plans_that_have_them_train_as_one_process_does(axes: dict[str, int]) -> None:
     steps = Steps([{"x": torch.randn(4, WIDTH, dtype=torch.float64)} for _ in range(2)])
     limit = between(axes, Wide().double())
