@@ -72,8 +72,8 @@ class Optimizer:
             )
         if self.in_backward:
             raise InputError(
-                "offload was given with in_backward=True; the host steps when all gradients are there: leave one of both "
-                "out."
+                "offload was given with in_backward=True, and the host steps when all gradients are there; "
+                "leave one of both out."
             )
 
     def check_microbatches(self, count: int) -> None:

@@ -62,7 +62,8 @@ class Message:
     def average(self, collective: str, num_bytes: float) -> float:
         """The bytes that move of a parameter of average size where `num_bytes` of this one do."""
         gathers = collective == GATHERING
-        part = num_bytes / (self.weight_bytes if gathers else self.gradient_bytes)
+        whole = self.weight_bytes if gathers else self.gradient_bytes
+        part = num_bytes / whole if whole else 0.0  # a parameter may have no elements
         return part * self._side(collective).num_bytes / max(1, self.beside.num_weights)
 
     def exposed(self, collective: str, moving_each: float, num_devices: int, least: float) -> float:

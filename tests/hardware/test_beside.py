@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.capture.export import capture
 from autopar.hardware.beside import NOTHING, Beside, Message, Pass
@@ -16,6 +17,7 @@ from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.hardware.load import load
 from autopar.sharding.mesh import Mesh
 from autopar.space.beside import beside_of
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 
 H100 = load("h100")
 seconds, sizes = st.floats(0, 10), st.integers(1, 1 << 32)
@@ -74,3 +76,25 @@ def test_a_program_computes_beside_what_its_products_and_weights_say(dtype: torc
     assert found.forward.latency == pytest.approx(3 * H100.op_latency_s)
     assert found.forward.num_bytes == found.backward.num_bytes == 3 * width**2 * dtype.itemsize
     assert found.num_weights == 3 and beside_of(program, H100) is found
+
+
+class _WithNone(nn.Module):
+    """A layer without features beside others, as MobileBERT has where its sizes are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there is nothing to initialize
+            self.none = nn.Linear(16, 0, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.down(self.up(x).relu()), self.none(x)], -1).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [None, "zero3", "megatron"])
+def test_a_parameter_without_elements_moves_nothing(strategy: str | None) -> None:
+    steps = Steps([{"x": torch.randn(8, 16, dtype=torch.float64)} for _ in range(2)])
+    found = train_on_ranks(_WithNone().double(), steps, {"dp": 2, "tp": 2}, {"strategy": strategy})
+    assert fault_of(found, train_alone(_WithNone().double(), steps)) == ""
