@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
+from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.reductions.fixing import remaining
+from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.residual.counting_ilp import best_counts
 from autopar.solver.residual.residual import Counted, Residual
@@ -138,10 +140,10 @@ def test_a_graph_too_wide_for_elimination_equals_brute_force(seed: int, forbidde
 @pytest.mark.parametrize("budget", [None, 60])
 def test_only_a_narrow_graph_is_solved_where_that_is_asked_for(budget: int | None) -> None:
     problem = _random_problem(np.random.default_rng(3), 0.0, budget)
-    narrow = solve_narrow(problem)
+    narrow = solve_narrow(Prepared.of(problem, NEVER))
     assert narrow is not None and narrow.seconds == solve(problem).seconds
     with _everything_too_wide():
-        assert solve_narrow(problem) is None
+        assert solve_narrow(Prepared.of(problem, NEVER)) is None
 
 
 @settings(deadline=None, max_examples=60)
