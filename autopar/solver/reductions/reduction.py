@@ -245,7 +245,7 @@ def _constant(held: Integers, allowed: Integers) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def _rows(held: Integers, allowed: Integers) -> Integers:
+def _rows(held: Numbers, allowed: Integers) -> Numbers:
     return held[allowed] if len(held) > 1 else held
 
 
