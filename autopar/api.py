@@ -111,8 +111,9 @@ def compile(
         outputs: "dtensor" or "full": how tensors that are no scalars come back.
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
-        time_limit: seconds after which the solver returns the best plan that it has, with its bound and a warning;
-            TimeLimitError where it has none. All stages of a pipeline have them together, and all meshes of "auto".
+        time_limit: seconds, capture included, after which the best plan found so far is returned, with its bound and a
+            warning; TimeLimitError where there is none. All stages of a pipeline have them together, and all meshes of
+            "auto".
         gap: how far from the best, as a share of the step, a plan may be proven to be where proof is dear: under a
             memory limit, and where the graph is too wide for elimination. By default 0.1%, and only where a search
             that goes on takes long; 0 goes on until the best is proven or time is over.

@@ -18,7 +18,7 @@ SHOWN = 0.05
 """Of the time of calls that an axis splits: what it splits for less is left out."""
 
 
-def of_plan(plan: Plan, count: int, is_rough: bool = False) -> Candidate[Plan | PipelinePlan]:
+def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
     """A plan whose step is of so many micro-batches, one after the other."""
     parts = step_parts(plan)
     return Candidate(
@@ -29,7 +29,6 @@ def of_plan(plan: Plan, count: int, is_rough: bool = False) -> Candidate[Plan | 
         stored_bytes=_stored(plan),
         again=_again(plan.recompute),
         axes=_axes_split([plan]),
-        is_rough=is_rough,
     )
 
 

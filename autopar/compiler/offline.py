@@ -26,7 +26,7 @@ from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import tiles_asked
-from autopar.errors import InfeasibleError, PipelineError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
@@ -44,14 +44,14 @@ from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.solver.deadline import after, interruptible, is_over, seconds_until
+from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until
 from autopar.space.space import Space
 
 USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a mesh that is searched for, beside that of a pipeline."""
 USUAL_PIPELINE = "pp"
-ROUGH_GAP = 0.01
-"""How far from the best a plan may be that is only to tell whether its mesh may be the best, as a share of the step."""
+SHRINKING = 0.9
+"""Of what a batch takes beside what is stored, at least, goes down as micro-batches do: half of it for half of them."""
 MOST_CHUNKS = 2
 """Stages per rank of the schedules that are chosen among."""
 
@@ -79,18 +79,17 @@ def plan_offline(
 
 def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: int | None) -> Plan | PipelinePlan:
     """The best plan of all meshes; where a memory limit leaves none in one piece, that of the best pipeline."""
-    request, deadline = planner.request, after(planner.request.settings.time_limit)
+    request = planner.request
     meshes = meshes_of(mesh, devices, request.hardware, max_axes or planner.usual_axes(devices), request.pipeline)
     if request.pipeline is None:
         try:
             check_no_pipeline(request, meshes[0])
         except PipelineError as error:
             raise PipelineError(f'{error} With mesh="auto", give pipeline="pp".') from None
-    with interruptible():
+    time_limit = request.settings.time_limit
+    with interruptible(), planner.allowance.searching():
         try:
-            searched = best_mesh(
-                planner.candidate, meshes, request.settings.time_limit, planner.at_least, request.pipeline
-            )
+            searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline)
         except InfeasibleError as error:
             every = meshes_of(mesh, devices, request.hardware, max_axes or USUAL_AXES, USUAL_PIPELINE)
             longer = [each for each in every if USUAL_PIPELINE in each.axes]
@@ -105,7 +104,7 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
                 raise
             staged = planner.in_pipelines()
             try:
-                searched = best_mesh(staged.candidate, longer, seconds_until(deadline), staged.at_least, USUAL_PIPELINE)
+                searched = best_mesh(staged.candidate, longer, time_limit, staged.at_least, USUAL_PIPELINE)
             except (InfeasibleError, TimeLimitError) as other:
                 raise type(other)(f"{error}\nIn stages of a pipeline: {other}") from None
     return replace(searched.best, notes=(*searched.best.notes, searched.note))
@@ -116,6 +115,7 @@ class _Planner:
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest, cache: PlanCache) -> None:
         self.model, self.request, self.cache = model, request, cache
+        self.allowance = Allowance.from_now(request.settings.time_limit)
         self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
         self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
@@ -203,24 +203,40 @@ class _Planner:
         request = replace(self.request, settings=settings)
         if request.pipeline is not None and request.pipeline in mesh.axes:
             return of_pipeline(self.in_stages(mesh, request.pipeline, request, turn.cutoff))
-        limited = settings.memory is not None
-        if turn.rough and limited:
-            settings = replace(settings, gap=max(settings.gap or 0.0, ROUGH_GAP), hurried=True)
         count = request.microbatches or 1
         while True:
-            left = replace(settings, time_limit=seconds_until(deadline))
+            left = replace(settings, time_limit=seconds_until(deadline), cutoff=turn.cutoff / count)
             try:
                 plan = self.on(mesh, replace(request, microbatches=count, settings=left))
+            except CutOffError as error:
+                if math.isfinite(error.seconds):
+                    raise CutOffError(count * error.seconds) from error
+                reason = InfeasibleError("nothing is within the memory limit")
             except InfeasibleError as error:
-                if request.microbatches or not limited:
-                    raise
-                halves = batch_size(self.batch) % (2 * count) == 0
-                if not halves or is_over(deadline) or self.floor(mesh, count) > (settings.memory or 0):
-                    said = f"also in {count} micro-batches: {error}" if count > 1 else str(error)
-                    raise InfeasibleError(said, error.least_bytes) from error
-                count *= 2
+                reason = error
             else:
-                return of_plan(plan if count == 1 else _saying(plan, count), count, turn.rough and limited)
+                return of_plan(plan if count == 1 else _saying(plan, count), count)
+            halved = None if is_over(deadline) else self._halved(mesh, count, reason.least_bytes)
+            if halved is None:
+                said = f"also in {count} micro-batches: {reason}" if count > 1 else str(reason)
+                raise InfeasibleError(said, reason.least_bytes) from reason
+            count = halved
+
+    def _halved(self, mesh: Mesh, count: int, least: int | None) -> int | None:
+        """Into how many micro-batches a batch is to be split next, of which so many take `least` bytes.
+
+        None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
+        """
+        limit, size = self.request.settings.memory, batch_size(self.batch)
+        if self.request.microbatches or limit is None:
+            return None
+        stored = self.floor(mesh, count)
+        halved = 2 * count
+        while stored <= limit and size % halved == 0:
+            if least is None or stored + SHRINKING * (least - stored) * count / halved <= limit:
+                return halved
+            halved *= 2  # as many take too much, so that the model need not be captured for them
+        return None
 
     def floor(self, mesh: Mesh, count: int) -> int:
         """Bytes per device that are stored however small micro-batches are."""
@@ -249,7 +265,7 @@ class _Planner:
             step("strategies and costs")
             space = space_of(tiles)
             step("solving")
-            with interruptible():
+            with interruptible(), self.allowance.searching():
                 return self.cache.plan(request, space, space_of)
 
     @uncollected()
@@ -270,7 +286,7 @@ class _Planner:
 
         limited = request.settings.memory is not None
         size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
-        with interruptible():
+        with interruptible(), self.allowance.searching():
             chosen = best_schedule(
                 Wish.of(request), size, mesh, axis, requested, limited, request.settings.time_limit, cutoff
             )

@@ -44,6 +44,7 @@ from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.rewrite import rewrite
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import Allowance
 
 
 def compile_pipeline(
@@ -103,6 +104,8 @@ class _Compiler:
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
         self.schedule = None if plan is None else plan.schedule
+        self.allowance: Allowance | None = None
+        """What the choice of a schedule has left of the time limit, for the first plan."""
         self.counting = Counting(self.tree, request, mesh)
 
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
@@ -115,15 +118,18 @@ class _Compiler:
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
             wish, seconds = Wish.of(self.request), self.request.settings.time_limit
-            chosen = best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited, seconds)
+            with allowance.searching():
+                chosen = best_schedule(wish, size, Mesh.of(self.mesh), self.axis, request_of, limited, seconds)
             return asdict(chosen.schedule)
 
         if self.schedule is None:
+            self.allowance = allowance = Allowance.from_now(self.request.settings.time_limit)
             self.schedule = Schedule(**from_first_rank(choice, self.mesh))
         return self.schedule.num_microbatches
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Pipeline:
         """Capture, plan and cut, rewrite this rank's stages, for micro-batches such as these; what is returned runs."""
+        allowance, self.allowance = self.allowance or Allowance.from_now(self.request.settings.time_limit), None
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
         program = on_all_ranks(
@@ -131,7 +137,7 @@ class _Compiler:
         )
         assert self.schedule is not None, "the schedule is chosen for the first batch"
         request = self._requested(program, arguments, self.schedule)
-        plan = self._plan(request)
+        plan = self._plan(request, allowance)
         pipeline = _realised(request, plan, self.stage_devices, self.mesh.get_local_rank(self.axis))
         self._lay_out(pipeline)
         if varying is not None and counted is not None:
@@ -167,7 +173,7 @@ class _Compiler:
             self.owners,
         )
 
-    def _plan(self, request: PipelineRequest) -> PipelinePlan:
+    def _plan(self, request: PipelineRequest, allowance: Allowance) -> PipelinePlan:
         """The plan that was given, for the first inputs, or that of the first rank."""
 
         @uncollected()
@@ -176,7 +182,8 @@ class _Compiler:
             self.warned = self.warned or warn_of_batch_statistics(request.program, count)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
-            return self.cache.pipeline_plan(request).to_json()
+            with allowance.searching():
+                return self.cache.pipeline_plan(request).to_json()
 
         return PipelinePlan.from_json(from_first_rank(solved, self.mesh))
 

@@ -90,12 +90,15 @@ class _Turns:
         """Why the model as it is has no plan."""
         self._late: TimeLimitError | None = None
         """What ended the turns: time for another there is none."""
+        self._at_least = math.inf
+        """Seconds that models take at least that were found to be no faster than a cut-off."""
         self.best: _Planned | None = None
 
     @property
     def seconds(self) -> float:
-        """Those of the best plan so far."""
-        return math.inf if self.best is None else seconds_of_microbatch(self.best.plan)
+        """Those of the best plan so far, or of one that is known elsewhere."""
+        known = self._request.settings.cutoff
+        return known if self.best is None else min(known, seconds_of_microbatch(self.best.plan))
 
     def take_as_it_is(self, space: Space, cutoff: float = math.inf) -> float | None:
         """Plan the model as it is, unless it is no faster than the cut-off: then the seconds that it takes at least."""
@@ -109,7 +112,7 @@ class _Turns:
 
     def take_again(self, space: Space, at_least: float) -> None:
         """Plan the model as it is, which takes so many seconds at least, if it may be the best, or equal to it."""
-        if self.best is None or (at_least <= self.seconds and not is_over(self._deadline)):
+        if at_least <= self.seconds and (self.best is None or not is_over(self._deadline)):
             self.take_as_it_is(space, math.nextafter(self.seconds, math.inf))
 
     def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
@@ -128,6 +131,7 @@ class _Turns:
         """Plan a model, and keep its plan if it is the best."""
         if self._late is not None:
             return
+        cutoff = min(cutoff, math.nextafter(self._request.settings.cutoff, math.inf))
         settings = replace(self._request.settings, time_limit=seconds_until(self._deadline), cutoff=cutoff)
         try:
             with warnings.catch_warnings(record=True) as said:
@@ -136,6 +140,9 @@ class _Turns:
         except TimeLimitError as error:
             self._late = error
             return
+        except CutOffError as error:
+            self._at_least = min(self._at_least, error.seconds)
+            raise
         if self.best is None or seconds_of_microbatch(plan) < cutoff:
             context = replace(context_of(plan), settings=self._request.settings)
             self.best = _Planned(replace(plan, context=context), said)
@@ -143,9 +150,7 @@ class _Turns:
     def result(self) -> Plan:
         """The best plan, with what was said of it; raises why there is none."""
         if self.best is None:
-            error = self._late or self._refused
-            assert error is not None, "a model that is not refused has a plan"
-            raise error
+            raise self._late or self._refused or CutOffError(self._at_least)
         for each in self.best.said:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return self.best.plan

@@ -32,6 +32,7 @@ from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.rewrite import LocalProgram, rewrite
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import Allowance
 from autopar.space.space import Space
 
 
@@ -87,6 +88,7 @@ class _Compiler:
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
+        allowance = Allowance.from_now(self.request.settings.time_limit)
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 
@@ -108,7 +110,7 @@ class _Compiler:
 
         asked = tiles_asked(self.request)
         space = on_ranks(asked)
-        plan = self._plan(space, captured)
+        plan = self._plan(space, captured, allowance)
         self.request = self.request.without_auto(plan.offload)  # one optimizer steps, whatever the inputs
         tiles = tiles_of(plan, space.program, asked, space.mesh)
         space = space if tiles == asked else on_ranks(tiles)
@@ -137,7 +139,7 @@ class _Compiler:
         program = check_hooks(traced.program(tiles), self.request.microbatches or 1)
         return self.request.space(program, Mesh.of(self.mesh), layouts_of(program, arguments, self.mesh))
 
-    def _plan(self, space: Space, spaces: Spaces) -> Plan:
+    def _plan(self, space: Space, spaces: Spaces, allowance: Allowance) -> Plan:
         """The plan that was given, for the first inputs, or that of the first rank, which alone can explain it."""
         contexts: list[Context | None] = []
 
@@ -146,7 +148,8 @@ class _Compiler:
             self.warned = self.warned or warn_of_batch_statistics(space.program, self.request.microbatches or 1)
             if self.plan is not None and self.original is not None:
                 return self.plan.to_json()
-            made = self.cache.plan(self.request, space, spaces, self.storage)
+            with allowance.searching():
+                made = self.cache.plan(self.request, space, spaces, self.storage)
             contexts.append(made.context)
             return made.to_json()
 

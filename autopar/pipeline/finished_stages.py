@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import TimeLimitError
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.pipeline.masks import masks_of
@@ -24,14 +25,16 @@ class StageFinisher:
     """Writes down the plans of stages, one after the other."""
 
     search: StageSearch
+    deadline: float
     ahead: dict[int, tuple[Answer, int]] = field(default_factory=dict)
     """Known stage (by identity) → its choices and the layers that they fetch ahead."""
-    bounds: dict[tuple[int, int], tuple[Answer, float]] = field(default_factory=dict)
+    bounds: dict[int, float] = field(default_factory=dict)
+    """Structure → seconds that no choices take less than, whatever the memory."""
 
     def plan(self, first: int, end: int, stage: int, storage: Mapping[str, Layout]) -> Plan:
         """The plan of a stage; it is solved where `storage` says of its parameters what the search did not know."""
         search = self.search
-        program, stored = search.program(first, end)[0], search.planned.request.storage
+        (program, number), stored = search.program(first, end), search.planned.request.storage
         known = None
         if not any(name in storage and name not in stored for name in program.parameters):
             if search.best_known(first, end, stage) is None:
@@ -39,9 +42,9 @@ class StageFinisher:
             known = search.best_known(first, end, stage)
         if known is None:
             return plan_of(search.solve(program, stage, storage))[0]
-        return self._like(known, program, stage)
+        return self._like(known, program, number, stage)
 
-    def _like(self, known: Known, program: Program, stage: int) -> Plan:
+    def _like(self, known: Known, program: Program, number: int, stage: int) -> Plan:
         """The plan of a stage by the choices of a known one of equal structure."""
         search, made = self.search, known.made
         assert made is not None
@@ -60,13 +63,18 @@ class StageFinisher:
             prefetch = settings.least_prefetch
             found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
         if (known.in_flight, known.room) != (search.held[stage], search.rooms[stage]):
-            found = self._bounded(found, own)
+            found = self._bounded(found, own, number)
         return written(own, found, formulation.memory.fetching_ahead(prefetch))[0]
 
-    def _bounded(self, found: Answer, own: Solved) -> Answer:
+    def _bounded(self, found: Answer, own: Solved, structure: int) -> Answer:
         """The answer with a bound for its own stage: choices of another one may not be the best here."""
         problem = own.formulation.problem(own.pins)
-        return replace(found, problem=problem, multiplier=0.0, bound=min(found.seconds, lower_bound(problem, 0.0)))
+        if structure not in self.bounds:
+            try:
+                self.bounds[structure] = lower_bound(problem, 0.0, self.deadline)
+            except TimeLimitError:
+                self.bounds[structure] = 0.0
+        return replace(found, problem=problem, multiplier=0.0, bound=min(found.seconds, self.bounds[structure]))
 
 
 def _answer_on(answer: Answer, made: Solved, own: Solved, model: MemoryModel) -> Answer:

@@ -42,13 +42,16 @@ from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.progress import progress
 from autopar.sharding.layout import Layout
-from autopar.solver.deadline import after, is_over, why_over
+from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.space.space import Space
 from autopar.strategies.presets.data import warn_of_gradients
 from autopar.units import format_share
 
 MOST_CUTS = 200
 """Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
+
+FINISHING = 0.1
+"""Of the time, at most, goes to the plans of the stages of the cut that was found."""
 
 
 def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> PipelinePlan:
@@ -59,9 +62,9 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
     """
     deadline = after(request.settings.time_limit)
     planned = planned_blocks(request, request.schedule.num_stages)
-    starts, search = _cut(planned, deadline)
+    starts, search = _cut(planned, deadline - FINISHING * seconds_until(deadline))
     blocks, storage = planned.blocks, dict(request.storage)
-    finisher = StageFinisher(search)
+    finisher = StageFinisher(search, deadline)
     stages: list[StagePlan] = []
     for first, end in progress(list(pairwise((*starts, len(blocks)))), "stages"):
         program = search.program(first, end)[0]

@@ -5,8 +5,6 @@ axis lies on neighbouring devices, the first one across nodes. Where a pipeline 
 
 bounds    meshes are tried by what a step takes at least on them (`at_least`), the simplest of equals first; one that
           takes as long as the best plan so far is not tried, and one whose search proves as much ends there (`cutoff`)
-rough     under a memory limit each mesh is planned roughly at first, and then again, to the end, those that may still
-          be the best by the bound that is proven
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
 The clock decides nothing but what is left out when the time limit passes. What has no plan is listed with the reason.
@@ -71,22 +69,14 @@ class Candidate(Generic[P]):
     """What is computed again, in words."""
     axes: str = ""
     """What each axis splits, in words."""
-    is_rough: bool = False
-    """Whether a longer search may find a faster plan on this mesh."""
-
-    @property
-    def bound(self) -> float:
-        """What a step on this mesh takes at least, as far as it is proven."""
-        return self.seconds * (1 - (self.gap or 0.0)) if self.is_rough else self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the plan of a mesh may take: seconds of search, the step it has to beat, and whether a rough one will do."""
+    """What the plan of a mesh may take: seconds of search, and the step that it has to beat."""
 
     time_limit: float
     cutoff: float = math.inf
-    rough: bool = False
 
 
 Make = Callable[[Mesh, Turn], Candidate[P]]
@@ -246,27 +236,13 @@ def try_meshes(
             # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
             left = seconds_until(deadline)
             left = left / (len(meshes) - number) if seconds else left
-            found[mesh] = _try(make, mesh, Turn(left, cutoff, rough=len(meshes) > 1))
-    for mesh in progress(_to_refine(found), "best meshes"):
-        best = min(each.found.seconds for each in found.values() if each.found)
-        before = _candidate(found[mesh])
-        if before.bound > best or is_over(deadline):
-            continue
-        again = _try(make, mesh, Turn(seconds_until(deadline)))
-        if again.found is not None and again.found.seconds <= before.seconds:
-            found[mesh] = again
+            found[mesh] = _try(make, mesh, Turn(left, cutoff))
     return tuple(found[mesh] for mesh in meshes)
 
 
 def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
     """How many pipelines have been planned."""
     return sum(pipeline in mesh.axes and each.found is not None for mesh, each in found.items())
-
-
-def _to_refine(found: Mapping[Mesh, Tried[Any]]) -> list[Mesh]:
-    """Meshes with a rough plan that may be the best, those with the fastest first."""
-    rough = [mesh for mesh, each in found.items() if each.found is not None and each.found.is_rough]
-    return sorted(rough, key=lambda mesh: (_candidate(found[mesh]).seconds, mesh.ndim))
 
 
 def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:

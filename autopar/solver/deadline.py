@@ -2,6 +2,9 @@
 
 A search that has something to show begins nothing new once its time is over; what has begun by then may take a moment
 more, and is broken off after that. Inside an `interruptible` block Ctrl-C ends a search as its time does.
+
+A time limit is of all that a user asks for at once: inside a `lasting` block no search has a later deadline than the
+block.
 """
 
 from __future__ import annotations
@@ -12,21 +15,59 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from autopar.errors import TimeLimitError
 
 NEVER = math.inf
 GRACE = 1.0  # seconds beyond the deadline in which what has begun may end
+ENDING = 0.95  # of a time limit: then searches end, so that what they found is written down in time
+LEAST = 0.1  # of a time limit, at least, is for searches, whatever came before them took
 
 _interrupted = NEVER
 """When Ctrl-C was pressed."""
 _listening = False
 """Whether an `interruptible` block is open."""
+_last: ContextVar[float] = ContextVar("last", default=NEVER)
+"""The deadline of the `lasting` blocks around the caller."""
 
 
 def after(seconds: float) -> float:
-    """The deadline in so many seconds from now."""
+    """The deadline in so many seconds from now, at the latest that of the `lasting` block around the caller."""
+    return min(moment_in(seconds), _last.get())
+
+
+def moment_in(seconds: float) -> float:
+    """The moment in so many seconds from now, whatever is to end before."""
     return time.monotonic() + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The time limit of one thing that a user asks for, all that it takes together."""
+
+    seconds: float
+    until: float
+    """When its searches are to end."""
+
+    @classmethod
+    def from_now(cls, seconds: float) -> Allowance:
+        return cls(seconds, after(ENDING * seconds))
+
+    def searching(self) -> contextlib.AbstractContextManager[None]:
+        """A block that ends all searches inside in time; what was captured before may have left them little."""
+        return lasting(max(self.until, moment_in(LEAST * self.seconds)))
+
+
+@contextlib.contextmanager
+def lasting(until: float) -> Iterator[None]:
+    """End all searches inside by a moment, or by that of a block around this one."""
+    before = _last.set(min(until, _last.get()))
+    try:
+        yield
+    finally:
+        _last.reset(before)
 
 
 def is_over(deadline: float) -> bool:

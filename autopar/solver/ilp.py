@@ -24,7 +24,8 @@ from autopar.solver.problem import Edge, Problem
 
 COST_BITS = 40  # the largest cost is 2**40 units: sums over thousands of nodes stay far below 2**62
 LOOK = 0.05  # seconds between two looks at whether CP-SAT is to stop
-MAX_VARIABLES = 20_000_000  # a model of more takes over ten minutes and 16 GB to build
+MAX_VARIABLES = 5_000_000  # a model of more takes over 4 GB to build
+BUILT_PER_S = 30_000  # variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ def solve_ilp(
     about seconds of a quiet machine, so that the search ends at the same place on any.
     """
     num_pairs = sum(int(np.count_nonzero(np.isfinite(edge.seconds))) for edge in problem.edges)
-    if time_limit <= 0 or num_pairs > MAX_VARIABLES:
+    most = MAX_VARIABLES if repeatable else min(MAX_VARIABLES, BUILT_PER_S * time_limit)
+    if time_limit <= 0 or num_pairs > most:
         return IlpResult(None, -math.inf, "timeout")
     model = _Model()
     _choose_one_strategy(model, problem, by_bytes)

@@ -47,6 +47,7 @@ TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
 UNPROVEN = "before the plan was proven best"
 NEAR = 0.01  # of the seconds: of a solution that is not so near the bound, little can be left out
+DEAR_NEAR = 5e-4  # of the seconds: the same where elimination takes seconds, and labels find better ones first
 SHRUNK = 0.9  # of a problem's choices, as a logarithm: what is left of more is no other problem
 GROWTH = 4.0  # of ε from round to round
 WIDER = 16.0  # times ε: what is looked at once for several rounds
@@ -126,7 +127,7 @@ def by_elimination(
     if is_closed(relaxed.incumbent.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if is_dear else 0.0)):
         found = solution_of(relaxed.incumbent, relaxed.bound, "multiplier", relaxed.multiplier)
         return replace(found, smaller=tuple(each.choices for each in relaxed.smaller))
-    is_near = is_closed(relaxed.incumbent.seconds, relaxed.bound, NEAR)
+    is_near = is_closed(relaxed.incumbent.seconds, relaxed.bound, DEAR_NEAR if is_dear else NEAR)
     try:
         near = _near(problem, elimination, least, relaxed, deadline) if is_near else None
     except TimeLimitError:
@@ -218,7 +219,7 @@ def _close_the_gap(
             break
         most = incumbent.seconds - relaxed.bound
         epsilon = most if most <= GROWTH * epsilon else epsilon  # no round before the last where that is near
-        limit = min(relaxed.bound + epsilon, incumbent.seconds) if is_labelled else incumbent.seconds
+        limit = min(relaxed.bound + epsilon, incumbent.seconds)
         # Excesses carry the rounding of long sums; a strategy too many does no harm.
         margin = limit - relaxed.bound + rounding
         try:
@@ -245,16 +246,16 @@ def _close_the_gap(
             incumbent = min(incumbent, point(problem, choices), key=lambda each: each.seconds)
         # What is left out costs more than `limit`, what is left no less than the bound that was found.
         bound = max(bound, min(constant + result.bound, limit))
-        if not is_labelled:
-            is_labelled = True
+        if not is_labelled and not (result.is_proven and limit < incumbent.seconds):
             if not is_small and is_closed(incumbent.seconds, bound, enough.counted):
                 break
+            is_labelled = True
             continue
         if not result.is_proven:
             if not is_closed(incumbent.seconds, bound, enough.counted):
                 warn(incumbent.seconds, bound)
             break
-        epsilon *= GROWTH
+        epsilon, is_labelled = GROWTH * epsilon, False
     return solution_of(incumbent, bound, "multiplier + counts", relaxed.multiplier)
 
 

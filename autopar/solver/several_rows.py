@@ -50,9 +50,11 @@ BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
+DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
+MOVED = 0.1  # of a margin: where prices prove so much more, the same margin is taken again at these
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
-LABELLED = (5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
+LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
 
 
@@ -65,6 +67,8 @@ class Best:
     prices: tuple[float, ...]
     is_searched: bool = True
     """Whether all was looked at that could be better; else a count was broken off."""
+    reached: float = -math.inf
+    """What the prices alone prove."""
 
 
 def solve_rows(
@@ -87,8 +91,10 @@ def solve_rows(
     whole = _Rows.of([each.problem for each in contracted], deadline)
     if whole is None:
         return None
-    gap = max(gap, enough.dear if whole.elimination.work > CHEAP_WORK else 0.0, TOLERANCE)
-    best, bound, share, prices = None, -math.inf, FIRST_MARGIN, tuple(prices)
+    is_dear = whole.elimination.work > CHEAP_WORK
+    gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
+    best, bound, share, prices = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN, tuple(prices)
+    again = False
     try:
         while True:
             reached, _ = whole.at(prices)
@@ -104,12 +110,14 @@ def solve_rows(
                 if seconds < known:
                     best, known = choices, seconds
             bound, prices = max(bound, min(found.bound, below, known)), found.prices
-            is_within = found.bound < below - 2 * gap * abs(below)  # and no wider margin proves more
+            is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more
             is_widest = share > (WIDEST if known < math.inf else WIDE)
-            is_dear = not found.is_searched and enough.effort(known, bound) < math.inf
-            if is_closed(known, bound, gap) or is_dear or is_within or is_widest or is_over(deadline):
+            is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
+            if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
                 break
-            share *= WIDER
+            if again or found.reached < reached + MOVED * margin:
+                share *= WIDER
+            again = not again
     except TimeLimitError:
         pass
     choices = None if best is None else pruned[0].extend(contracted[0].extend(best))
@@ -137,34 +145,41 @@ def _best_of(
     bound = reached = priced.bound
     epsilon = FIRST_EPSILON * scale
     most = min(seconds, below - constant)
+
+    def result(is_searched: bool = True) -> Best:
+        return Best(best, bound + constant, prices, is_searched, reached + constant)
+
+    def is_done() -> bool:
+        """Whether what is known is near enough, nothing is left to be found, or the time is over."""
+        is_near = is_closed(min(seconds + constant, known), bound + constant, gap)
+        return is_near or bound >= most - TOLERANCE * scale or is_over(deadline)
+
     for near in LABELLED:
-        if is_closed(most + constant, bound + constant, gap) or is_over(deadline):
+        if is_done():
             break
         limit = min(most, reached + near * scale)
-        result, is_small = rows.labelled(prices, limit, limit - reached + TOLERANCE * scale)
-        if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
-            best, seconds = result.choices, fast
+        looked, is_small = rows.labelled(prices, limit, limit - reached + TOLERANCE * scale)
+        if looked.choices is not None and (fast := rows.problems[0].seconds_of(looked.choices)) < seconds:
+            best, seconds = looked.choices, fast
             most = min(most, fast)
-        bound = max(bound, min(result.bound, limit, most))
+        bound = max(bound, min(looked.bound, limit, most))
         if is_closed(min(seconds + constant, known), bound + constant, enough.counted):
             if not is_small:
-                return Best(best, bound + constant, prices, is_searched=False)
+                return result(is_searched=False)
             break
-    while not is_closed(most + constant, bound + constant, gap) and not is_over(deadline):
+    while not is_done():
         limit = min(most, reached + epsilon)
-        margin, effort = (
-            limit - reached + TOLERANCE * scale,
-            enough.effort(min(seconds + constant, known), bound + constant),
-        )
-        result = rows.counted(prices, limit, margin, TOLERANCE / 2 * scale, effort)
-        if result.choices is not None and (fast := rows.problems[0].seconds_of(result.choices)) < seconds:
-            best, seconds = result.choices, fast
+        margin = limit - reached + TOLERANCE * scale
+        effort = enough.effort(min(seconds + constant, known), bound + constant)
+        looked = rows.counted(prices, limit, margin, TOLERANCE / 2 * scale, effort)
+        if looked.choices is not None and (fast := rows.problems[0].seconds_of(looked.choices)) < seconds:
+            best, seconds = looked.choices, fast
             most = min(most, fast)
-        bound = max(bound, min(result.bound, limit))
-        if not result.is_proven:
-            return Best(best, bound + constant, prices, is_searched=False)
+        bound = max(bound, min(looked.bound, limit))
+        if not looked.is_proven:
+            return result(is_searched=False)
         epsilon *= GROWTH
-    return Best(best, bound + constant, prices)
+    return result()
 
 
 class _Rows:

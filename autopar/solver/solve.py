@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.deadline import after, is_over, nothing_found, seconds_until
-from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination import Elimination, Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
@@ -42,7 +42,7 @@ from autopar.solver.narrow import (
     warn,
 )
 from autopar.solver.problem import Problem, Solution
-from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.relaxation.neighbourhoods import good_solution
 from autopar.solver.relaxation.wide import DEAR_WORK, Wide
@@ -60,15 +60,13 @@ def solve(
     solver: Literal["auto", "ilp"] = "auto",
     time_limit: float = 120.0,
     gap: float = 0.0,
-    price: float = 0.0,
     enough: Enough = EXACT,
 ) -> Solution:
     """The best choice per node, with a lower bound on what any choice costs.
 
     Under a memory limit, or where the graph is too wide for elimination, a solution is good enough when it is proven to
     be within `gap` (a share of its seconds) of the best, or within `enough` where more would be dear; else it is
-    always the best. `price` is one of memory, in
-    seconds per byte, that is near that of the answer, where one is known: the search is shorter from there.
+    always the best.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
     what has begun is broken off a moment later (`deadline.GRACE`).
@@ -82,48 +80,63 @@ def solve(
         if problem.forbidden_node is not None:
             raise InfeasibleError(describe_conflict(problem, deadline))
         return _from_ilp(problem, solve_ilp(problem, seconds_until(deadline)), "ilp", deadline)
-    solution = _by_reduction(problem, deadline, gap, only_narrow=False, price=price, enough=enough)
+    return solve_prepared(Prepared.of(problem, deadline), time_limit=seconds_until(deadline), gap=gap, enough=enough)
+
+
+def solve_prepared(
+    prepared: Prepared, *, time_limit: float = 120.0, gap: float = 0.0, price: float = 0.0, enough: Enough = EXACT
+) -> Solution:
+    """As `solve`; `price` is one of memory, in seconds per byte, that is near that of the answer, where one is known.
+
+    The search is shorter from there.
+    """
+    solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
     assert solution is not None
     return solution
 
 
 def solve_narrow(
-    problem: Problem, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT
+    prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT
 ) -> Solution | None:
     """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
-    return _by_reduction(problem, after(time_limit), gap, only_narrow=True, enough=enough)
+    return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, enough=enough)
 
 
 def _by_reduction(
-    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
+    prepared: Prepared, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
 ) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
-    if problem.forbidden_node is not None:
-        raise InfeasibleError(describe_conflict(problem, deadline))
-    pruned = prune(problem)
-    if pruned.problem.forbidden_node is not None:
-        raise InfeasibleError(describe_conflict(problem, deadline))
-    contracted = contract(pruned.problem)
+    problem = prepared.problem
+    ready = prepared.tables, prepared.elimination
     try:
-        solution = _solve_pruned(contracted.problem, deadline, gap, only_narrow, price, enough)
+        solution = _solve_pruned(prepared.smaller, deadline, gap, only_narrow, price, enough, ready)
     except MemoryLimitError:
         raise MemoryLimitError(problem, deadline) from None  # with the pins that were pruned away
     except InfeasibleError:
         raise InfeasibleError(describe_conflict(problem, deadline)) from None
     if solution is None:
         return None
-    choices = pruned.extend(contracted.extend(solution.choices))
+    choices = prepared.extend(solution.choices)
     seconds = problem.seconds_of(choices)  # the same sum in another order: it may round differently
     bound = seconds if solution.gap == 0 else min(solution.bound, seconds)
-    smaller = tuple(pruned.extend(contracted.extend(each)) for each in solution.smaller)
+    smaller = tuple(map(prepared.extend, solution.smaller))
     return replace(solution, choices=choices, seconds=seconds, bound=bound, smaller=smaller)
 
 
 def _solve_pruned(
-    problem: Problem, deadline: float, gap: float, only_narrow: bool, price: float = 0.0, enough: Enough = EXACT
+    problem: Problem,
+    deadline: float,
+    gap: float,
+    only_narrow: bool,
+    price: float = 0.0,
+    enough: Enough = EXACT,
+    ready: tuple[Tables, Elimination | None] | None = None,
 ) -> Solution | None:
-    tables = Tables(problem)
-    elimination = narrow_elimination(problem, tables)
+    """`ready` has the tables of the problem and its elimination, where these are known."""
+    if ready is None:
+        tables = Tables(problem)
+        ready = tables, narrow_elimination(problem, tables)
+    tables, elimination = ready
     if elimination is None or elimination.work > DEAR_WORK:
         return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
     return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough)

@@ -26,6 +26,9 @@ from autopar.hardware.profile import Hardware
 from autopar.models.catalogue import built_in
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.stage_seconds import step_parts
+from autopar.planning import planner
+from autopar.planning.limit.answers import Answer
+from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.mesh_search import (
     EQUAL_SECONDS,
     MOST_PIPELINES,
@@ -328,24 +331,55 @@ def test_a_mesh_that_cannot_be_better_is_not_planned_and_says_so() -> None:
     slack=st.lists(st.integers(0, 9), min_size=8, max_size=8),
 )
 @settings(max_examples=25, deadline=None)
-def test_bounds_and_rough_plans_lose_no_best_mesh(seconds: list[int], slack: list[int]) -> None:
-    """Whatever is proven of meshes beforehand and by rough plans, the search ends with the best of all."""
+def test_bounds_and_cut_offs_lose_no_best_mesh(seconds: list[int], slack: list[int]) -> None:
+    """Whatever is proven of meshes beforehand and by searches that end early, the search ends with the best of all."""
     plans = plans_of(*((float(each), 100) for each in seconds))
     bounds = {mesh: each - more for mesh, each, more in zip(plans, seconds, slack[:4], strict=True)}
-    longer = dict(zip(plans, slack[4:], strict=True))
+    eager = dict(zip(plans, slack[4:], strict=True))
 
     def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
         exact = candidate(plans[mesh])
-        if exact.seconds >= turn.cutoff and longer[mesh] > 4:
+        if exact.seconds >= turn.cutoff and eager[mesh] > 4:
             raise CutOffError(exact.seconds)
-        if not turn.rough:
-            return exact
-        rough = exact.seconds + longer[mesh]
-        return replace(exact, seconds=rough, gap=1 - max(exact.seconds - 1, 0) / rough, is_rough=True)
+        return exact
 
     found = best_mesh(make, tuple(plans), at_least=bounds.__getitem__)
     first = found.lines[0][0].found
     assert first is not None and first.seconds == min(seconds)
+
+
+def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_better() -> None:
+    cutoffs: list[float] = []
+
+    def within(*arguments: Any) -> Answer:
+        cutoffs.append(arguments[-1])
+        return best_within(*arguments)
+
+    memory = int(0.9 * autopar.plan(Layers(), Mesh({"dp": 4}), (X_64_16,), hardware=SLOW_DEVICES).peak_bytes)
+    asked = {"hardware": SLOW_DEVICES, "memory": memory}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "best_within", within)
+        found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **asked)
+    first, *later = cutoffs
+    assert first == math.inf and later and all(math.isfinite(each) for each in later)
+    each = [autopar.plan(Layers(), mesh, (X_64_16,), **asked) for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)]
+    assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS)
+
+
+def test_numbers_of_micro_batches_that_leave_too_much_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    example, asked = torch.zeros(4096, 16), {"hardware": SLOW_DEVICES, "recompute": "none", "prefetch": 0}
+    few, many = (autopar.plan(Layers(), Mesh({"dp": 2}), (example,), microbatches=count, **asked) for count in (16, 32))
+    captured = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        captured.append(len(arguments[2]["x_BD"]))
+        return trace(*arguments, **options)
+
+    monkeypatch.setattr("autopar.compiler.offline.trace", counting)
+    memory = (few.peak_bytes + many.peak_bytes) // 2
+    found = autopar.plan(Layers(), "auto", (example,), devices=2, memory=memory, **asked)
+    assert "give microbatches=32" in found.notes[-2] and found.peak_bytes <= memory
+    assert captured[0] == 4096 and captured[-1] == 128 and 2048 not in captured
 
 
 def test_as_many_pipelines_are_planned_as_are_worth_their_time() -> None:

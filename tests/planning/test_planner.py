@@ -172,9 +172,13 @@ def test_a_wide_graph_is_first_planned_without_the_limit(monkeypatch: pytest.Mon
     limits = 2 * unlimited.peak_bytes, int(0.85 * unlimited.peak_bytes)
     narrow = [make_plan(space, {}, limit)[0] for limit in limits]
     budgets: list[int | None] = []
-    monkeypatch.setattr(search, "solve_narrow", lambda problem, *_: budgets.append(problem.budget))
-    solve = search.solve
-    monkeypatch.setattr(search, "solve", lambda problem, **how: budgets.append(problem.budget) or solve(problem, **how))
+    monkeypatch.setattr(search, "solve_narrow", lambda prepared, *_: budgets.append(prepared.problem.budget))
+    solve = search.solve_prepared
+    monkeypatch.setattr(
+        search,
+        "solve_prepared",
+        lambda prepared, **how: budgets.append(prepared.problem.budget) or solve(prepared, **how),
+    )
     wide = [make_plan(space, {}, limit)[0] for limit in limits]
     assert budgets[:3] == [limits[0], None, limits[1]] and budgets[3] is None and len(budgets) > 4
     assert [each.seconds for each in wide] == pytest.approx([each.seconds for each in narrow])

@@ -9,7 +9,19 @@ import pytest
 
 from autopar.errors import TimeLimitError
 from autopar.solver import deadline
-from autopar.solver.deadline import GRACE, NEVER, after, check, is_over, seconds_until
+from autopar.solver.deadline import (
+    ENDING,
+    GRACE,
+    LEAST,
+    NEVER,
+    Allowance,
+    after,
+    check,
+    is_over,
+    lasting,
+    moment_in,
+    seconds_until,
+)
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
@@ -45,6 +57,28 @@ def test_what_has_begun_may_take_a_moment_more(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TimeLimitError, match="the time limit passed before any choice of strategies was found; give"):
         check(until)
     check(NEVER)
+
+
+def test_no_search_inside_a_block_outlasts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _clock(monkeypatch, 0.0)
+    with lasting(5.0):
+        assert (after(2.0), after(7.0), moment_in(7.0)) == (2.0, 5.0, 7.0)
+        with lasting(9.0):
+            assert after(7.0) == 5.0
+        with pytest.raises(KeyError), lasting(3.0):
+            assert after(7.0) == 3.0
+            raise KeyError
+        assert after(7.0) == 5.0
+    assert after(7.0) == 7.0
+
+
+def test_what_comes_before_a_search_is_on_its_clock_but_leaves_it_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _clock(monkeypatch, 0.0)
+    allowance = Allowance.from_now(100.0)
+    for before, until in ((20.0, 100.0 * ENDING), (300.0, 300.0 + 100.0 * LEAST)):
+        shown[0] = before
+        with allowance.searching():
+            assert after(100.0) == until
 
 
 def test_every_step_of_an_elimination_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import several_rows
@@ -15,7 +15,6 @@ from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.reductions import nearly_best as near
 from autopar.solver.several_rows import solve_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -73,21 +72,6 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
 def test_a_graph_that_is_too_wide_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several_rows, "MAX_WORK", 1)
     assert solve_rows(_rows(0, 3, 2), [0.0, 0.0], math.inf, 60.0) is None
-
-
-@settings(deadline=None, max_examples=6)
-@given(seed=seeds, share=st.floats(0.001, 0.5), is_known=st.booleans())
-def test_nearly_best_choices_are_all_left(seed: int, share: float, is_known: bool) -> None:
-    problem = _rows(seed, 3, 1)[0]
-    known = _brute_force([problem]) * 1.1 if is_known else math.inf
-    assume(known < math.inf or not is_known)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(near, "CHEAP_WORK", 0)
-        found = near.nearly_best(problem, 0.02, share, known, math.inf)
-    assert found is not None and found.floor <= known * (1 + 1e-9)
-    for choices in itertools.product(range(3), repeat=len(problem.nodes)):
-        if problem.seconds_of(choices) < found.floor and problem.fits(problem.bytes_of(choices)):
-            assert all(mask[choice] for mask, choice in zip(found.left, choices, strict=True))
 
 
 @settings(deadline=None, max_examples=15)

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
+from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions import reduction as reduction_module
 from autopar.solver.reductions.fixing import remaining
+from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.reductions.reduction import prune, reduce_problem
 from autopar.solver.residual.counting_ilp import best_counts
 from autopar.solver.residual.residual import Counted, Residual
@@ -138,10 +141,10 @@ def test_a_graph_too_wide_for_elimination_equals_brute_force(seed: int, forbidde
 @pytest.mark.parametrize("budget", [None, 60])
 def test_only_a_narrow_graph_is_solved_where_that_is_asked_for(budget: int | None) -> None:
     problem = _random_problem(np.random.default_rng(3), 0.0, budget)
-    narrow = solve_narrow(problem)
+    narrow = solve_narrow(Prepared.of(problem, NEVER))
     assert narrow is not None and narrow.seconds == solve(problem).seconds
     with _everything_too_wide():
-        assert solve_narrow(problem) is None
+        assert solve_narrow(Prepared.of(problem, NEVER)) is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -227,10 +230,12 @@ def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, wh
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=seeds, forbidden=shares, budget=st.none() | st.integers(0, 70))
-def test_a_reduced_problem_has_the_same_optimum(seed: int, forbidden: float, budget: int | None) -> None:
+@given(seed=seeds, forbidden=shares, budget=st.none() | st.integers(0, 70), most=st.sampled_from([0, 10**8]))
+def test_a_reduced_problem_has_the_same_optimum(seed: int, forbidden: float, budget: int | None, most: int) -> None:
     problem = _random_problem(np.random.default_rng(seed), forbidden, budget)
-    reduction = reduce_problem(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction_module, "MOST_MADE", most)
+        reduction = reduce_problem(problem)
     best = min(_feasible(problem), default=None)
     reduced = min(_feasible(reduction.problem), default=None)
     if best is None or reduced is None:
@@ -240,6 +245,23 @@ def test_a_reduced_problem_has_the_same_optimum(seed: int, forbidden: float, bud
     choices = reduction.extend(reduced[1])
     assert problem.seconds_of(choices) == pytest.approx(best[0]) and problem.fits(problem.bytes_of(choices))
     assert reduction.restrict(choices) == reduced[1]
+
+
+def test_what_reductions_make_is_bounded_and_equal_layers_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of stars: every second node of the ring, of no bytes, leaves a table between its two neighbours."""
+    k, num_layers = 5, 6
+    rng = np.random.default_rng(0)
+    menu, nothing, held = rng.random(k), np.zeros(k, dtype=np.int64), rng.integers(1, 9, k)
+    nodes = [Node(str(i), menu, nothing if i % 2 else held) for i in range(2 * num_layers)]
+    table = rng.random((k, k))
+    edges = [Edge((i, (i + 1) % len(nodes)), table) for i in range(len(nodes))]
+    edges += [Edge((2 * i, (2 * i + 4) % len(nodes)), table) for i in range(num_layers)]
+    problem = Problem(tuple(nodes), tuple(edges), 100)
+    whole = reduce_problem(problem)
+    assert len(whole.problem.nodes) == num_layers
+    assert len({id(edge.seconds) for edge in whole.problem.edges}) < len(whole.problem.edges)
+    monkeypatch.setattr(reduction_module, "MOST_MADE", 0)
+    assert len(reduce_problem(problem).problem.nodes) > num_layers
 
 
 @pytest.mark.parametrize("distinct", [False, True])

@@ -7,7 +7,7 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
 2. On a narrow graph solve with a row for each of the moments that an answer was over the limit at, until one fits
-   (`several_rows`); on a large one among choices that are nearly best at the first moment (`nearly_best`).
+   (`several_rows`).
 3. Else, solve with the limit on the sum of moments, with weights, that all answers so far exceed the most (Karwan &
    Rardin 1979). What the answer is over the limit somewhere is taken off the limit of the row: so answers are found
    that fit, and cost little more.
@@ -25,8 +25,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -41,16 +40,14 @@ from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.solver.infeasibility import MemoryLimitError
 from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem, Solution
-from autopar.solver.reductions.nearly_best import nearly_best
+from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
-from autopar.solver.solve import solve, solve_narrow
+from autopar.solver.solve import solve, solve_narrow, solve_prepared
 from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
-NEAR, WIDER = 1e-3, 4.0  # of the seconds: how near to the best choices are that are looked among, and growth of that
-NEAR_ROUNDS = 3  # times that choices nearly best are looked among
 MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
@@ -119,8 +116,8 @@ class _Search(Asked):
     """Where counts take long (`Enough`)."""
     cutoff: float = math.inf
     """Seconds of a plan that is known: what is no faster is not looked for."""
-    floor: float = math.inf
-    """Seconds up to which the pins leave all that is there: it is of no use to prove more."""
+    prepared: dict[MemoryRow | None, Prepared] = field(default_factory=dict)
+    """The problem that was solved last, by its row."""
 
     def solve(
         self,
@@ -131,12 +128,22 @@ class _Search(Asked):
         near: Answer | None = None,
     ) -> Answer:
         """The best under one row and a limit per moment; `near` is an answer whose price of memory may be like its."""
-        problem, gap = self._problem(row, limit, modes), max(gap, self.gap)
-        left = self._seconds_left * (HALF if row else 1)
+        gap, left = max(gap, self.gap), self._seconds_left * (HALF if row else 1)
+        if self.solver == "ilp":
+            problem = self._problem(row, limit, modes)
+            return self._answer(problem, solve(problem, solver="ilp", time_limit=left), modes, row)
         price = 0.0 if row is None or near is None else near.price / row.total
-        enough, solver = Enough(max(gap, self.enough), max(gap, self.counted)), self.solver
-        solution = solve(problem, solver=solver, time_limit=left, gap=gap, price=price, enough=enough)  # type: ignore[arg-type]
-        return self._answer(problem, solution, modes, row)
+        prepared = self._prepared(row, limit, modes)
+        enough = Enough(max(gap, self.enough), max(gap, self.counted))
+        solution = solve_prepared(prepared, time_limit=left, gap=gap, price=price, enough=enough)
+        return self._answer(prepared.problem, solution, modes, row)
+
+    def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
+        """The problem with a row and a limit, ready to be solved; that of the row before is kept."""
+        if row not in self.prepared:
+            self.prepared.clear()
+            self.prepared[row] = Prepared.of(self._problem(row, limit, modes), self.deadline)
+        return self.prepared[row].within(None if row is None or limit is None else row.total * limit)
 
     def check(self, bound: float) -> None:
         """Raise CutOffError where a bound proves that no answer is faster than the cut-off."""
@@ -152,11 +159,10 @@ class _Search(Asked):
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
         if is_narrow and not found.is_proven(self.enough):
-            # What is far from the best is no help, and narrows what is looked at.
+            # What is far from the best is no help: within its margin little can be left out.
             far = found.fitting if not found.is_proven(FAR) else []
             found.fitting = [each for each in found.fitting if each not in far]
-            if not self.by_near_choices(found, limit, modes):
-                self.by_all_rows(found, limit, modes)
+            self.by_all_rows(found, limit, modes)
             found.fitting += far
         self.check(found.proof.bound)
         if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
@@ -182,35 +188,6 @@ class _Search(Asked):
         """The fastest that fits of the smaller choices that are known beside an answer; [] if none does."""
         fitting = (each for each in smaller_ones(answer, self.formulation.memory) if each.peak_bytes <= limit)
         return list(itertools.islice(fitting, 1))
-
-    def by_near_choices(self, found: Found, limit: int, modes: Modes | None) -> bool:
-        """Look among choices that are nearly best under the sum that proves most; False where that is no easier."""
-        nearness = NEAR
-        for _ in range(NEAR_ROUNDS):
-            proof, known = found.proof, min((answer.seconds for answer in found.fitting), default=math.inf)
-            near = nearly_best(proof.problem, proof.multiplier, nearness, known, self.deadline)
-            if near is None:
-                return False
-            count = len(self.formulation.space.decisions)
-            pins = {number: mask for number, mask in enumerate(near.left[:count]) if not mask.all()}
-            left = None
-            if modes is not None:
-                masks = zip(modes.items(), near.left[count:], strict=True)
-                left = {name: MODES[int(mask.argmax())] if mask.sum() == 1 else mode for (name, mode), mask in masks}
-            among = replace(self, pins=pins, gap=max(self.gap, ROUGHLY), floor=near.floor)
-            inner = Found(found.proof)
-            inner.taken, inner.moments, inner.fitting = found.taken, found.moments, found.fitting
-            if not among.by_all_rows(inner, limit, left) and not inner.fitting:
-                with suppress(MemoryLimitError):
-                    among.by_sums(inner, limit, left)
-            if inner.proof.row is not None and min(inner.proof.bound, near.floor) > found.proof.bound:
-                problem = self._problem(inner.proof.row, limit, modes)  # the bound holds for all choices
-                found.proof = replace(inner.proof, bound=min(inner.proof.bound, near.floor), problem=problem)
-            self.check(found.proof.bound)
-            if found.is_proven(max(self.enough, ROUGHLY)) or is_over(self.deadline):
-                break
-            nearness *= WIDER
-        return True
 
     def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
         """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
@@ -239,18 +216,18 @@ class _Search(Asked):
         if limit is None or last < 0 or self.solver != "auto":
             return None
         row = MemoryRow(((last, 1),))
-        problem = self._problem(row, limit, modes)
         exact = Enough(self.enough, self.counted, self.cutoff)
+        prepared = self._prepared(row, limit, modes)
         try:
-            solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
+            solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
             if solution is not None and solution.gap > self.gap and self._fits(solution, limit, modes):
-                solution = solve_narrow(problem, FIRST_SHARE * self._seconds_left, self.gap, exact)
+                solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:
             self.check(math.inf)
             return None  # how much is needed, the fullest moment of a plan without a limit says better
         except TimeLimitError:
             return None  # without the limit there may be time enough
-        return None if solution is None else self._answer(problem, solution, modes, row)
+        return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
     def _fits(self, solution: Solution, limit: int, modes: Modes | None) -> bool:
         choices, chosen = self._split(solution.choices, modes)
@@ -301,7 +278,7 @@ class _Search(Asked):
                 return False
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
-            if best.choices is None or found.proof.bound > self.floor * (1 + self.enough):
+            if best.choices is None:
                 return bool(found.fitting)
             seconds, num_bytes = problems[0].cost_of(best.choices)
             bound = min(best.bound, seconds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
-from autopar.solver.deadline import after, is_over
+from autopar.solver.deadline import is_over, moment_in
 from autopar.solver.infeasibility import Conflict
 from autopar.units import format_bytes
 
@@ -31,7 +31,7 @@ class Asked:
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins."""
         spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, after(spare)), enough)
+        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough)
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:
         """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""

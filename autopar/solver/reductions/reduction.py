@@ -9,13 +9,19 @@ reduction    a node whose allowed strategies all take the same bytes, on its edg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
+
+Numbers = TypeVar("Numbers", Floats, Integers)
+MOST_MADE = 100_000_000  # entries of tables that reductions make: beyond, no pair of neighbours gets a further one
+NO_BYTES = tuple(np.zeros((1,) * ndim, dtype=np.int64) for ndim in range(4))
+"""By the number of dims."""
+NO_SECONDS = np.zeros(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,21 +83,28 @@ def reduce_problem(problem: Problem) -> Reduction:
 
 
 class _State:
-    """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends."""
+    """A problem being reduced: costs per node, one merged edge per pair of neighbours, and the edges of three ends.
+
+    What equal arrays come to is one array (`_Made`), so that equal layers take the time and the memory of one.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.seconds = [node.seconds for node in problem.nodes]
-        self.num_bytes = [node.num_bytes for node in problem.nodes]
+        self.made = _Made()
+        menus: dict[bytes, Floats] = {}
+        held_menus: dict[bytes, Integers] = {}
+        self.seconds = [menus.setdefault(node.seconds.tobytes(), node.seconds) for node in problem.nodes]
+        self.num_bytes = [held_menus.setdefault(node.num_bytes.tobytes(), node.num_bytes) for node in problem.nodes]
         self.around: dict[int, dict[int, _Tables]] = {node: {} for node in range(len(problem.nodes))}
         self.wide: dict[int, list[tuple[tuple[int, ...], _Tables]]] = {node: [] for node in range(len(problem.nodes))}
         self.removed: list[_Removed] = []
         self.constant = 0.0
         self.constant_bytes = 0
         for edge in problem.edges:
-            held = np.zeros((1,) * edge.seconds.ndim, dtype=np.int64) if edge.num_bytes is None else edge.num_bytes
+            held = NO_BYTES[edge.seconds.ndim] if edge.num_bytes is None else edge.num_bytes
             if edge.is_loop:
-                self._charge(edge.ends[0], np.diagonal(edge.seconds), held.diagonal() if held.size > 1 else held[0])
+                diagonals = [self.made(np.diagonal, each) for each in (edge.seconds, held)]
+                self._charge(edge.ends[0], *diagonals)
             elif len(edge.ends) == 2:
                 self._connect(*edge.ends, (edge.seconds, held))
             else:
@@ -101,21 +114,23 @@ class _State:
 
     def removable(self, node: int) -> bool:
         """Whether the node has one strategy left, or few neighbours and bytes that do not depend on it."""
-        allowed = np.flatnonzero(np.isfinite(self.seconds[node]))
+        allowed = self.made(_allowed, self.seconds[node])
         if len(allowed) == 1:
             return True
         if self.wide[node] or len(self.around[node]) > 2:
             return False
+        if len(self.around[node]) == 2 and self.made.num_entries > MOST_MADE:
+            return False
         return self.problem.budget is None or (
             len(allowed) > 0
-            and _constant(self.num_bytes[node][allowed])
-            and all(_constant(_rows(held, allowed)) for _, held in self.around[node].values())
+            and self.made(_constant, self.num_bytes[node], allowed)
+            and all(self.made(_constant, held, allowed) for _, held in self.around[node].values())
         )
 
     def remove(self, node: int) -> tuple[int, ...]:
         """Minimise a node out and return the neighbours it had."""
         seconds = self.seconds[node]
-        allowed = np.flatnonzero(np.isfinite(seconds))
+        allowed = self.made(_allowed, seconds)
         touched = self._narrow(node, int(allowed[0])) if self.wide[node] else ()
         edges = tuple(sorted(self.around.pop(node).items(), key=lambda entry: entry[0]))
         for neighbour, _ in edges:
@@ -123,22 +138,20 @@ class _State:
         if len(allowed) and self.problem.budget is not None:
             self.constant_bytes += int(self.num_bytes[node][allowed[0]])
             for neighbour, (_, held) in edges:
-                self._charge(neighbour, 0.0, _rows(held, allowed)[0])
+                self._charge(neighbour, NO_SECONDS, self.made(_first_row, held, allowed))
         self.removed.append(_Removed(node, seconds, tuple((neighbour, tables[0]) for neighbour, tables in edges)))
         if len(allowed) == 1:
             self.constant += float(seconds[allowed[0]])
             for neighbour, (matrix, _) in edges:
-                self._charge(neighbour, matrix[allowed[0]], 0)
+                self._charge(neighbour, self.made(_first_row, matrix, allowed), NO_BYTES[1])
         elif not edges:
             self.constant += float(seconds.min())
         elif len(edges) == 1:
             ((neighbour, (matrix, _)),) = edges
-            self._charge(neighbour, (seconds[:, None] + matrix).min(axis=0), 0)
+            self._charge(neighbour, self.made(_least_of_one, seconds, matrix), NO_BYTES[1])
         else:
             (one, (left, _)), (other, (right, _)) = edges
-            left = left + seconds[:, None]
-            rows = [(left[:, i, None] + right).min(axis=0) for i in range(left.shape[1])]
-            self._connect(one, other, (np.stack(rows), np.zeros((1, 1), dtype=np.int64)))
+            self._connect(one, other, (self.made(_least_of_two, seconds, left, right), NO_BYTES[2]))
         return (*touched, *(neighbour for neighbour, _ in edges))
 
     def _narrow(self, node: int, choice: int) -> tuple[int, ...]:
@@ -147,7 +160,7 @@ class _State:
         for entry in self.wide[node]:
             ends, tables = entry
             place = ends.index(node)
-            seconds, held = (np.take(each, choice if each.shape[place] > 1 else 0, axis=place) for each in tables)
+            seconds, held = (self.made(_TAKEN[place], each, self.made.number(choice)) for each in tables)
             one, other = (end for end in ends if end != node)
             for end in (one, other):
                 self.wide[end] = [each for each in self.wide[end] if each is not entry]
@@ -159,19 +172,25 @@ class _State:
     def result(self) -> Reduction:
         kept = tuple(self.around)
         index = {node: place for place, node in enumerate(kept)}
-        strategies = tuple(np.flatnonzero(np.isfinite(self.seconds[node])) for node in kept)
+        equal: dict[bytes, Integers] = {}  # equal rows are one array, so that what is cut by them is
         # A node with nothing left keeps one forbidden strategy, so that the smaller problem is infeasible too.
-        strategies = tuple(each if len(each) else np.zeros(1, dtype=np.intp) for each in strategies)
+        rows = (self.made(_allowed, self.seconds[node]) for node in kept)
+        rows = (each if len(each) else np.zeros(1, dtype=np.intp) for each in rows)
+        strategies = tuple(equal.setdefault(each.tobytes(), each) for each in rows)
         nodes = tuple(
-            Node(self.problem.nodes[node].name, self.seconds[node][rows], self.num_bytes[node][rows])
+            Node(
+                self.problem.nodes[node].name,
+                self.made(_cut, self.seconds[node], rows),
+                self.made(_cut, self.num_bytes[node], rows),
+            )
             for node, rows in zip(kept, strategies, strict=True)
         )
 
         def edge(ends: tuple[int, ...], tables: _Tables) -> Edge:
             places = tuple(index[end] for end in ends)
-            rows = np.ix_(*(strategies[place] for place in places))
-            held = np.broadcast_to(tables[1], tables[0].shape)[rows]
-            return Edge(places, tables[0][rows], held if held.any() else None)
+            rows = [strategies[place] for place in places]
+            seconds = self.made(_cut, tables[0], *rows)
+            return Edge(places, seconds, self.made(_cut_bytes, tables[1], tables[0], *rows))
 
         edges = [
             edge((one, other), tables) for one in kept for other, tables in self.around[one].items() if one < other
@@ -180,30 +199,91 @@ class _State:
         budget = None if self.problem.budget is None else self.problem.budget - self.constant_bytes
         return Reduction(_limited(nodes, tuple(edges), budget), self.constant, kept, strategies, tuple(self.removed))
 
-    def _charge(self, node: int, seconds: Floats | float, num_bytes: Integers | int) -> None:
-        self.seconds[node] = self.seconds[node] + seconds
-        self.num_bytes[node] = self.num_bytes[node] + num_bytes
+    def _charge(self, node: int, seconds: Floats, num_bytes: Integers) -> None:
+        self.seconds[node] = self.made(np.add, self.seconds[node], seconds)
+        self.num_bytes[node] = self.made(np.add, self.num_bytes[node], num_bytes)
 
     def _connect(self, one: int, other: int, tables: _Tables) -> None:
         """Add an edge's tables[k_one, k_other] to what lies between the two; seen from both sides."""
         if other in self.around[one]:
             before = self.around[one][other]
-            tables = before[0] + tables[0], before[1] + tables[1]
+            tables = self.made(np.add, before[0], tables[0]), self.made(np.add, before[1], tables[1])
         self.around[one][other] = tables
-        self.around[other][one] = tables[0].T, tables[1].T
+        self.around[other][one] = self.made(np.transpose, tables[0]), self.made(np.transpose, tables[1])
+
+
+class _Made:
+    """What was made of arrays: of the same ones the same way is the same one, made once."""
+
+    def __init__(self) -> None:
+        self.num_entries = 0
+        """Of all arrays that were made."""
+        self._found: dict[object, tuple[Any, tuple[Any, ...]]] = {}
+        self._numbers: dict[int, Integers] = {}
+
+    def __call__(self, make: Callable[..., Any], *arrays: np.ndarray) -> Any:
+        key = (make, *map(id, arrays))
+        if key not in self._found:
+            made = make(*arrays)
+            # The arrays are kept with what was made of them: an id means something only while the object lives.
+            self._found[key] = made, arrays
+            self.num_entries += made.size if isinstance(made, np.ndarray) and made.base is None else 0
+        return self._found[key][0]
+
+    def number(self, value: int) -> Integers:
+        """A number as an array, always the same one."""
+        return self._numbers.setdefault(value, np.array(value))
+
+
+def _allowed(seconds: Floats) -> Integers:
+    return np.flatnonzero(np.isfinite(seconds))
+
+
+def _constant(held: Integers, allowed: Integers) -> bool:
+    """Whether the bytes are the same whatever of the allowed strategies is chosen in the first dim."""
+    rows = _rows(held, allowed)
+    return bool((rows == rows[:1]).all())
+
+
+def _rows(held: Numbers, allowed: Integers) -> Numbers:
+    return held[allowed] if len(held) > 1 else held
+
+
+def _first_row(table: Numbers, allowed: Integers) -> Numbers:
+    return _rows(table, allowed)[0]
+
+
+def _least_of_one(seconds: Floats, matrix: Floats) -> Floats:
+    """What a node costs its only neighbour."""
+    return (seconds[:, None] + matrix).min(axis=0)
+
+
+def _least_of_two(seconds: Floats, left: Floats, right: Floats) -> Floats:
+    """What a node costs its two neighbours."""
+    left = left + seconds[:, None]
+    return np.stack([(left[:, i, None] + right).min(axis=0) for i in range(left.shape[1])])
+
+
+def _taken(place: int) -> Callable[[Any, Integers], Any]:
+    """What is left of a table where one of its ends is decided; it may have a dim of one there."""
+    return lambda table, choice: np.take(table, int(choice) if table.shape[place] > 1 else 0, axis=place)
+
+
+_TAKEN = tuple(map(_taken, range(3)))
+
+
+def _cut(table: Numbers, *rows: Integers) -> Numbers:
+    return cut_table(table, rows)
+
+
+def _cut_bytes(held: Integers, seconds: Floats, *rows: Integers) -> Integers | None:
+    """The bytes of an edge, in the shape of its seconds; None where there are none."""
+    found = cut_table(np.broadcast_to(held, seconds.shape), rows)
+    return np.ascontiguousarray(found) if found.any() else None
 
 
 _Tables = tuple[Floats, Integers]
 """Seconds and bytes of an edge, a dim per end; the bytes may have dims of one where they are the same all along."""
-
-
-def _rows(held: Integers, allowed: np.ndarray) -> Integers:
-    return held[allowed] if len(held) > 1 else held
-
-
-def _constant(held: Integers) -> bool:
-    """Whether the bytes are the same whatever the first dim."""
-    return bool((held == held[:1]).all())
 
 
 def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | None) -> Problem:
@@ -212,9 +292,6 @@ def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | Non
         blocked = Node("limit", np.array([np.inf]), np.zeros(1, dtype=np.int64))
         return Problem((*nodes, blocked), edges, 0)
     return Problem(nodes, edges, budget)
-
-
-Numbers = TypeVar("Numbers", Floats, Integers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import autopar
+from autopar.capture.export import Traced, trace
+from autopar.compiler import offline
 from autopar.errors import TimeLimitError
 from autopar.hardware.load import load
+from autopar.planning import planner
+from autopar.planning.limit.answers import Answer
+from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.planner import make_plan
 from autopar.solver import deadline
 from autopar.space.space import Space
 from tests.support.expert_models import Decoder, token_batches
-from tests.support.planned import space_of
+from tests.support.planned import X_BD, TwoLinears, space_of
 
 TICK = 0.05  # seconds that pass with every look at the clock
 LEAST = 232_000  # bytes: between what no plan of four layers is below and the least that is found
@@ -67,6 +74,27 @@ def test_where_no_plan_was_found_by_then_the_error_says_so(
     with pytest.raises(TimeLimitError, match=said):
         make_plan(space, {}, LEAST, time_limit=seconds)
     assert seconds < shown[0] < 1.1 * seconds + deadline.GRACE
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "until"), [(100.0, 100.0 * deadline.ENDING), (10.0, 40.0 + 10.0 * deadline.LEAST)]
+)
+def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, time_limit: float, until: float) -> None:
+    shown, ends = [0.0], []
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: shown[0]))
+
+    def slowly(*args: Any, **options: Any) -> Traced:
+        shown[0] += 40.0
+        return trace(*args, **options)
+
+    def within(*args: Any) -> Answer:
+        ends.append(deadline.after(1000.0))
+        return best_within(*args)
+
+    monkeypatch.setattr(offline, "trace", slowly)
+    monkeypatch.setattr(planner, "best_within", within)
+    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), time_limit=time_limit)
+    assert ends == [until]
 
 
 @pytest.mark.slow
