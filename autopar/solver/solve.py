@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, PlanError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.deadline import after, is_over, nothing_found, seconds_until
 from autopar.solver.elimination import Elimination, Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import IlpResult, solve_ilp
@@ -31,10 +31,14 @@ from autopar.solver.lagrangian import (
     point,
 )
 from autopar.solver.narrow import (
+    COLD,
     EXACT,
+    ILP_PAIRS,
     SHRUNK,
     TOLERANCE,
+    UNPROVEN,
     Enough,
+    Start,
     best_bound,
     by_elimination,
     num_choices,
@@ -43,14 +47,16 @@ from autopar.solver.narrow import (
 )
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.prepared import Prepared
-from autopar.solver.reductions.reduction import prune, reduce_problem
-from autopar.solver.relaxation.neighbourhoods import good_solution
+from autopar.solver.reductions.reduction import prune, reduce_problem, with_fixed
+from autopar.solver.relaxation.neighbourhoods import good_solution, separators
 from autopar.solver.relaxation.wide import DEAR_WORK, Wide
 
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
 ILP_ROUNDING = 1e-5  # of the seconds: what the ILP's whole numbers may leave open
-GOOD_START = 0.01  # how far from the best the neighbourhoods of that search are solved
+GOOD_START = 0.002  # how far from the best neighbourhoods are solved
+HELD_GAP = 5e-4  # of the seconds: where more would be dear
 NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
+PRICED_NEAR = 1e-4  # the same under a limit, where prices are yet to be found
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
 
 
@@ -143,20 +149,21 @@ def _solve_pruned(
 
 
 def _by_relaxation(
-    problem: Problem, deadline: float, gap: float, enough: Enough, is_near_enough: bool = True
+    problem: Problem, deadline: float, gap: float, enough: Enough, begun: Wide | None = None
 ) -> Solution:
     """The graph is wide: a bound by messages decides most strategies; the rest is narrow, or narrower.
 
-    Without a limit a bound that `is_near_enough` is tried first: the last sweeps gain little.
+    Without a limit a bound that is near is tried first: the last sweeps gain little, and are often not needed.
     """
-    near = NEAR if is_near_enough and problem.budget is None else 0.0
     searching = deadline - SEARCHING * seconds_until(deadline)
-    wide = Wide(problem, searching, near)
-    relaxed = best_bound(problem, wide.least, lambda: _smallest_by_relaxation(problem, searching), searching)
+    wide = begun or Wide(problem, searching, NEAR if problem.budget is None else PRICED_NEAR)
+    relaxed = _best_relaxed(problem, wide, searching, enough)
     if relaxed is None:
         return _by_dear_search(problem, None, deadline, gap, enough)
     best, price = relaxed.incumbent, relaxed.multiplier
-    if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap)):
+    if price > 0 and relaxed.bound >= enough.cutoff:
+        raise CutOffError(relaxed.bound)
+    if is_closed(best.seconds, relaxed.bound, max(TOLERANCE, gap, enough.dear if price else 0.0)):
         return solution_of(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     try:
@@ -167,20 +174,52 @@ def _by_relaxation(
         warn(best.seconds, relaxed.bound)
         return solution_of(best, relaxed.bound, "relaxation", price)
     is_smaller = num_choices(left.problem) <= SHRUNK * num_choices(problem)
-    if near and not is_smaller:
-        return _by_relaxation(problem, deadline, gap, enough, is_near_enough=False)
-    if not is_smaller:
-        start = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
-        solution = _by_dear_search(left.problem, start, deadline, gap, enough)
-    else:
-        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False, enough=enough)
+    if problem.budget is None and wide.near and not is_smaller:
+        wide.near = 0.0
+        return _by_relaxation(problem, deadline, gap, enough, wide)
+    if is_smaller:
+        found = _solve_pruned(left.problem, deadline, gap, only_narrow=False, enough=replace(enough, cutoff=math.inf))
         assert found is not None
         solution = found
+    elif problem.budget is not None and sum(edge.seconds.size for edge in left.problem.edges) > ILP_PAIRS:
+        warn(best.seconds, relaxed.bound, f"the graph is too wide for an ILP {UNPROVEN}")
+        return solution_of(best, relaxed.bound, "relaxation", price)
+    else:
+        known = replace(relaxed, incumbent=point(left.problem, left.restrict(best.choices)))
+        solution = _by_dear_search(left.problem, known, deadline, gap, enough)
     exact = point(problem, left.extend(solution.choices))
     best = min(best, exact, key=lambda each: each.seconds)
     # What is left out costs more than the best of before, and so than this.
     bound = min(max(solution.bound, relaxed.bound), best.seconds)
-    return solution_of(best, bound, f"relaxation, {solution.solver}", solution.multiplier)
+    return solution_of(best, bound, f"relaxation, {solution.solver}", solution.multiplier or price)
+
+
+def _best_relaxed(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> Relaxation | None:
+    """The best bound of a price, and the best solution met; None where none was."""
+    start, free = COLD, -math.inf
+    if problem.budget is not None:
+        start, free = _held_start(problem, wide, deadline, enough)
+    try:
+        return best_bound(problem, wide.least, lambda: _smallest_by_relaxation(problem, deadline), deadline, start)
+    except TimeLimitError:
+        if start.known is None:
+            raise
+        return Relaxation(0.0, free, start.known)
+
+
+def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -> tuple[Start, float]:
+    """A price of memory and a solution that fits: the best beside some nodes that stay as they are without a limit.
+
+    Also the bound without a limit.
+    """
+    bound, free = wide.least(0.0)
+    if free is None or problem.fits(free.num_bytes):
+        return COLD, bound
+    held = {node: free.choices[node] for node in separators(problem)}
+    found = _narrow_solution(with_fixed(problem, held), deadline, Enough(max(enough.dear, HELD_GAP), math.inf))
+    if found is None:
+        return COLD, bound
+    return Start(found.multiplier, point(problem, found.choices)), bound
 
 
 def _by_dear_search(
@@ -238,7 +277,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
     """The graph is too wide for elimination: the ILP from a good solution, that of neighbourhoods if none is known."""
     if relaxed is None:
         searching = deadline - (1 - SEARCHING) * seconds_until(deadline)
-        start = good_solution(problem, _narrow_solution, searching)
+        start = good_solution(problem, _narrow_point, searching)
     else:
         start = relaxed.incumbent
     result = _solve_residual(problem, deadline, start, gap)
@@ -253,7 +292,7 @@ def _by_reduced_ilp(problem: Problem, deadline: float, gap: float, relaxed: Rela
     return solution_of(found, bound, "neighbourhoods + ilp")
 
 
-def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
+def _narrow_solution(problem: Problem, deadline: float, enough: Enough = EXACT) -> Solution | None:
     """The best solution of a part of a wide problem, good enough to go on from; None where there is none."""
     if problem.forbidden_node is not None:
         return None  # what is held is forbidden
@@ -263,10 +302,15 @@ def _narrow_solution(problem: Problem, deadline: float) -> Point | None:
     if elimination is None:
         return None
     try:
-        solution = by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START)
+        solution = by_elimination(pruned.problem, tables, elimination, deadline, GOOD_START, enough=enough)
     except (InfeasibleError, TimeLimitError):
         return None
-    return point(problem, pruned.extend(solution.choices))
+    return replace(solution, choices=pruned.extend(solution.choices), smaller=())
+
+
+def _narrow_point(problem: Problem, deadline: float) -> Point | None:
+    found = _narrow_solution(problem, deadline)
+    return None if found is None else point(problem, found.choices)
 
 
 def _sum_of_least(problem: Problem) -> float:

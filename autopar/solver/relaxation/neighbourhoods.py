@@ -7,25 +7,26 @@ neighbourhood search, Shaw 1998). The answer is no proof; the ILP begins with it
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from autopar.solver.deadline import is_over
-from autopar.solver.elimination import Tables, compile_elimination
 from autopar.solver.lagrangian import Point
 from autopar.solver.problem import Problem
-from autopar.solver.reductions.reduction import prune, with_fixed
+from autopar.solver.reductions.reduction import with_fixed
 
-NARROW = 50_000_000  # entries of a bag while one node is let go
-STEP, GROWTH = 4, 1.25  # nodes more, or times as many, until the width is looked for again
+NARROW = 2_000_000  # entries of a bag while all are held
+FEW = 3  # strategies of how a segment is computed again
 Solve = Callable[[Problem, float], Point | None]
 """(narrow problem, deadline) → its best solution, None if there is none."""
 
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
     """The best solution found; None where none was."""
-    held = _separators(problem, deadline)
+    held = separators(problem)
     best: Point | None = None
     for start in _starts(problem, held):
         best = solve(with_fixed(problem, start), deadline)
@@ -47,33 +48,44 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     return best
 
 
-def _separators(problem: Problem, deadline: float) -> tuple[int, ...]:
-    """Nodes to hold, those with the most neighbours first, until the rest stays narrow with any one of them let go.
+def separators(problem: Problem) -> tuple[int, ...]:
+    """Nodes to hold, so that the rest is narrow.
 
-    Widths are dear to find, and a few nodes too many do no harm: it is looked for them ever more rarely, and after the
-    deadline once no node has more than two neighbours.
+    Nodes are eliminated, though no table is computed, the one of the smallest bag first. Where that is large, the node
+    that has the most neighbours then is held, and how a segment is computed again (`FEW` strategies) last.
     """
-    around: dict[int, set[int]] = {node: set() for node in range(len(problem.nodes))}
+    sizes = [node.num_strategies for node in problem.nodes]
+    around: dict[int, set[int]] = {node: set() for node in range(len(sizes))}
     for edge in problem.edges:
         for end in edge.ends:
             around[end] |= set(edge.ends) - {end}
-    left = sorted(around, key=lambda node: (-len(around[node]), -problem.nodes[node].num_strategies, node))
+
+    def entries(node: int) -> tuple[int, int]:
+        return sizes[node] * math.prod([sizes[other] for other in around[node]]), node
+
+    current = {node: entries(node) for node in around}
+    heap = list(current.values())
+    heapq.heapify(heap)
     held: list[int] = []
-    due = STEP
-    while left:
-        held.append(left.pop(0))
-        is_due = len(held) >= due and not is_over(deadline)
-        if len(around[held[-1]]) > 2 and not is_due:
+    while heap:
+        entry = heapq.heappop(heap)
+        node = entry[-1]
+        if current.get(node) != entry:
             continue
-        if _width(problem, held[1:]) <= NARROW:
-            break
-        due = max(len(held) + STEP, int(len(held) * GROWTH))
+        is_held = entry[0] > NARROW
+        if is_held:
+            heapq.heappush(heap, entry)
+            node = max(around, key=lambda each: (sizes[each] > FEW, len(around[each]), sizes[each], -each))
+            held.append(node)
+        del current[node]
+        neighbours = around.pop(node)
+        for other in neighbours:
+            around[other].discard(node)
+            if not is_held:
+                around[other] |= neighbours - {other}
+            current[other] = entries(other)
+            heapq.heappush(heap, current[other])
     return tuple(held)
-
-
-def _width(problem: Problem, held: list[int]) -> int:
-    pruned = prune(with_fixed(problem, dict.fromkeys(held, -1))).problem
-    return compile_elimination(pruned, Tables(pruned), balanced=False).largest
 
 
 def _starts(problem: Problem, held: tuple[int, ...]) -> list[dict[int, int]]:

@@ -1,44 +1,48 @@
-"""The search for a good solution of a wide graph: it looks rarely at the width of what is left, and in time."""
+"""The search for a good solution of a wide graph: what is held leaves the rest narrow."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import time
 
 import numpy as np
 import pytest
 
+from autopar.solver.elimination import Tables, compile_elimination
 from autopar.solver.lagrangian import Point, point
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions.reduction import prune, with_fixed
 from autopar.solver.relaxation import neighbourhoods
-from autopar.solver.relaxation.neighbourhoods import good_solution
-
-NUM_NODES = 60
+from autopar.solver.relaxation.neighbourhoods import good_solution, separators
 
 
-def _complete(num_nodes: int) -> Problem:
-    """Every node beside every other."""
+def _complete(num_nodes: int, num_strategies: int = 4) -> Problem:
+    """Every node beside every other; the first leaves few choices."""
     rng = np.random.default_rng(0)
-    nodes = tuple(Node(f"n{i}", rng.random(2), np.zeros(2, dtype=np.int64)) for i in range(num_nodes))
+    sizes = [neighbourhoods.FEW, *[num_strategies] * (num_nodes - 1)]
+    nodes = tuple(Node(f"n{i}", rng.random(k), np.zeros(k, dtype=np.int64)) for i, k in enumerate(sizes))
     pairs = itertools.combinations(range(num_nodes), 2)
-    return Problem(nodes, tuple(Edge(ends, rng.random((2, 2))) for ends in pairs), None)
+    return Problem(nodes, tuple(Edge((a, b), rng.random((sizes[a], sizes[b]))) for a, b in pairs))
 
 
-@pytest.mark.parametrize("seconds", [-1.0, math.inf])
-def test_the_width_is_looked_for_ever_more_rarely_and_not_after_the_deadline(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem, looks = _complete(NUM_NODES), []
+def test_what_is_held_leaves_the_rest_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _complete(9)
+    monkeypatch.setattr(neighbourhoods, "NARROW", 3 * 4**3)
+    held = separators(problem)
+    assert len(held) == 5 and 0 not in held
+    pruned = prune(with_fixed(problem, dict.fromkeys(held, -1))).problem
+    assert compile_elimination(pruned, Tables(pruned), balanced=False).largest <= 3 * 4**3
+    monkeypatch.setattr(neighbourhoods, "NARROW", 4**9)
+    assert separators(problem) == ()
 
-    def width(problem: Problem, held: list[int]) -> int:
-        looks.append(len(held))
-        return neighbourhoods.NARROW + (len(held) < NUM_NODES - 10)
 
-    def first_choices(problem: Problem, deadline: float) -> Point | None:
-        return point(problem, tuple(int(np.argmin(node.seconds)) for node in problem.nodes))
+def test_one_after_the_other_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, asked = _complete(5), []
+    monkeypatch.setattr(neighbourhoods, "NARROW", 16)
 
-    monkeypatch.setattr(neighbourhoods, "_width", width)
-    found = good_solution(problem, first_choices, time.monotonic() + seconds if math.isfinite(seconds) else math.inf)
-    assert found is not None and np.isfinite(problem.seconds_of(found.choices))
-    assert len(looks) <= (1 if seconds < 0 else 10), "one for each four nodes were 13"
+    def first_choices(part: Problem, deadline: float) -> Point | None:
+        asked.append(sum(int(np.isfinite(node.seconds).sum()) == 1 for node in part.nodes))
+        return point(part, tuple(int(np.argmin(node.seconds)) for node in part.nodes))
+
+    assert good_solution(problem, first_choices, np.inf) is not None
+    count = len(separators(problem))
+    assert asked[0] == count and set(asked[1:]) == {count - 1}
