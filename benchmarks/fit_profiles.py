@@ -3,7 +3,7 @@
 Left out are whole models, and whole numbers of nodes.
 
     python -m benchmarks.fit_profiles a100 vtrain_a100_single_node.csv vtrain_a100_multi_node.csv papers.csv
-    python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60
+    python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60 --most 2000
 
 Numbers of the device are the same for all rows, `launch_s` for those of a framework, links and lateness for those of a
 machine (`publications.machines`); nothing is fitted to a row. Steps are priced by `publications.ledger`. Logarithms of
@@ -122,21 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", help="how the profiles of the devices begin: a100, h100")
     parser.add_argument("tables", nargs="+", help="CSV files")
-    parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("--sample", type=int, help="of each source so many rows, the same every time")
+    parser.add_argument("--most", type=float, default=math.inf, help="forwards of stages in the step of a row")
     given = parser.parse_args(arguments)
-    rows = [
-        row
+    read = [
+        each
         for table in given.tables
-        for row in sampled(
-            [
-                each
-                for each in read_table(table)
-                if each.seconds
-                and PROFILES.get(each.device, "").startswith(given.kind)
-                and machine_name(each) != "nanotron, no NVLink"
-            ],
-            given.sample,
-        )
+        for each in read_table(table)
+        if each.seconds
+        and PROFILES.get(each.device, "").startswith(given.kind)
+        and machine_name(each) != "nanotron, no NVLink"
+        and (each.pp == 1 or each.pp * each.chunks * each.accumulation <= given.most)
+    ]
+    sources = dict.fromkeys(each.source for each in read)
+    rows = [
+        row for source in sources for row in sampled([each for each in read if each.source == source], given.sample)
     ]
     profiles = {row.device: Machine(straggling_s=(1e-9, 1e-9)).of(load(PROFILES[row.device])) for row in rows}
     ledgers = []

@@ -52,8 +52,8 @@ class Machine:
 
 
 MACHINES = {
-    "vtrain one node": Machine(4.7e-5),
-    "vtrain several nodes": Machine(4.7e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
+    "vtrain one node": Machine(4.5e-5),
+    "vtrain several nodes": Machine(4.5e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
     "nanotron": Machine(6.6e-5, (1e-6, 8.2e-4), 21e9, 3.2),
     "nanotron, late hosts": Machine(6.6e-5, (3.5e-4, 2.9e-3), 18e9, 11.5),
     "nanotron, no NVLink": Machine(6.6e-5, (3.5e-4, 2.9e-3), 18e9, 11.5, 45e9),
