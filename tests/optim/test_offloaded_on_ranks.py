@@ -174,6 +174,8 @@ def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    model(x[:8])  # planned anew, and for the same optimizer
+    assert model.plan.offload == ("optimizer" if offloads else "none")
     return losses, model.plan.offload
 
 
