@@ -88,8 +88,8 @@ def _compiled(
 
 CASES = [
     ((2,), "zero3", torch.float32, "device"),
-    ((2, 2), "fsdp_megatron", torch.float32, "host"),
-    ((2,), "megatron", torch.bfloat16, "device"),
+    ((2,), "megatron", torch.bfloat16, "host"),
+    pytest.param((2, 2), "fsdp_megatron", torch.float32, "host", marks=pytest.mark.slow),
     pytest.param((2,), "zero2", torch.float32, "host", marks=pytest.mark.slow),
     pytest.param((2,), "zero1", torch.bfloat16, "device", marks=pytest.mark.slow),
     pytest.param((2,), "data_parallel", torch.float32, "device", marks=pytest.mark.slow),
@@ -155,19 +155,28 @@ def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks) -> None:
         assert predicted == pytest.approx(found, rel=0.05)
 
 
+def _tower() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
 def _limited(memory: int | None, offload: Any) -> tuple[list[float], str]:
-    args, kwargs = FAMILIES["llama"].inputs(0)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
-        _build(torch.float32),
-        mesh((2,), ("dp",)),
-        kwargs or args,
-        memory=memory,
-        offload=offload,
-        hardware=HOSTED,
+        _tower(), mesh((2,), ("dp",)), (x,), memory=memory, offload=offload, outputs="full", hardware="h100"
     )
     offloads = model.plan.offload == "optimizer"
     optimizer = (OffloadedAdamW if offloads else torch.optim.AdamW)(model.named_parameters(), **SETTINGS)
-    return _train(model, optimizer).losses, model.plan.offload
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model(x[:8])  # planned anew, and for the same optimizer
+    assert model.plan.offload == ("optimizer" if offloads else "none")
+    return losses, model.plan.offload
 
 
 def _refused(memory: int) -> str:
@@ -177,17 +186,16 @@ def _refused(memory: int) -> str:
 
 
 def test_a_model_whose_state_does_not_fit_is_trained_with_it_on_the_host(ranks: Ranks) -> None:
-    args, kwargs = FAMILIES["llama"].inputs(0)
     least = autopar.plan(
-        _build(torch.float32),
+        _tower(),
         autopar.Mesh({"dp": 2}),
-        kwargs or args,
+        (torch.zeros(16, 64),),
         strategy="zero3",
         recompute="full",
         offload="optimizer",
-        hardware=HOSTED,
+        hardware="h100",
     )
-    limit = int(1.1 * least.peak_bytes)
+    limit = int(1.05 * least.peak_bytes)
     assert all("the memory limit is" in each for each in ranks.run(_refused, limit, world_size=2, timeout=180))
     free = ranks.run(_limited, None, "none", world_size=2, timeout=180)
     for (found, offload), (wanted, _) in zip(

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.optim import OffloadedAdamW
 from tests.support.families import FAMILIES
 from tests.support.simulation.training import Steps, fault_of, loss_of, train_alone, train_on_ranks
 
@@ -189,3 +190,25 @@ def test_a_step_waits_for_nothing_on_the_host(device: str, mesh: DeviceMesh) -> 
         FAMILIES["llama"].loss(model(**kwargs)).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@ON_CUDA
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_on_the_host_is_updated_as_on_the_device(device: str, gradients: Any, dtype: torch.dtype) -> None:
+    """Copies on streams of their own wait for what the device computes, and it waits for them."""
+    found = []
+    for kind in (OffloadedAdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)).to(device, dtype)
+        given = {"gradients": gradients} if kind is OffloadedAdamW else {}
+        optimizer = kind(model.parameters(), lr=1e-3, eps=1e-4, **given)
+        for number in range(4):
+            x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(number)).to(device, dtype)
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        found.append([each.detach() for each in model.parameters()])
+        states = [x for each in model.parameters() for x in optimizer.state[each].values() if x.ndim]
+        assert {each.device.type for each in states} == {"cpu" if kind is OffloadedAdamW else "cuda"}
+    assert_close(*found, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3 if dtype == torch.bfloat16 else 1e-5)
