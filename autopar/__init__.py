@@ -5,7 +5,7 @@ rewrites the graph into one readable per-rank program with collectives, and trai
 """
 
 from autopar.annotations.annotate import annotate, annotate_plan, constrain
-from autopar.api import compile, load, plan
+from autopar.api import compile, load, plan, plan_generation
 from autopar.benchmarking.bench import bench
 from autopar.cost.optimizer import Optimizer
 from autopar.errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "constrain",
     "load",
     "plan",
+    "plan_generation",
     "record_dropped_rows",
     "register_rule",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ from autopar.compiler.arguments import (
     plan_request,
 )
 from autopar.compiler.offline import plan_offline
-from autopar.compiler.options import check_options
+from autopar.compiler.options import check_known, check_options, check_planned_mesh
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.whole import compile_whole
@@ -37,12 +37,16 @@ from autopar.inference.module import InferenceModule
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
+from autopar.planning.mesh_search import meshes_of
 from autopar.planning.request import Inputs, Offloaded, Outputs
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
 from autopar.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from autopar.inference.planning import GenerationPlan
 
 
 def compile(
@@ -323,3 +327,40 @@ def plan(
         training=training,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))
+
+
+def plan_generation(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | Literal["auto"],
+    *,
+    batch: int,
+    prompt: int,
+    tokens: int,
+    devices: int | None = None,
+    max_axes: int = 2,
+    within: float | None = None,
+    **options: Any,
+) -> GenerationPlan:
+    """Plan generation without running: `batch` prompts of `prompt` tokens, each of which gets `tokens` new ones.
+
+    Args:
+        model: a causal language model of transformers, which may be on the meta device.
+        mesh: where; "auto" is the way to arrange `devices` in up to `max_axes` axes that makes the most tokens per
+            second.
+        within: on "auto", seconds within which the first token has to come.
+        options: those of `plan` that are not of training alone, as strategy, memory, hardware and precision.
+
+    >>> plan_generation(model, Mesh({"tp": 8}, hardware="h100"), batch=32, prompt=2048, tokens=256)  # doctest: +SKIP
+    """
+    from autopar.inference.planning import Load, best_for, plan_for  # which needs transformers
+
+    check_known(options, plan_request)
+    load, request = Load(batch, prompt, tokens), plan_request(model, **{**options, "training": False})
+    check_planned_mesh(mesh, devices)
+    if isinstance(mesh, str):
+        meshes = meshes_of(mesh, devices, request.hardware, max_axes)
+        return best_for(model, meshes, load, request.on(meshes[0]), within)
+    if within is not None:
+        raise InputError(f'within={within!r} chooses among meshes; give mesh="auto" with devices, or leave it out.')
+    abstract = Mesh.of(mesh)
+    return plan_for(model, abstract, load, request.on(abstract))

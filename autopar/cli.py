@@ -24,7 +24,7 @@ from autopar.benchmarking import command as bench_command
 from autopar.calibration import command as calibrate_command
 from autopar.cost.optimizer import NAMES as OPTIMIZERS
 from autopar.errors import AutoparError, InputError
-from autopar.models.catalogue import NAMES
+from autopar.models.catalogue import NAMES, LanguageModel
 from autopar.models.named import named
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import NAMES as SCHEDULES
@@ -42,6 +42,7 @@ FAILED, DISAGREES = 2, 1  # exit statuses: an error, and losses or bytes that ar
 MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
 MAX_RANKS = 64
 INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
+OF_ONE_PLAN = ("save", "html", "trace", "plan_cache")
 SHOW_TRACEBACK = "AUTOPAR_TRACEBACK"
 
 
@@ -128,6 +129,15 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page to look at")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted step as a trace for Perfetto or Chrome")
     parser.add_argument("--verbose", action="store_true", help="show every operation")
+    parser.add_argument(
+        "--decode",
+        type=_positive,
+        metavar="TOKENS",
+        help="plan generation: --batch prompts of --sequence tokens, so many new ones each",
+    )
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", help="with --decode and --mesh auto: the first token"
+    )
     parser.set_defaults(command=_plan)
 
 
@@ -180,6 +190,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-tiles", action="store_true", help="gather weights a tile at a time where --memory asks"
     )
+    parser.add_argument("--inference", action="store_true", help="plan the forward alone, without training")
     parser.add_argument("--plan-cache", metavar="FOLDER", help="keep plans there, and take them from there")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
 
@@ -232,6 +243,11 @@ def _demo_mesh(ranks: int | None, text: str | None) -> Mesh:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.decode is not None:
+        print(_generation(options))
+        return 0
+    if options.within is not None:
+        raise InputError("--within is when the first token of --decode has to come; give both, or leave it out.")
     plan = _made(options)
     print(plan_table(plan, verbose=options.verbose) if isinstance(plan, Plan) else plan)
     for path, write in ((options.save, plan.save), (options.html, plan.to_html), (options.trace, plan.to_trace)):
@@ -242,6 +258,47 @@ def _plan(options: argparse.Namespace) -> int:
                 raise InputError(f"the plan cannot be saved: {error}; give a file that can be written.") from error
             print(f"\nsaved in {path}")
     return 0
+
+
+def _generation(options: argparse.Namespace) -> object:
+    """The plan of generation that the options ask for."""
+    for name in OF_ONE_PLAN:
+        if getattr(options, name):
+            raise InputError(
+                f"--{name} beside --decode, which makes two plans; save what autopar.plan_generation returns."
+            )
+    model, _ = named(options.model, options.batch, options.sequence, options.layers)
+    auto = options.mesh == "auto"
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        return api.plan_generation(
+            model.decoder if isinstance(model, LanguageModel) else model,
+            "auto" if auto else parse_mesh(options.mesh, options.hardware),
+            batch=options.batch,
+            prompt=options.sequence,
+            tokens=options.decode,
+            devices=options.devices,
+            max_axes=options.max_axes or len(DEFAULT_AXES),
+            within=options.within,
+            hardware=options.hardware,
+            mode=options.mode,
+            strategy=options.strategy,
+            memory=options.memory,
+            recompute=options.recompute,
+            optimizer=options.optimizer,
+            master_copies=options.master_copies,
+            solver=options.solver,
+            time_limit=options.time_limit,
+            pipeline=options.pipeline,
+            schedule=options.schedule,
+            microbatches=options.microbatches,
+            chunks=options.chunks,
+            capacity_factor=options.capacity_factor,
+            loss_tiles=options.loss_tiles,
+            mlp_tiles=options.mlp_tiles or None,
+            imbalance=options.imbalance,
+            precision=options.precision,
+            prefetch=options.prefetch,
+        )
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -289,4 +346,5 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             precision=options.precision,
             prefetch=options.prefetch,
             plan_cache=options.plan_cache,
+            training=not options.inference,
         )

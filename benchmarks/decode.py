@@ -1,7 +1,7 @@
 """A token of generation beside transformers' own tensor parallelism (`tp_plan`), on gloo ranks in one run.
 
-A small Llama generates greedily by transformers' `generate`, split by its `tp_plan` with its default cache and with its
-static one, and compiled by autopar under `megatron`, which must give the same tokens. The three take turns. What a token
+A small Llama generates greedily by transformers' `generate`, split by its `tp_plan` with its default cache and with
+its static one, and compiled by autopar under `megatron`, which must give the same tokens. They take turns. What a token
 takes is the difference of two calls, one of many new tokens and one of a few, over the difference of their numbers;
 medians of wall time and of a rank's processor time count.
 
@@ -90,7 +90,9 @@ def measured(options: Options) -> dict[str, Token]:
     for _ in range(options.rounds):
         for name, generate in ways.items():
             few, many = (_timed(generate, ids, new) for new in (FEW, options.tokens))
-            for seconds, each in zip((found[name].wall, found[name].processor), zip(few, many, strict=True), strict=True):
+            for seconds, each in zip(
+                (found[name].wall, found[name].processor), zip(few, many, strict=True), strict=True
+            ):
                 seconds.append((each[1] - each[0]) / (options.tokens - FEW))
     return found
 
@@ -131,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 wall, processor = statistics.median(token.wall), statistics.median(token.processor)
                 ratios = [f"{a / b:.2f}" for a, b in zip((wall, processor), best, strict=True)]
                 same = "yes" if torch.equal(token.made, found["tp_plan"].made) else "no"
-                rows.append([num_ranks, name, f"{wall * 1e3:.2f} ms", ratios[0], f"{processor * 1e3:.2f} ms", ratios[1], same])
+                rows.append(
+                    [num_ranks, name, f"{wall * 1e3:.2f} ms", ratios[0], f"{processor * 1e3:.2f} ms", ratios[1], same]
+                )
     heads_of_table = ["ranks", "by", "a token", "ratio", "processor", "ratio", "same tokens"]
     print(tabulate(rows, heads_of_table, disable_numparse=True))
 

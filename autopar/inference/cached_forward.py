@@ -117,8 +117,8 @@ class _StateLayer(CacheLayerMixin):
         if tuple(new.shape) != expected or new.dtype != cache.dtype:
             raise CaptureError(
                 f"a layer writes keys or values of {list(new.shape)} in {new.dtype} into a cache of "
-                f"{list(cache.shape)} in {cache.dtype}; they must agree but for positions. Generation needs a model that "
-                "keeps keys and values as its configuration says, in the dtype that it computes in."
+                f"{list(cache.shape)} in {cache.dtype}; they must agree but for positions. Generation needs a model "
+                "that keeps keys and values as its configuration says, in the dtype that it computes in."
             )
         return WRITE_CACHE(cache, new, self.positions)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,15 +12,16 @@ from torch import nn
 from autopar.capture.export import freeze, trace
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.tiles import tiles_asked
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import InfeasibleError
 from autopar.inference.session import arguments_of
-from autopar.inference.state import CacheSizes, layout_said
+from autopar.inference.state import CacheSizes, described, layout_said
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.runtime.module.inputs import call_signature
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes
 
 PER_CACHE = 2  # keys and values
 
@@ -66,13 +68,23 @@ def best_laid(
     Raises what planning raises, where no layout has a plan.
     """
     known = layout_said(program, request.annotations_about(program, mesh), mesh)
+    limit = request.settings.memory
     best: Laid | None = None
-    refused: AutoparError | None = None
+    refused: InfeasibleError | None = None
+    """Of the layout that comes nearest."""
     for layout in sizes.layouts(mesh) if known is None else (known,):
+        num_bytes = sizes.num_bytes(layout, mesh.sizes)
         try:
+            if limit is not None and num_bytes > limit:
+                raise InfeasibleError(
+                    f"the cache alone takes {format_bytes(num_bytes)} per device, {described(layout, mesh)}, and "
+                    f"memory is {format_bytes(limit)}; give more memory, or serve fewer or shorter texts at once.",
+                    num_bytes,
+                )
             found = laid(program, request, mesh, sizes, layout, storage)
         except InfeasibleError as error:
-            refused = refused or error
+            if refused is None or (error.least_bytes or math.inf) < (refused.least_bytes or math.inf):
+                refused = error
             continue
         if best is None or found.plan.seconds < best.plan.seconds:
             best = found

@@ -1,7 +1,8 @@
 """Where a model can be split as Megatron-LM splits a block: pairs of matrix products with a free way between them.
 
 A product by a weight is a column if what it puts out stays split, through everything that works on it (activations,
-reshapes, attention by heads), until another product sums over the split dim (a row), or a loss over classes joins it.
+reshapes, attention by heads), until another product sums over the split dim (a row), a loss over classes joins it, or
+it is written into a cache, which stays split.
 A way ends where an operation needs the dim whole (a norm), where it does not divide, and where it meets an activation
 that is whole (a residual connection). Columns all of whose ways end are none. An MLP in tiles is both products at once:
 a row that begins no way and ends none.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.program.operators.attention.cached import WRITE_CACHE
 from autopar.program.operators.experts import OF_EXPERT
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
@@ -174,6 +176,8 @@ def _through(walk: _Walk, graph: RoledProgram, call: RoledCall, held: Mapping[in
             _enter(walk, graph.calls[name], INNER, taken, _origins(held))
         _enter(walk, call, INNER, found or factor, _origins(held))
         _go_on(walk, call, factor)
+        if call.call.target is WRITE_CACHE:
+            walk.arrived |= _origins(held)
 
 
 def _taken_by_rows(graph: RoledProgram, value: Value, dim: int) -> str | None:

@@ -10,7 +10,7 @@ from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.in_chunks import in_chunks
-from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, regions_of
+from autopar.strategies.presets.regions import COLUMN, OUTER, ROW, Regions, product_of, regions_of
 from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
@@ -25,6 +25,8 @@ def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
 
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
         all_reduce/d = (P - N)/t + N + 16
+
+    In a forward alone what puts out results themselves, as the head of generation, is a column, too, and gathered.
 
     A projection of queries, keys and values in one weight (GPT-2) is stored whole, as the three are cut out of every
     part of it: its gradient is all-reduced over t, too.
@@ -112,7 +114,7 @@ def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = ""
     axes.need_batch(strategy, graph.samples, mesh, batch)
     regions = found_regions(strategy, graph, mesh, tensor)
     split = Split(graph, mesh, strategy)
-    wish = in_blocks(graph, regions, between)
+    wish = with_results(graph, in_blocks(graph, regions, between))
     if products:
         wish = in_chunks(graph, regions.factors, wish, mesh.size(tensor), products)
     for axis in mesh.names:
@@ -161,6 +163,20 @@ def in_blocks(graph: RoledProgram, regions: Regions, between: str) -> Wish:
         return call.factor_of(between)
 
     return along_rows(graph, wish) if between else wish
+
+
+def with_results(graph: RoledProgram, wish: Wish) -> Wish:
+    """The same, and in a forward alone columns of products whose outputs are results, of which no pair is made."""
+    if graph.program.learns:
+        return wish
+
+    def also(call: RoledCall) -> str | None:
+        product = product_of(graph, call)
+        if product is None or graph.users.get((call.name, 0)):
+            return wish(call)
+        return wish(call) or product.column
+
+    return also
 
 
 def vocabulary(graph: RoledProgram) -> frozenset[str]:

@@ -4,7 +4,8 @@ Heads are split as in `attention`: groups of query heads with their head of keys
 heads alone, with all keys. An axis that splits positions of the cache has a part of every result, which are merged by
 their log-sum-exp ("Flash-Decoding", Dao et al. 2023); what is written there comes whole to all of its ranks.
 
-What one query multiplies is read once: both calls take as long as the memory that they go through.
+What one query multiplies is read once: both calls take as long as the memory that they go through, and nothing is lost
+to tiles of queries, as in attention of many.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ def cached_attention(call: Call) -> OpRule:
         rule(terms, [term([SAMPLES, *heads, "s", WHOLE])]) + further,
         (by_parts,),
         flops=2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]),
-        efficiency="attention",
         choices=alone,
     )
 
