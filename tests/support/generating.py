@@ -29,8 +29,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family → the name of its classes, and sizes. A window is shorter than what is generated."""
 
 
-def generating(family: str, **changed: Any) -> nn.Module:
-    """The same weights in every call, in evaluation, with logits that no order of sums confuses."""
+def generating(family: str, precise: bool = False, **changed: Any) -> nn.Module:
+    """The same weights in every call, in evaluation, with tokens that change.
+
+    Where it is to be `precise`, in float64, so that no order of sums confuses tokens; grouped products have none.
+    """
     name, sizes = FAMILIES[family]
     sizes = sizes | changed
     experts = sizes.pop("experts_implementation", None)
@@ -44,7 +47,7 @@ def generating(family: str, **changed: Any) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(8)
-    return model
+    return model.double() if precise and experts is None else model
 
 
 def prompts(batch: int, length: int) -> Tensor:
