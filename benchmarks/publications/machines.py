@@ -55,10 +55,12 @@ MACHINES = {
     "vtrain one node": Machine(4.5e-5),
     "vtrain several nodes": Machine(4.5e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
     "nanotron": Machine(6.6e-5, (1e-6, 8.2e-4), 21e9, 3.2),
-    "nanotron, late hosts": Machine(6.6e-5, (3.5e-4, 2.9e-3), 18e9, 11.5),
-    "nanotron, no NVLink": Machine(6.6e-5, (3.5e-4, 2.9e-3), 18e9, 11.5, 45e9),
+    "nanotron, late hosts": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5),
+    "nanotron, no NVLink": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5, 45e9),
 }
-"""measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's."""
+"""measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's. Late
+hosts were fitted to plans of which eight collectives of a layer wait for them; six do, as others run beside products,
+with 4/3 of the lateness each."""
 
 
 def machine_name(row: Row) -> str:
