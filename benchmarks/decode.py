@@ -62,7 +62,7 @@ Generate = Callable[[Tensor, int], Tensor]
 
 def contestants(options: Options) -> dict[str, Generate]:
     """Ways to generate, by name."""
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     mesh = init_device_mesh("cpu", (options.num_ranks,), mesh_dim_names=("tp",))
     config = DistributedConfig(tp_size=options.num_ranks)

@@ -117,6 +117,7 @@ class DenseNet(nn.Module):
     def forward(self, images_BCHW: Tensor, labels: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.norm(self.enter(images_BCHW))), 3, stride=2, padding=1)
         for number, block in enumerate(self.blocks):
+            assert isinstance(block, nn.ModuleList)
             found = [x]
             for layer in block:
                 found.append(layer(found))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family → the name of its classes, and sizes. A window is shorter than what is generated."""
 
 
-def generating(family: str, precise: bool = False, **changed: Any) -> nn.Module:
+def generating(family: str, precise: bool = False, **changed: Any) -> Any:  # of nn.Module pyright knows no generate
     """The same weights in every call, in evaluation, with tokens that change.
 
     Where it is to be `precise`, in float64, so that no order of sums confuses tokens; grouped products have none.
