@@ -1,7 +1,7 @@
 """Models whose graphs are wide or irregular: hubs, skips over many layers, scans, few equal layers.
 
-Sizes are about those of published models, but for scans that are captured step by step: there texts are short, or layers
-few. B batch, C channels, H height, W width.
+Sizes are about those of published models, but for scans that are captured step by step: texts are short there, or
+layers few. B batch, C channels, H height, W width.
 """
 
 from __future__ import annotations
