@@ -84,7 +84,7 @@ def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...
 
 def megatron_regather(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """As `megatron_sequence`, but what is gathered is not kept for the backward: it is gathered again there, beside the
-    product for its gradient, as Megatron-LM does.
+    product for its gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
 
     Over an axis t and an axis d of the batch:
 

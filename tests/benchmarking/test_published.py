@@ -449,6 +449,7 @@ def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
     assert unknown.predicted is None and "does not build" in unknown.reason
 
 
+@pytest.mark.slow
 def test_the_command_prints_errors_memory_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = NANOTRON.splitlines()[1].replace("small,4,2,2", "other,2,1,2")
     (tmp_path / "papers").mkdir()

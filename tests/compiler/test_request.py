@@ -62,16 +62,19 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "capacity_factor": 1.25,
         "loss_tiles": 3,
         "mlp_tiles": 5,
+        "weight_tiles": True,
         "imbalance": 1.5,
         "precision": "bf16-mixed",
         "prefetch": 2,
         "offload": "auto",
         "host_memory": "3GB",
+        "training": True,  # without it most others are refused
     }
     assert said.keys() == _options(plan_request, {"model"}).keys()
     request, plain = plan_request(model, **said), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
-    assert alike == ["implementations"]  # of a plan that is attached, no option
+    assert alike == ["training", "implementations"]  # the latter of a plan that is attached, no option
+    assert not plan_request(model, training=False).training
     assert request.settings == Settings(10**9, "full", "ilp", 7.0, 0.25, 2) and request.stages == ("layers.1",)
     assert request.host_memory == 3 * 10**9
 

@@ -67,7 +67,7 @@ FAST: list[Any] = [
     ("mistral", (2,), "megatron", Layout((S(1),)), {}),
     pytest.param("gpt2", (2,), None, Layout((S(0),)), {}, marks=pytest.mark.slow),
     pytest.param("llama", (4,), "flash_decoding", Layout((S(2),)), {}, marks=pytest.mark.slow),
-    ("mixtral", (2, 2), "megatron", Layout((S(0), S(1))), {}),
+    pytest.param("mixtral", (2, 2), "megatron", Layout((S(0), S(1))), {}, marks=pytest.mark.slow),
 ]
 
 

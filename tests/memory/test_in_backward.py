@@ -58,6 +58,7 @@ def test_no_more_than_one_layers_gradients_are_ever_there() -> None:
     assert 0 < use.parts["gradients"] <= 2 * largest < all_of_them.parts["gradients"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_only_this_keeps_is_kept() -> None:
     at_once, kept = (_plan(each, "data_parallel").peak_bytes for each in (True, False))
     limit = (at_once + kept) // 2

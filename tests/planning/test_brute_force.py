@@ -72,7 +72,7 @@ def _seconds(space: Space, combinations: list[tuple[int, ...]]) -> dict[tuple[in
     return dict(zip(combinations, total.tolist(), strict=True))
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
     operations=st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=3).map(tuple),
     sizes=st.sampled_from([(4, 8), (6, 4), (16, 2)]),

@@ -89,7 +89,11 @@ def test_rows_travel_in_parts_of_their_features_where_links_between_nodes_are_sl
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [("mixtral", "expert_model"), ("gpt_oss", "expert_model"), ("llama4", "expert_data")],
+    [
+        ("mixtral", "expert_model"),
+        pytest.param("gpt_oss", "expert_model", marks=pytest.mark.slow),
+        ("llama4", "expert_data"),
+    ],
 )
 def test_families_train_on_ranks_as_on_one_process(family: str, strategy: str) -> None:
     source = FAMILIES[family]

@@ -40,7 +40,10 @@ def reports(target: Any) -> list[Report]:
 
 
 @pytest.mark.parametrize(
-    "target", slow_where(TARGETS, "aten.conv3d.default", "aten.scaled_dot_product_attention.default")
+    "target",
+    slow_where(
+        TARGETS, "aten.conv3d.default", "aten.scaled_dot_product_attention.default", "autopar.mlp_in_tiles.default"
+    ),
 )
 def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
     found = reports(target)

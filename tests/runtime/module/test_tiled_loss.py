@@ -160,7 +160,11 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
 
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
-    [("data_parallel", torch.float32), ("megatron", torch.bfloat16), ("zero3", torch.float32)],
+    [
+        ("data_parallel", torch.float32),
+        pytest.param("megatron", torch.bfloat16, marks=pytest.mark.slow),
+        ("zero3", torch.float32),
+    ],
 )
 def test_ranks_hold_what_is_predicted_and_far_less_than_in_one_piece(
     ranks: Ranks, strategy: str, dtype: torch.dtype
