@@ -24,6 +24,7 @@ from autopar.sharding.mesh import Mesh
 LEAST_PROMPT = 2  # positions that a bucket of prompts has: one is a token
 REFUSED_ARGUMENTS = (
     "assistant_model",
+    "cache",  # `past_key_values` before transformers 5.24
     "cache_implementation",
     "compile_config",
     "custom_generate",
@@ -50,7 +51,7 @@ REFUSED_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
 }
 """Of a GenerationConfig → what they may be."""
-READ = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values", "cache_position")
+READ = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values", "cache", "cache_position")
 """Arguments of the model that transformers adds for its own loop."""
 
 
