@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -260,6 +260,34 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What any plan takes of the options, training or not."""
+    return {
+        "hardware": options.hardware,
+        "mode": options.mode,
+        "strategy": options.strategy,
+        "memory": options.memory,
+        "recompute": options.recompute,
+        "optimizer": options.optimizer,
+        "master_copies": options.master_copies,
+        "offload": options.offload,
+        "host_memory": options.host_memory,
+        "solver": options.solver,
+        "time_limit": options.time_limit,
+        "pipeline": options.pipeline,
+        "schedule": options.schedule,
+        "microbatches": options.microbatches,
+        "chunks": options.chunks,
+        "capacity_factor": options.capacity_factor,
+        "loss_tiles": options.loss_tiles,
+        "mlp_tiles": options.mlp_tiles or None,
+        "weight_tiles": options.weight_tiles,
+        "imbalance": options.imbalance,
+        "precision": options.precision,
+        "prefetch": options.prefetch,
+    }
+
+
 def _generation(options: argparse.Namespace) -> object:
     """The plan of generation that the options ask for."""
     for name in OF_ONE_PLAN:
@@ -279,25 +307,7 @@ def _generation(options: argparse.Namespace) -> object:
             devices=options.devices,
             max_axes=options.max_axes or len(DEFAULT_AXES),
             within=options.within,
-            hardware=options.hardware,
-            mode=options.mode,
-            strategy=options.strategy,
-            memory=options.memory,
-            recompute=options.recompute,
-            optimizer=options.optimizer,
-            master_copies=options.master_copies,
-            solver=options.solver,
-            time_limit=options.time_limit,
-            pipeline=options.pipeline,
-            schedule=options.schedule,
-            microbatches=options.microbatches,
-            chunks=options.chunks,
-            capacity_factor=options.capacity_factor,
-            loss_tiles=options.loss_tiles,
-            mlp_tiles=options.mlp_tiles or None,
-            imbalance=options.imbalance,
-            precision=options.precision,
-            prefetch=options.prefetch,
+            **_asked(options),
         )
 
 
@@ -323,28 +333,7 @@ def _made(options: argparse.Namespace) -> Plan | PipelinePlan:
             example_inputs,
             devices=options.devices,
             max_axes=options.max_axes,
-            hardware=options.hardware,
-            mode=options.mode,
-            strategy=options.strategy,
-            memory=options.memory,
-            recompute=options.recompute,
-            optimizer=options.optimizer,
-            master_copies=options.master_copies,
-            offload=options.offload,
-            host_memory=options.host_memory,
-            solver=options.solver,
-            time_limit=options.time_limit,
-            pipeline=options.pipeline,
-            schedule=options.schedule,
-            microbatches=options.microbatches,
-            chunks=options.chunks,
-            capacity_factor=options.capacity_factor,
-            loss_tiles=options.loss_tiles,
-            mlp_tiles=options.mlp_tiles or None,
-            weight_tiles=options.weight_tiles,
-            imbalance=options.imbalance,
-            precision=options.precision,
-            prefetch=options.prefetch,
+            **_asked(options),
             plan_cache=options.plan_cache,
             training=not options.inference,
         )

@@ -130,6 +130,9 @@ USUAL: Mapping[str, tuple[object, ...]] = {
     "stages": (None,),
     "loss_tiles": (None, False),
     "mlp_tiles": (None,),
+    "weight_tiles": (False,),
+    "offload": ("none",),
+    "host_memory": (None,),
 }
 """What options that are of training alone say where nothing is said of them."""
 

@@ -107,6 +107,9 @@ def test_a_plan_is_verified_and_holds_to_a_limit() -> None:
         ("schedule", "1f1b"),
         ("loss_tiles", 2),
         ("mlp_tiles", "auto"),
+        ("weight_tiles", True),
+        ("offload", "optimizer"),
+        ("host_memory", "8GB"),
     ],
 )
 def test_what_is_of_training_alone_is_refused(name: str, value: Any) -> None:
