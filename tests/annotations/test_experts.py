@@ -106,6 +106,7 @@ def test_experts_that_do_not_divide_are_refused_with_their_number() -> None:
             pinned("moe.dispatch", f"factor:{factor}", 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["einsum", pytest.param("bmm", marks=pytest.mark.slow), "sorted"])
 def test_pinned_experts_train_as_on_one_process(form: str) -> None:
     steps = Steps(token_batches(2))

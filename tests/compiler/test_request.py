@@ -139,6 +139,7 @@ def test_a_plan_is_attached_with_every_option_that_it_was_made_with() -> None:
         Plan.from_json(plan.to_json()).attach(family.build(), inputs, **{**options, "microbatches": None}).verify()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_plan_made_on_meta_holds_for_the_program_of_another_device(name: str) -> None:
     family = FAMILIES[name]

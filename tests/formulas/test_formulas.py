@@ -76,6 +76,7 @@ def same_choices(found: Planned, other: Space) -> tuple[int, ...]:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("family", ["mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "unet"])
 def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hardware: str) -> None:
@@ -103,6 +104,7 @@ def test_formulas_of_a_plan_with_a_precision_are_its_numbers(strategy: str) -> N
     assert again.traffic == {key: count for key, count in plan.traffic.items() if count}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("family", ["mlp", "llama", "mistral", "gpt2", "bert", "t5", "vit", "resnet", "unet"])
 def test_another_batch_and_sequence_cost_what_a_fresh_capture_costs(family: str, hardware: str) -> None:
@@ -147,6 +149,7 @@ def test_joined_axes_cost_on_another_mesh_what_they_cost_there(strategy: str) ->
         assert again.seconds == pytest.approx(fresh.seconds, rel=1e-9)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "resnet"])
 def test_memory_at_another_batch_and_sequence_is_that_of_a_fresh_capture_at_the_same_moment(
@@ -213,6 +216,7 @@ def transformer(num_layers: int, hidden: int = 32, dp: int = 2) -> tuple[nn.Modu
     return model, space_of(model, kwargs, SLOW_DEVICES, dp=dp, tp=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layers", "hidden"), [(5, 32), (2, 64), (3, 64)])
 def test_more_layers_and_hidden_units_cost_what_a_fresh_capture_costs(layers: int, hidden: int) -> None:
     model, space = transformer(2)

@@ -365,6 +365,7 @@ def _predicted_and_real(strategy: str, batch: int, num_microbatches: int, in_fli
     return memory_use(memory, context.choices, executable.plan.recompute)[0], real
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:zero1")
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero2", "zero3"])
 def test_the_prediction_is_what_a_step_of_many_microbatches_holds(strategy: str, ranks: Ranks) -> None:

@@ -46,6 +46,7 @@ def _measured(
     return found, compiled.plan.peak_bytes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "shape", "strategy", "batch", "sequence"),
     [
@@ -128,6 +129,7 @@ def test_weights_that_are_fetched_ahead_are_counted(ranks: Ranks) -> None:
             assert predicted == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
 def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks: Ranks, sequence: int) -> None:
     model, _ = named("tiny-llama", 4, sequence)

@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "strategy", "dtype", "gradients"), CASES)
 def test_compiled_models_are_trained_as_on_one_process(
     ranks: Ranks, shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: str

@@ -40,6 +40,7 @@ def _moved_by_the_optimizer(plan: Plan) -> list[tuple[str, str, int]]:
     return sorted((each.collective, each.axis, each.num_bytes) for row in rows for each in row.transfers)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)

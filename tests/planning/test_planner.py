@@ -61,6 +61,7 @@ def test_no_choice_of_strategies_is_better_than_the_plan(hardware: Hardware) -> 
         assert plan.bound <= best * (1 + 1e-12) and plan.gap <= 1e-5
 
 
+@pytest.mark.sample(1)
 @HARDWARE
 def test_no_choice_of_strategies_within_the_memory_is_better_than_the_plan(hardware: Hardware) -> None:
     space = space_of(TwoLinears(), (X_BD,), hardware)

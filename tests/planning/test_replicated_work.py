@@ -59,6 +59,7 @@ def test_convolutions_that_megatron_leaves_whole_are_named() -> None:
     assert "of the FLOPs replicated over tp: conv2d in blocks.0.conv" in text
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3", "megatron", "fully_replicated"])
 def test_nothing_is_said_where_the_main_computation_is_split_or_meant_to_be_whole(name: str, strategy: str) -> None:

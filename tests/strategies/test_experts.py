@@ -53,11 +53,13 @@ def in_the_mean(counted: Mapping[Any, Any]) -> dict[Any, float]:
     return {key: fmean(each.values()) for key, each in of_ranks.items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["t", "x", "t+x", "d", "o"])
 def test_experts_are_divided_over_an_axis(name: str) -> None:
     trained(Form(), (name,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("names", [("x", "t+x"), ("t", "t+x"), ("t+x", "o")], ids="|".join)
 def test_experts_are_divided_over_two_axes(names: tuple[str, ...]) -> None:
     trained(Form(), names)

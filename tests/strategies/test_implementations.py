@@ -60,6 +60,7 @@ def drawn(whole: Whole, op: OpRule, choice: Choice, num_ranks: int) -> Parts:
 TARGETS = sorted((target for target in RULES if target in SAMPLES and implemented_samples(target)), key=str)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_implementation_gives_the_values_and_gradients_of_the_whole(target: Any, num_ranks: int) -> None:

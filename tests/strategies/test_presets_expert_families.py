@@ -87,6 +87,7 @@ def test_rows_travel_in_parts_of_their_features_where_links_between_nodes_are_sl
     assert plan.traffic["all_to_all", "ep"] == 4 * rows // 4 + 8 * EXPERTS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [

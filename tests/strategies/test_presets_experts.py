@@ -53,6 +53,7 @@ def symbols() -> dict[str, int]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "shape"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 def test_a_step_of_experts_moves_what_the_docstring_says(strategy: str, shape: tuple[int, ...]) -> None:
     axes = axes_of(strategy, shape)
@@ -69,6 +70,7 @@ def test_every_preset_for_experts_has_formulas() -> None:
     assert named == {name for name in PRESETS if name.startswith("expert_")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "form", "mesh"),
     [

@@ -162,6 +162,7 @@ def symbols_of_llama() -> dict[str, int]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "shape"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 def test_a_step_of_llama_moves_what_the_docstring_says(strategy: str, shape: tuple[int, ...]) -> None:
     axes = axes_of(strategy, shape)
@@ -181,6 +182,7 @@ def test_where_heads_of_keys_do_not_divide_keys_are_whole() -> None:
     assert moved(plan_of_llama("megatron", (8,))) == megatron
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("strategy", "shape"),
     [("data_parallel", (4,)), ("data_parallel", (2, 2)), ("zero2", (2, 2)), ("zero3", (2, 2)), ("hsdp", (2, 2))],

@@ -52,6 +52,7 @@ def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
+@pytest.mark.sample(117)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
     for each in SAMPLES[target](Draw(SEED)):

@@ -28,6 +28,7 @@ def faults(target: Any, *args: Any) -> list[str]:
     return [fault for each in choices if (fault := fault_of(whole, each.inputs, each.outputs, 2))]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("target", KINDS, ids=str)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("both", [False, True])

@@ -60,6 +60,7 @@ def rule_text(target: Any, *args: Any, **kwargs: Any) -> str | None:
 # The families
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_call_of_a_family_has_a_rule_that_fits(name: str) -> None:
     args, kwargs = FAMILIES[name].inputs(0)

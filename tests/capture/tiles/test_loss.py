@@ -88,6 +88,7 @@ def assert_same(model: nn.Module, batch: dict[str, Tensor]) -> Program:
     return program
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "loss", [flattened, shifted, cut_twice, classes_second, classes_moved, wider], ids=lambda loss: loss.__name__
 )

@@ -55,6 +55,7 @@ def hold(form: Form, names: tuple[str, ...]) -> None:
     assert not fault, fault
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("form", "names"), QUICK.items(), ids=QUICK)
 def test_ranks_train_as_one_process(form: str, names: tuple[str, ...]) -> None:
     hold(FORMS[form], names)
@@ -104,6 +105,7 @@ FURTHER_CAPPED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("form", "names", "capacity_factor", "limit"),
     [

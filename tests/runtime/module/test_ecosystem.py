@@ -97,6 +97,7 @@ def _optimizers(way: str) -> None:
             assert_same_weights(ours, theirs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["grid", "whole"])
 def test_optimizers_and_clipping_equal_one_process(ranks: Ranks, way: str) -> None:
     ranks.run(_optimizers, way, world_size=4, timeout=120)
@@ -176,6 +177,7 @@ def _load(folder: str, way: str) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}  # type: ignore[misc]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("source", "target"), [("grid", "split"), ("split", "whole"), ("whole", "grid")])
 def test_a_checkpoint_goes_on_on_another_mesh_and_in_a_plain_model(
     ranks: Ranks, source: str, target: str, tmp_path: Any
@@ -242,6 +244,7 @@ def _compiled_on_top(family: str, backends: Sequence[str], strategy: str | None 
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", [None, "data_parallel"])
 def test_torch_compile_takes_the_graph_of_the_rank_whole(ranks: Ranks, strategy: str | None) -> None:
     ranks.run(_compiled_on_top, "mlp", ("aot_eager",), strategy, timeout=120)

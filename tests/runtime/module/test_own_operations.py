@@ -21,6 +21,7 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
     return {each.split(": ")[1] for each in found[0][1] if "hub" not in each}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "splits"),
     [

@@ -59,6 +59,7 @@ def case_of(family: str, shape: tuple[int, ...], annotations: Any = (), **option
     return Case(family, shape, annotations, options, torch.float64, steps=3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -84,6 +85,7 @@ def by_hand(case: PipelineCase) -> Training:
     return pipeline_training.train(case, model, lambda step: accumulated(case, model, step))  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -28,6 +28,7 @@ def _at_every_depth(case: Case) -> list[Training]:
     return [parallel(replace(case, options={**case.options, "prefetch": depth})) for depth in DEPTHS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,6 +65,7 @@ def test_what_is_printed_is_what_runs(ranks: Ranks) -> None:
     assert issued < products < waited
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "depth", "options"),
     [

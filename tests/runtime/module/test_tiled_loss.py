@@ -55,6 +55,7 @@ def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
 def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
     options = {"hardware": SLOW_DEVICES, "strategy": strategy, "loss_tiles": 3}
@@ -67,6 +68,7 @@ def test_one_in_bfloat16_rounds_no_worse_than_one_process(ranks: Ranks) -> None:
     check_rounding(ranks, case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp2xtp2", "gpipe"), ("pp2", "zbv"), ("dp2", "")])
 def test_it_goes_with_micro_batches_and_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
     case = pipeline_training.PipelineCase("llama_loss", mesh, schedule, options={"loss_tiles": 2}, steps=2)
@@ -85,6 +87,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
 """Arguments of the model, options of `compile`, and what is said of the head."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_where(COMBINATIONS, "zero3", "fsdp_megatron", "micro-batches"))
 def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     arguments, options, roles = COMBINATIONS[name]

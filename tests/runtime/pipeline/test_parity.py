@@ -39,6 +39,7 @@ def matrix() -> Iterator[tuple[str, str, str]]:
                 yield family, mesh, schedule
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "mesh", "schedule"), FAST)
 def test_every_family_mesh_and_schedule_train_as_one_process(
     ranks: Ranks, family: str, mesh: str, schedule: str
@@ -82,6 +83,7 @@ PRESETS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize(
     ("strategy", "family", "mesh"),

@@ -93,6 +93,7 @@ def _check(found: list[Trained], expected: Trained) -> None:
     assert set().union(*(rank.parameters for rank in found)) == set(expected.parameters)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     CASES,

@@ -128,6 +128,7 @@ DIFFERENCES: dict[Callable[[int], None], str] = {
 IN_EVERY_TEST = (a_new_shape, a_backward_skipped)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "work",
     [pytest.param(work, marks=() if work in IN_EVERY_TEST else pytest.mark.slow) for work in DIFFERENCES],

@@ -91,6 +91,7 @@ def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "dropout", "deterministic"),
     [("llama", 0, False), ("vit", 0, False), ("gpt2", 0.1, False), ("gpt2", 0.1, True), ("resnet", 0, False)],
@@ -169,6 +170,7 @@ def predicted_bytes(program: Program, mode: str) -> int:
     return other + sum(node.meta["tensor"].num_bytes for node in kept if node.op == "call_function")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "resnet", "bart"])
 def test_the_bytes_that_are_kept_are_those_that_the_segments_predict(family: str) -> None:
     model = alone(family)
@@ -416,6 +418,7 @@ def local(x: Tensor) -> Tensor:
     return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "split", "deterministic"), CASES)
 def test_ranks_compute_again_without_communicating_again(
     case: Case, split: str, deterministic: bool, ranks: Ranks

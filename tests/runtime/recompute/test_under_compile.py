@@ -162,6 +162,7 @@ def _by_layers(family: str, options: dict[str, Any], build: dict[str, Any]) -> t
     return count, again.call_count - count, counting.gathers
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "options", "build", "num_graphs"),
     [
@@ -214,6 +215,7 @@ def _stages(axes: tuple[str, ...], schedule: str | None, regional: bool = False)
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("axes", "schedule", "regional"), [(("pp",), "1f1b", False), (("pp",), "1f1b", True), (("dp",), None, False)]
 )

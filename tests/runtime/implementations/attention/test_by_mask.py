@@ -206,6 +206,7 @@ CASES = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     mask, steps = MASKS[case.mask], Steps(batches(3))

@@ -62,6 +62,7 @@ def batch(*shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(*shape, 8, generator=generator, dtype=torch.float64) for name in ("x", "y")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "least_bytes",
     [
@@ -119,6 +120,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 ZERO3 = (("*", {"storage": "dp", "regather": True}),)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "asked",

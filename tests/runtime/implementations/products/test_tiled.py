@@ -34,6 +34,7 @@ def annotated(model: Block, axis: str, rows: str) -> Block:
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tile_bytes", [64, pytest.param(2**26, id="two", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("mesh", "rows", "options"),
