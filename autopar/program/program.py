@@ -105,7 +105,9 @@ class Program:
     @property
     def parameter_names(self) -> dict[str, str]:
         """Placeholder → original name, of the parameters."""
-        return {placeholder: name for name, placeholder in self.parameters.items()}
+        if "parameter_names" not in self.facts:
+            self.facts["parameter_names"] = {placeholder: name for name, placeholder in self.parameters.items()}
+        return self.facts["parameter_names"]
 
     @property
     def summary(self) -> str:

@@ -11,9 +11,10 @@ itself: where its gradient is nobody else's, as that of a matrix product is, it 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -83,8 +84,8 @@ class _Member:
 def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
-    layers = _layers(space)
-    for wire in sorted(space.wires, key=lambda wire: _first_use(space, wire)):
+    layers, first_use = _layers(space), _first_uses(space)
+    for wire in sorted(space.wires, key=lambda wire: first_use(wire.target)):
         if not space.is_weight(wire.source):
             continue
         path = space.path(wire, choices)
@@ -178,11 +179,18 @@ def _makes_its_gradient(target: Decision, wire: Wire) -> bool:
     return is_product and len(wire.tensor.shape) > 1  # a bias may get the gradient that came in
 
 
-def _first_use(space: Space, wire: Wire) -> int:
-    """Position of the first call that consumes the wire's tensor, looking through hubs."""
-    if space.decisions[wire.target].kind != "hub":
-        return wire.target
-    return min(_first_use(space, other) for other in space.wires if other.source == wire.target)
+def _first_uses(space: Space) -> Callable[[int], int]:
+    """For a decision, the position of the first call that consumes what arrives at it, looking through hubs."""
+    after: dict[int, list[int]] = defaultdict(list)
+    for wire in space.wires:
+        if space.decisions[wire.source].kind == "hub":
+            after[wire.source].append(wire.target)
+
+    @cache
+    def first_use(number: int) -> int:
+        return min(map(first_use, after[number])) if number in after else number
+
+    return first_use
 
 
 def _layers(space: Space) -> dict[str, str]:
