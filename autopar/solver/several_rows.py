@@ -15,14 +15,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.errors import TimeLimitError
-from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.deadline import after, check, is_over, seconds_until
 from autopar.solver.elimination import (
     CHEAP_WORK,
     Elimination,
@@ -33,7 +34,7 @@ from autopar.solver.elimination import (
     optimum,
 )
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.min_marginals import Excesses, cheapest, shared_excesses
 from autopar.solver.narrow import EXACT, Enough, best_left, labelled
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.reductions.contraction import contract
@@ -51,11 +52,16 @@ LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
-MOVED = 0.1  # of a margin: where prices prove so much more, the same margin is taken again at these
+MOVED = 0.5  # of a margin: where other prices prove so much more of what is left, these are tried on the whole
+MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
 LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
+
+_T = TypeVar("_T")
+UNCOUNTED = Counted(None, -math.inf, False)
+UNLABELLED = UNCOUNTED, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +99,41 @@ def solve_rows(
         return None
     is_dear = whole.elimination.work > CHEAP_WORK
     gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
-    best, bound, share, prices = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN, tuple(prices)
-    again = False
+    best, bound, prices, share = None, -math.inf, tuple(prices), DEAR_MARGIN if is_dear else FIRST_MARGIN
     try:
+        reached, _ = whole.at(prices)
+        scale, near, steps = abs(reached), None, 0
         while True:
-            reached, _ = whole.at(prices)
             bound = max(bound, reached)
-            margin = min(math.inf if share > WIDEST else share * abs(reached), known - reached)
-            margin += TOLERANCE * abs(reached)
+            widest = math.inf if share > WIDEST else (share + TOLERANCE) * scale
+            near = near or whole.excesses(prices, widest)
+            margin = min(widest, known - reached + TOLERANCE * scale)
             below = reached + margin
-            left = whole.within(prices, margin)
-            found = _best_of(left, prices, below, deadline, gap, enough, known)
+            left = whole.left(near, margin)
+            tried = reached + MOVED * margin if steps < MAX_STEPS else math.inf
+            found = _best_of(left, prices, below, deadline, gap, enough, known, tried)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
                 if seconds < known:
                     best, known = choices, seconds
-            bound, prices = max(bound, min(found.bound, below, known)), found.prices
-            is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more
+            bound = max(bound, min(found.bound, below, known))
+            is_better = found.reached > tried
+            # No wider margin proves more.
+            is_within = not is_better and found.bound < below - 2 * TOLERANCE * abs(below)
             is_widest = share > (WIDEST if known < math.inf else WIDE)
             is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
             if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
                 break
-            if again or found.reached < reached + MOVED * margin:
-                share *= WIDER
-            again = not again
+            if is_better:
+                steps += 1
+                others = tuple((NEARER * np.array(found.prices) + (1 - NEARER) * np.array(prices)).tolist())
+                there, _ = whole.at(others)
+                near = cheapest(near, whole.excesses(others, widest))
+                if there > reached:
+                    reached, prices = there, others
+            else:
+                share, near, steps = WIDER * share, None, 0
     except TimeLimitError:
         pass
     choices = None if best is None else pruned[0].extend(contracted[0].extend(best))
@@ -132,8 +148,12 @@ def _best_of(
     gap: float,
     enough: Enough,
     known: float,
+    tried: float,
 ) -> Best:
-    """The best of what is left that is below some seconds; its bound holds for what is left."""
+    """The best of what is left that is below some seconds; its bound holds for what is left.
+
+    Where prices prove more than `tried`, no more is looked for than they and what is met on the way to them.
+    """
     constant = left[0].constant
     if any(math.isinf(each.constant) for each in left):
         return Best(None, math.inf, tuple(start))
@@ -154,6 +174,8 @@ def _best_of(
         is_near = is_closed(min(seconds + constant, known), bound + constant, gap)
         return is_near or bound >= most - TOLERANCE * scale or is_over(deadline)
 
+    if reached + constant > tried:
+        return result()
     for near in LABELLED:
         if is_done():
             break
@@ -209,8 +231,15 @@ class _Rows:
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
+        return self.left(self.excesses(prices, margin), margin)
+
+    def excesses(self, prices: tuple[float, ...], margin: float) -> Excesses:
+        """What strategies cost above L(λ), where that is below a margin."""
         evaluated = self._evaluated(prices)
-        found = shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
+        return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
+
+    def left(self, found: Excesses, margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin."""
         return [remaining(each, found, margin) for each in self.problems]
 
     def best_prices(self, start: tuple[float, ...], scale: float, constant: float, gap: float) -> _Priced:
@@ -242,7 +271,8 @@ class _Rows:
         if math.isinf(constant):
             return Counted(None, limit, True), True
         soon = after(COUNTING * seconds_until(self.deadline))
-        result, is_small = labelled([each.problem for each in left], prices, limit - constant, soon)
+        problems = [each.problem for each in left]
+        result, is_small = self._by(lambda: labelled(problems, prices, limit - constant, soon)) or UNLABELLED
         return _of_the_whole(result, left[0], limit), is_small
 
     def counted(
@@ -254,8 +284,16 @@ class _Rows:
             return Counted(None, limit, True)
         soon = after(COUNTING * seconds_until(self.deadline))
         problems = [each.problem for each in left]
-        result = best_left(problems, prices, limit - constant, tolerance, soon, effort)
-        return _of_the_whole(result, left[0], limit)
+        result = self._by(lambda: best_left(problems, prices, limit - constant, tolerance, soon, effort))
+        return _of_the_whole(result or UNCOUNTED, left[0], limit)
+
+    def _by(self, search: Callable[[], _T]) -> _T | None:
+        """What a search finds that has a part of the time; None where that was too short for it to begin."""
+        try:
+            return search()
+        except TimeLimitError:
+            check(self.deadline)
+            return None
 
     def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
         """What is left within a margin, and what the rest takes: no end where nothing is left."""
