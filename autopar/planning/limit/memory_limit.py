@@ -53,6 +53,7 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
+WIDELY = 5e-3  # of the seconds: how far from the best an answer may be where the graph is wide, if nothing was said
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 FAR = 2e-3  # of the seconds: an answer that is further from the best is put aside while one with all rows is looked for
@@ -158,14 +159,16 @@ class _Search(Asked):
         found.fitting += self.of_fewer_bytes(first, limit)
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
-        if is_narrow and not found.is_proven(self.enough):
+        if not found.is_proven(self.enough):
             # What is far from the best is no help: within its margin little can be left out.
             far = found.fitting if not found.is_proven(FAR) else []
             found.fitting = [each for each in found.fitting if each not in far]
             self.by_all_rows(found, limit, modes)
             found.fitting += far
         self.check(found.proof.bound)
-        if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
+        # Of a wide graph sums prove no more than all rows did.
+        near = self.enough if is_narrow or not self.enough else max(self.enough, WIDELY)
+        if found.is_proven(max(near, ROUGHLY)):
             return found.best
         try:
             self.by_sums(found, limit, modes)
@@ -264,6 +267,7 @@ class _Search(Asked):
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
+        met = [(*found.first.choices, *(MODES.index(found.first.modes.get(name, MODES[0])) for name in modes or ()))]
         for _ in range(MAX_MOMENTS):
             if is_over(self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
@@ -273,9 +277,8 @@ class _Search(Asked):
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
             until = self.deadline if found.fitting else halfway
             left = max(seconds_until(until), LEAST_SECONDS)
-            best = solve_rows(problems, at, known, left, self.gap, Enough(self.enough, self.counted))
-            if best is None:
-                return False
+            enough = Enough(self.enough, self.counted)
+            best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
             if best.choices is None:
@@ -287,6 +290,7 @@ class _Search(Asked):
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
                 return True
+            met.append(best.choices)
             found.meet(self._bytes_of(answer))
             places |= full(found.taken[-1], limit)
         return True
