@@ -10,6 +10,10 @@
    of what is left, with all rows, within a margin that grows from round to round, give the best
    (`residual.counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again,
    wider, at the prices found.
+
+Where the graph is too wide for elimination, messages bound the whole at prices (`relaxation`), which are looked for on
+it, by cutting planes again; what is left within a margin of the bound is narrow, if not too much is. Choices that fit
+are made of parts of those met on both sides of the budgets, until there are better ones.
 """
 
 from __future__ import annotations
@@ -88,7 +92,8 @@ def solve_rows(
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
     the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
-    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination.
+    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination; there a
+    bound as high as the cut-off of `enough` ends the search.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
@@ -161,11 +166,11 @@ def _best_of_wide(
         scale = abs(whole.at(start)[0] if math.isinf(scale) else scale)
         if math.isinf(scale):
             return Best(None, scale, start)
-        priced = best_prices(whole, start, scale, 0.0, gap, deadline, RADIUS, PRICED_NEAR, met)
+        priced = best_prices(whole, start, scale, 0.0, gap, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff)
         bound, prices = priced.bound, priced.prices
         if priced.seconds < known:
             best, known = priced.choices, priced.seconds
-        if is_closed(known, bound, gap):
+        if is_closed(known, bound, gap) or bound >= enough.cutoff:
             return Best(best, bound, prices)
         whole.finely()
         reached, share, widest = whole.at(prices, enough=(1 - gap) * known)[0], FIRST_MARGIN, WIDE

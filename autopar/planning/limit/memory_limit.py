@@ -6,11 +6,10 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
-2. On a narrow graph solve with a row for each of the moments that an answer was over the limit at, until one fits
-   (`several_rows`).
-3. Else, solve with the limit on the sum of moments, with weights, that all answers so far exceed the most (Karwan &
-   Rardin 1979). What the answer is over the limit somewhere is taken off the limit of the row: so answers are found
-   that fit, and cost little more.
+2. Solve with a row for each of the moments that an answer was over the limit at, until one fits (`several_rows`).
+3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
+   answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
+   limit of the row: so answers are found that fit, and cost little more.
 4. When no sum of moments closes in, further answers are those to two harder questions: with the limit on the largest
    bytes of each choice, and with tighter limits on the sum. The best of them is taken; how far it may be from the best
    of all is said. Where there is none, it is looked what the least is that any plan takes (`least_peak`).
@@ -277,8 +276,9 @@ class _Search(Asked):
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
             until = self.deadline if found.fitting else halfway
             left = max(seconds_until(until), LEAST_SECONDS)
-            enough = Enough(self.enough, self.counted)
+            enough = Enough(self.enough, self.counted, self.cutoff)
             best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
+            self.check(best.bound)
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
             if best.choices is None:

@@ -66,13 +66,15 @@ def best_prices(
     radius: float = math.inf,
     worthwhile: float = WORTHWHILE,
     met: Sequence[tuple[float, np.ndarray]] = (),
+    cutoff: float = math.inf,
 ) -> BestPrices:
     """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
 
     With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
     share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
     ones could prove less than a `worthwhile` share. `met` are seconds of known choices, and their bytes over each
-    budget: where nothing is known of prices, they say where to begin.
+    budget: where nothing is known of prices, they say where to begin. A bound as high as
+    the `cutoff` ends the search.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
@@ -84,7 +86,7 @@ def best_prices(
     prices, best, open_there, stalled = start, BestPrices(start, -np.inf, None, np.inf), math.inf, 0
     for _ in range(MAX_PLANES):
         try:
-            enough = (1 - gap) * (best.seconds + constant) - constant
+            enough = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
             reached, choices = rows.at(prices, best.bound, enough)
         except TimeLimitError:
             break
@@ -104,7 +106,7 @@ def best_prices(
         if best.choices is not None and radius < math.inf:  # evaluations are dear
             best = filled(rows.problems, best, choices)
         most, wanted = planes.after(seconds, over)
-        is_near = is_closed(best.seconds + constant, best.bound + constant, gap)
+        is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
         if is_near or is_settled or is_stalled or is_over(deadline):
