@@ -177,7 +177,9 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
     `balanced` eliminates shallow nodes first: larger buckets, but equal layers collapse into a few steps. `by_growth`
     eliminates what enlarges the tables least instead, which keeps hubs of many layers for the end.
     """
-    return compile_order(problem, tables, elimination_order(problem, balanced, by_growth)[0])
+    order = elimination_order(problem, balanced, by_growth)
+    assert order is not None, "an order without a limit on its buckets"
+    return compile_order(problem, tables, order)
 
 
 def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
@@ -212,8 +214,8 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
     last = separators(problem)
     found: list[Elimination] = []
     for balanced, by_growth, kept in (*[(True, False, last)] * bool(last), *((*each, ()) for each in ORDERS)):
-        order, largest = elimination_order(problem, balanced, by_growth, kept)
-        if largest > MAX_TABLE:
+        order = elimination_order(problem, balanced, by_growth, kept, MAX_TABLE)
+        if order is None:
             continue
         compiled = compile_order(problem, tables, order)
         if compiled.num_bytes > MAX_BYTES:

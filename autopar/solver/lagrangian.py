@@ -148,7 +148,7 @@ def mixtures(problem: Problem, large: Point, small: Point) -> list[Point]:
     their gains add up.
     """
     assert problem.budget is not None
-    region_of = _regions(problem, large, small)
+    region_of = regions(problem, large.choices, small.choices)
     saved = [0.0] * (1 + max(region_of.values(), default=-1))
     added = [0] * len(saved)
     for node, region in region_of.items():
@@ -180,9 +180,9 @@ def _mixed(problem: Problem, large: Point, small: Point, region_of: Mapping[int,
     return point(problem, tuple(choices))
 
 
-def _regions(problem: Problem, large: Point, small: Point) -> dict[int, int]:
+def regions(problem: Problem, large: Sequence[int], small: Sequence[int]) -> dict[int, int]:
     """The nodes in which the two solutions differ, with the number of the connected region each lies in."""
-    pairs = enumerate(zip(large.choices, small.choices, strict=True))
+    pairs = enumerate(zip(large, small, strict=True))
     around: dict[int, list[int]] = {node: [] for node, (one, other) in pairs if one != other}
     for edge in problem.edges:
         changed = [end for end in edge.ends if end in around]

@@ -34,11 +34,11 @@ def separators(problem: Problem) -> frozenset[int]:
 
 
 def elimination_order(
-    problem: Problem, balanced: bool, by_growth: bool = False, last: Collection[int] = ()
-) -> tuple[list[int], int]:
+    problem: Problem, balanced: bool, by_growth: bool = False, last: Collection[int] = (), most: float = math.inf
+) -> list[int] | None:
     """Nodes of degree 0, 1 and 2 first, then by least fill; ties by table size and position. Some come `last`.
 
-    Also the entries of the largest bucket.
+    None as soon as a bucket has more than `most` entries: behind it wide ones follow, which take the longest.
     """
     sizes = [node.num_strategies for node in problem.nodes]
     around: list[set[int]] = [set() for _ in sizes]
@@ -66,7 +66,6 @@ def elimination_order(
     heap = list(current.values())
     heapq.heapify(heap)
     order: list[int] = []
-    largest = 0
     while heap:
         entry = heapq.heappop(heap)
         node = entry[-1]
@@ -75,7 +74,8 @@ def elimination_order(
         del current[node]
         order.append(node)
         neighbours = around[node]
-        largest = max(largest, sizes[node] * math.prod([sizes[other] for other in neighbours]))
+        if sizes[node] * math.prod([sizes[other] for other in neighbours]) > most:
+            return None
         changed = set(neighbours)
         for one in neighbours:
             around[one].discard(node)
@@ -88,4 +88,4 @@ def elimination_order(
         for other in changed:
             current[other] = priority(other)
             heapq.heappush(heap, current[other])
-    return order, largest
+    return order

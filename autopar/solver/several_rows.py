@@ -10,6 +10,10 @@
    of what is left, with all rows, within a margin that grows from round to round, give the best
    (`residual.counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again,
    wider, at the prices found.
+
+Where the graph is too wide for elimination, messages bound the whole at prices (`relaxation`), which are looked for on
+it, by cutting planes again; what is left within a margin of the bound is narrow, if not too much is. Choices that fit
+are made of parts of those met on both sides of the budgets, until there are better ones.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
-from ortools.linear_solver import pywraplp
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, check, is_over, seconds_until
@@ -40,16 +43,13 @@ from autopar.solver.problem import Floats, Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import prune
+from autopar.solver.relaxation.prices import NEARER, best_prices
+from autopar.solver.relaxation.wide import WORTHWHILE, Wide
 from autopar.solver.residual.residual import Counted
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
-MAX_PLANES = 60  # evaluations in search of prices
-NEARER = 0.5  # of the way from the best prices to those that are best against all solutions met
-BOX = 16.0  # times the prices to begin with: further ones are not looked at
-LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
-WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
 MOVED = 0.5  # of a margin: where other prices prove so much more of what is left, these are tried on the whole
@@ -57,6 +57,12 @@ MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
 LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
+LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wide graph
+RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
+LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
+PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
+ROUGHLY = 0.1  # of what is open: a sweep that closes less is slow at prices yet to be found
+ROUGHLY_NEAR = 5e-4  # of the seconds: messages so near to choices are good enough at prices yet to be found
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
 
 _T = TypeVar("_T")
@@ -84,22 +90,40 @@ def solve_rows(
     time_limit: float,
     gap: float = 0.0,
     enough: Enough = EXACT,
-) -> Best | None:
-    """The best choice per node within all budgets, or better than `known` seconds; None where the graph is too wide.
+    met: Sequence[Sequence[int]] = (),
+    is_wide: bool = False,
+) -> Best:
+    """The best choice per node within all budgets, or better than `known` seconds.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
-    the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long.
+    the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
+    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination; there a
+    bound as high as the cut-off of `enough` ends the search.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
     contracted = [contract(each.problem) for each in pruned]
-    whole = _Rows.of([each.problem for each in contracted], deadline)
+    smaller = [each.problem for each in contracted]
+    whole = None if is_wide else _Rows.of(smaller, deadline, MAX_WORK)
     if whole is None:
-        return None
+        budgets = np.array([each.budget for each in problems], dtype=np.float64)
+        planes = [(problems[0].seconds_of(x), np.array([each.bytes_of(x) for each in problems]) - budgets) for x in met]
+        gap = max(gap, enough.dear, TOLERANCE)
+        found = _best_of_wide(smaller, tuple(prices), planes, known, deadline, gap, enough)
+    else:
+        found = _best_of_narrow(whole, tuple(prices), known, deadline, gap, enough)
+    choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
+    return replace(found, choices=choices)
+
+
+def _best_of_narrow(
+    whole: _Rows, prices: tuple[float, ...], known: float, deadline: float, gap: float, enough: Enough
+) -> Best:
+    """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
     is_dear = whole.elimination.work > CHEAP_WORK
     gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
-    best, bound, prices, share = None, -math.inf, tuple(prices), DEAR_MARGIN if is_dear else FIRST_MARGIN
+    best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
     try:
         reached, _ = whole.at(prices)
         scale, near, steps = abs(reached), None, 0
@@ -110,8 +134,10 @@ def solve_rows(
             margin = min(widest, known - reached + TOLERANCE * scale)
             below = reached + margin
             left = whole.left(near, margin)
+            rows = _Rows.of([each.problem for each in left], deadline, math.inf)
+            assert rows is not None, "an elimination that has become wider"
             tried = reached + MOVED * margin if steps < MAX_STEPS else math.inf
-            found = _best_of(left, prices, below, deadline, gap, enough, known, tried)
+            found = _best_of(rows, _constant(left), prices, below, deadline, gap, enough, known, tried)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
@@ -136,31 +162,79 @@ def solve_rows(
                 share, near, steps = WIDER * share, None, 0
     except TimeLimitError:
         pass
-    choices = None if best is None else pruned[0].extend(contracted[0].extend(best))
-    return Best(choices, bound, prices)
+    return Best(best, bound, prices)
+
+
+def _best_of_wide(
+    problems: Sequence[Problem],
+    start: tuple[float, ...],
+    met: Sequence[tuple[float, np.ndarray]],
+    known: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
+) -> Best:
+    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide."""
+    whole = _WideRows(problems, deadline)
+    best, bound, prices = None, -math.inf, start
+    try:
+        scale = min((seconds for seconds, _ in met), default=math.inf)
+        scale = abs(whole.at(start)[0] if math.isinf(scale) else scale)
+        if math.isinf(scale):
+            return Best(None, scale, start)
+        priced = best_prices(whole, start, scale, 0.0, gap, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff)
+        bound, prices = priced.bound, priced.prices
+        if priced.seconds < known:
+            best, known = priced.choices, priced.seconds
+        if is_closed(known, bound, gap) or bound >= enough.cutoff:
+            return Best(best, bound, prices)
+        whole.finely()
+        reached, share, widest = whole.at(prices, enough=(1 - gap) * known)[0], FIRST_MARGIN, WIDE
+        bound = max(bound, reached)
+        while not is_closed(known, bound, gap) and not is_over(deadline) and LEAST_MARGIN < share < widest:
+            margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
+            left = whole.within(prices, margin)
+            rows = _Rows.of([each.problem for each in left], deadline, LEFT_WORK)
+            if rows is None:
+                share, widest = share / GROWTH, share
+                continue
+            # What is left may have the best answer that is found, though it is not within the margin.
+            below = min(known, reached + WIDER * margin)
+            found = _best_of(rows, _constant(left), prices, below, deadline, gap, enough, known)
+            if found.choices is not None:
+                choices = left[0].extend(found.choices)
+                seconds = problems[0].seconds_of(choices)
+                if seconds < known:
+                    best, known = choices, seconds
+            bound = max(bound, min(found.bound, reached + margin, known))
+            if not found.is_searched or margin >= known - reached:
+                break
+            share *= GROWTH
+    except TimeLimitError:
+        pass
+    return Best(best, bound, prices)
 
 
 def _best_of(
-    left: Sequence[Remaining],
+    rows: _Rows,
+    constant: float,
     start: Sequence[float],
     below: float,
     deadline: float,
     gap: float,
     enough: Enough,
     known: float,
-    tried: float,
+    tried: float = math.inf,
 ) -> Best:
     """The best of what is left that is below some seconds; its bound holds for what is left.
 
-    Where prices prove more than `tried`, no more is looked for than they and what is met on the way to them.
+    `constant` are the seconds of what is decided. Where prices prove more than `tried`, no more is looked for than they
+    and what is met on the way to them.
     """
-    constant = left[0].constant
-    if any(math.isinf(each.constant) for each in left):
+    if math.isinf(constant):
         return Best(None, math.inf, tuple(start))
-    rows = _Rows.of([each.problem for each in left], deadline)
-    assert rows is not None, "an elimination that has become wider"
     scale = abs(below)
-    priced = rows.best_prices(tuple(start), scale, constant, gap)
+    priced = best_prices(rows, tuple(start), scale, constant, gap, deadline)
     prices, best, seconds = priced.prices, priced.choices, priced.seconds
     bound = reached = priced.bound
     epsilon = FIRST_EPSILON * scale
@@ -214,16 +288,18 @@ class _Rows:
         self._last: tuple[tuple[float, ...], list[Floats]] = (), []
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], deadline: float) -> _Rows | None:
-        """None where the graph is too wide."""
+    def of(cls, problems: Sequence[Problem], deadline: float, most: float) -> _Rows | None:
+        """None where the graph is too wide, or an evaluation takes more than so many entries."""
         tables = Tables(problems[0], problems[1:])
         elimination = narrow_elimination(problems[0], tables)
-        if elimination is None or elimination.work > MAX_WORK:
+        if elimination is None or elimination.work > most:
             return None
         return cls(problems, tables, elimination, deadline)
 
-    def at(self, prices: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
-        """L(λ), and choices that attain it."""
+    def at(
+        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+    ) -> tuple[float, tuple[int, ...]]:
+        """L(λ), and choices that attain it, whatever is known or enough."""
         evaluated = self._evaluated(prices)
         least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
         slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
@@ -241,29 +317,6 @@ class _Rows:
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin."""
         return [remaining(each, found, margin) for each in self.problems]
-
-    def best_prices(self, start: tuple[float, ...], scale: float, constant: float, gap: float) -> _Priced:
-        """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
-
-        With `constant` seconds beside all of them, one within the gap is enough.
-        """
-        box = BOX * max(float(np.dot(start, self.budgets)), LEAST_BOX * scale)
-        planes = _Planes(len(self.budgets), box / np.maximum(self.budgets, 1.0))
-        prices, best = start, _Priced(start, -math.inf, None, math.inf)
-        for _ in range(MAX_PLANES):
-            reached, met = self.at(prices)
-            seconds, _ = self.problems[0].cost_of(met)
-            over = np.array([each.bytes_of(met) for each in self.problems]) - self.budgets
-            if reached > best.bound:
-                best = replace(best, prices=prices, bound=reached)
-            if (over <= 0).all() and seconds < best.seconds:
-                best = replace(best, choices=met, seconds=seconds)
-            most, wanted = planes.after(seconds, over)
-            is_near = is_closed(best.seconds + constant, best.bound + constant, gap)
-            if is_near or most - best.bound <= WORTHWHILE * scale or is_over(self.deadline):
-                break
-            prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
-        return best
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
         """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
@@ -298,7 +351,7 @@ class _Rows:
     def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
         """What is left within a margin, and what the rest takes: no end where nothing is left."""
         left = self.within(prices, margin)
-        return left, math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
+        return left, _constant(left)
 
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
@@ -306,36 +359,39 @@ class _Rows:
         return self._last[1]
 
 
+class _WideRows:
+    """A problem with several memory rows whose graph is too wide for elimination: messages bound it at prices."""
+
+    def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
+        self.problems = tuple(problems)
+        self._wide = Wide(problems[0], deadline, ROUGHLY_NEAR, problems[1:])
+        self._wide.worthwhile = ROUGHLY
+        self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
+
+    def finely(self) -> None:
+        """From here on go on as long as messages gain."""
+        self._wide.worthwhile = WORTHWHILE
+
+    def at(
+        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """A bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
+        paid = float(np.dot(prices, self._budgets))
+        least, met = self._wide.least(*prices, known=known + paid, enough=enough + paid)
+        return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices
+
+    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin above that bound."""
+        least, _ = self._wide.least(*prices)
+        return self._wide.within(least + margin, *prices)
+
+
+def _constant(left: Sequence[Remaining]) -> float:
+    """What is decided takes so many seconds; no end where it breaks a limit, or nothing is left."""
+    return math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
+
+
 def _of_the_whole(found: Counted, left: Remaining, limit: float) -> Counted:
     """What was found of a problem that is left, as choices and a bound of all of it."""
     choices = None if found.choices is None else left.extend(found.choices)
     return Counted(choices, min(found.bound + left.constant, limit), found.is_proven)
-
-
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """Prices, the bound that they prove, and the fastest solution met that is within all budgets."""
-
-    prices: tuple[float, ...]
-    bound: float
-    choices: tuple[int, ...] | None
-    seconds: float
-
-
-class _Planes:
-    """The linear program over prices: each solution that was met bounds what they prove."""
-
-    def __init__(self, num_rows: int, most: np.ndarray) -> None:
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        assert solver is not None
-        self._solver, self._unit = solver, np.maximum(most, 1e-300)
-        self._shares = [solver.NumVar(0.0, 1.0, "") for _ in range(num_rows)]
-        self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
-        solver.Maximize(self._bound)
-
-    def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where."""
-        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
-        self._solver.Add(self._bound <= seconds + paid)
-        self._solver.Solve()
-        return self._bound.solution_value(), np.array([each.solution_value() for each in self._shares]) * self._unit

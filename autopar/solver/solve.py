@@ -167,7 +167,7 @@ def _by_relaxation(
         return solution_of(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     try:
-        left = wide.without(price, best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0))
+        (left,) = wide.within(best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0), price)
     except TimeLimitError:
         left = None
     if left is None or is_over(searching):
@@ -190,7 +190,7 @@ def _by_relaxation(
     exact = point(problem, left.extend(solution.choices))
     best = min(best, exact, key=lambda each: each.seconds)
     # What is left out costs more than the best of before, and so than this.
-    bound = min(max(solution.bound, relaxed.bound), best.seconds)
+    bound = min(max(left.constant + solution.bound, relaxed.bound), best.seconds)
     return solution_of(best, bound, f"relaxation, {solution.solver}", solution.multiplier or price)
 
 

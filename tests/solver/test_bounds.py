@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import elimination, narrow
+from autopar.solver import elimination, narrow, several_rows
 from autopar.solver.elimination import Tables, narrow_elimination
 from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.relaxation import core
 from autopar.solver.residual import labels
 from autopar.solver.residual.labels import best_labels
 from autopar.solver.residual.residual import Residual
@@ -23,6 +24,8 @@ from tests.solver.random_problems import SHAPES, random_rows, reference, without
 CLOSE = 1e-7  # of the seconds: the reference counts in rounded units
 seeds, shapes = st.integers(0, 2**31 - 1), st.sampled_from(SHAPES)
 prices, rooms = st.sampled_from([0.003, 0.02]), st.sampled_from([1.001, 1.1, 3.0])
+lefts = st.sampled_from([0, 100, 10**9])  # entries of an elimination that is made of what is left
+ends = st.sampled_from([EXACT, Enough(0.05, 0.05), Enough(cutoff=1.0)])
 enoughs = st.sampled_from([EXACT, Enough(0.1, 0.1), Enough(0.05, math.inf)])
 
 
@@ -56,6 +59,31 @@ def test_with_several_rows_too(seed: int, shape: str, num_rows: int, enough: Eno
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
         assert best <= problems[0].seconds_of(found.choices) * (1 + CLOSE)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=seeds, shape=shapes, num_rows=st.integers(1, 3), price=prices, is_known=st.booleans(), left=lefts, enough=ends
+)
+def test_nor_where_the_graph_is_wide(
+    seed: int, shape: str, num_rows: int, price: float, is_known: bool, left: int, enough: Enough
+) -> None:
+    problems = random_rows(seed, shape, num_rows)
+    best = reference(problems)
+    if reference([without_limit(problems[0])]) == math.inf:
+        return
+    met = [solve(without_limit(problems[0])).choices] if is_known else []
+    start = [0.0 if is_known else price] * num_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(several_rows, "LEFT_WORK", left)
+        patch.setattr(core, "MAX_BAG", 9)
+        one, other = (
+            solve_rows(problems, start, math.inf, 60.0, enough=enough, met=met, is_wide=True) for _ in range(2)
+        )
+    assert one == other and one.bound <= best * (1 + CLOSE)
+    if one.choices is not None:
+        assert all(each.fits(each.bytes_of(one.choices)) for each in problems)
+        assert best <= problems[0].seconds_of(one.choices) * (1 + CLOSE)
 
 
 @settings(deadline=None, max_examples=50)

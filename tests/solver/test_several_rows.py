@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import several_rows
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation.prices import BestPrices, filled
 from autopar.solver.several_rows import solve_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -69,9 +69,15 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
     assert found is not None and found.choices is None and found.bound >= 0.999 * best * (1 - 1e-9)
 
 
-def test_a_graph_that_is_too_wide_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several_rows, "MAX_WORK", 1)
-    assert solve_rows(_rows(0, 3, 2), [0.0, 0.0], math.inf, 60.0) is None
+def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_budgets() -> None:
+    node, nothing = Node("a", np.array([0.0, 1.0]), np.array([10, 0])), np.array([0, 0])
+    other = Node("a", node.seconds, nothing)
+    problems = [Problem((node,) * 8, (), 60), Problem((*(other,) * 4, *(node,) * 4), (), 20)]
+    best = BestPrices((0.1, 0.2), 0.0, (1,) * 8, 8.0)
+    found = filled(problems, best, (0,) * 8)
+    assert found.choices is not None and found.seconds == 2.0
+    assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
+    assert filled(problems, found, (1,) * 8) == found
 
 
 @settings(deadline=None, max_examples=15)

@@ -93,7 +93,7 @@ class Found(Moments):
 
     def __init__(self, proof: Answer) -> None:
         super().__init__()
-        self.proof = proof
+        self.first = self.proof = proof
         """The answer of the best bound."""
         self.fitting: list[Answer] = []
         """Answers within the limit at every moment."""

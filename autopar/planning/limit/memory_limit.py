@@ -6,11 +6,10 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
-2. On a narrow graph solve with a row for each of the moments that an answer was over the limit at, until one fits
-   (`several_rows`).
-3. Else, solve with the limit on the sum of moments, with weights, that all answers so far exceed the most (Karwan &
-   Rardin 1979). What the answer is over the limit somewhere is taken off the limit of the row: so answers are found
-   that fit, and cost little more.
+2. Solve with a row for each of the moments that an answer was over the limit at, until one fits (`several_rows`).
+3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
+   answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
+   limit of the row: so answers are found that fit, and cost little more.
 4. When no sum of moments closes in, further answers are those to two harder questions: with the limit on the largest
    bytes of each choice, and with tighter limits on the sum. The best of them is taken; how far it may be from the best
    of all is said. Where there is none, it is looked what the least is that any plan takes (`least_peak`).
@@ -53,6 +52,7 @@ MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at 
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
 ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
+WIDELY = 5e-3  # of the seconds: how far from the best an answer may be where the graph is wide, if nothing was said
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
 FAR = 2e-3  # of the seconds: an answer that is further from the best is put aside while one with all rows is looked for
@@ -158,14 +158,16 @@ class _Search(Asked):
         found.fitting += self.of_fewer_bytes(first, limit)
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
-        if is_narrow and not found.is_proven(self.enough):
+        if not found.is_proven(self.enough):
             # What is far from the best is no help: within its margin little can be left out.
             far = found.fitting if not found.is_proven(FAR) else []
             found.fitting = [each for each in found.fitting if each not in far]
             self.by_all_rows(found, limit, modes)
             found.fitting += far
         self.check(found.proof.bound)
-        if found.is_proven(max(self.enough, ROUGHLY) if is_narrow else self.gap):
+        # Of a wide graph sums prove no more than all rows did.
+        near = self.enough if is_narrow or not self.enough else max(self.enough, WIDELY)
+        if found.is_proven(max(near, ROUGHLY)):
             return found.best
         try:
             self.by_sums(found, limit, modes)
@@ -264,6 +266,7 @@ class _Search(Asked):
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
+        met = [(*found.first.choices, *(MODES.index(found.first.modes.get(name, MODES[0])) for name in modes or ()))]
         for _ in range(MAX_MOMENTS):
             if is_over(self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
@@ -273,9 +276,9 @@ class _Search(Asked):
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
             until = self.deadline if found.fitting else halfway
             left = max(seconds_until(until), LEAST_SECONDS)
-            best = solve_rows(problems, at, known, left, self.gap, Enough(self.enough, self.counted))
-            if best is None:
-                return False
+            enough = Enough(self.enough, self.counted, self.cutoff)
+            best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
+            self.check(best.bound)
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
             if best.choices is None:
@@ -287,6 +290,7 @@ class _Search(Asked):
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
                 return True
+            met.append(best.choices)
             found.meet(self._bytes_of(answer))
             places |= full(found.taken[-1], limit)
         return True

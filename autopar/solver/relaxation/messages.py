@@ -16,6 +16,7 @@ the way: each node takes the strategy that is best beside those before it and wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,14 +44,16 @@ class _Visit:
 
 
 class Messages:
-    """The costs of a problem at a price of memory, as they are moved; every strategy must have some choices beside it.
+    """The costs of a problem at prices of memory, as they are moved; every strategy must have some choices beside it.
 
-    Raises TimeLimitError, after which it must not be used, where a sweep takes until the deadline.
+    The problems are one with a memory row each: they differ in bytes and budgets. Raises TimeLimitError, after which it
+    must not be used, where a sweep takes until the deadline.
     """
 
-    def __init__(self, problem: Problem, deadline: float = NEVER) -> None:
-        self.problem, self.deadline = problem, deadline
-        self._tables = Tables(problem)
+    def __init__(self, problems: Sequence[Problem], deadline: float = NEVER) -> None:
+        problem = self.problem = problems[0]
+        self.deadline = deadline
+        self._tables = Tables(problem, problems[1:])
         self._core = core_of(problem, self._tables)
         sizes = [node.num_strategies for node in problem.nodes]
         self._ends = [joint.ends for joint in self._core.joints]
@@ -68,12 +71,16 @@ class Messages:
         self._constant = 0.0
         self._is_fresh = True
         self._reached: list[Floats] = []
+        self._met: list[int] | None = None
+        """Of the core, by node; zeros for the others."""
         self.bound = -np.inf
-        """On seconds + price · bytes of any choices."""
+        """On seconds + prices · bytes of any choices."""
+        self.cost = np.inf
+        """That of the best choices that were read off."""
 
-    def at(self, price: float) -> None:
-        """Go on at another price: messages stay, and are as good a start as the prices are near."""
-        self._evaluated = self._core.evaluated(self._tables.weighted(price), self.deadline)
+    def at(self, *prices: float) -> None:
+        """Go on at other prices, one for each row: messages stay, and are as good a start as the prices are near."""
+        self._evaluated = self._core.evaluated(self._tables.weighted(*prices), self.deadline)
         self._constant = sum(float(self._evaluated[table]) for table in self._core.constants)
         for node, tables in zip(self._core.nodes, self._core.own, strict=True):
             own = sum((self._evaluated[table] for table in tables[1:]), self._evaluated[tables[0]])
@@ -87,17 +94,35 @@ class Messages:
         self._costs = [joined[joint.tables] for joint in self._core.joints]
         self._is_fresh, self.bound = True, -np.inf
         self._reached = [np.full(node.num_strategies, -np.inf) for node in self.problem.nodes]
+        self.cost = np.inf if self._met is None else self._cost_of(self._met)
 
-    def sweep(self) -> tuple[int, ...]:
-        """Once through all nodes and back; the choices that are read off on the way back."""
+    def sweep(self) -> None:
+        """Once through all nodes and back; choices are read off on the way back."""
         self._through(self._visits[0], None)
         choices = [0] * len(self.problem.nodes)
         self._through(self._visits[1], choices)
-        self._core.extend(choices, self._evaluated)
-        return tuple(choices)
+        cost = self._cost_of(choices)
+        if cost < self.cost:
+            self._met, self.cost = choices, cost
+
+    def choices(self) -> tuple[int, ...]:
+        """The best choices that were read off, completed at these prices; there are some where `cost` is finite."""
+        assert self._met is not None, "no choices are allowed that were read off"
+        found = list(self._met)
+        self._core.extend(found, self._evaluated)
+        return tuple(found)
+
+    def _cost_of(self, choices: Sequence[int]) -> float:
+        """What choices of the core cost at the prices, with the best of the other nodes beside them."""
+        own = math.fsum(float(row[choices[node]]) for node, row in self._own.items())
+        shared = math.fsum(
+            float(costs[tuple([choices[end] for end in ends])])
+            for ends, costs in zip(self._ends, self._costs, strict=True)
+        )
+        return self._constant + own + shared
 
     def reached(self, most: float) -> list[Floats]:
-        """For each strategy of each node the bound at the price on the choices that take it; above `most` any such."""
+        """For each strategy of each node the bound at the prices on the choices that take it; above `most` any such."""
         found = list(self._reached)
         self._core.spread(found, self._evaluated, most)
         return found

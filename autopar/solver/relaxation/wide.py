@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,88 +11,104 @@ from autopar.errors import TimeLimitError
 from autopar.solver.deadline import NEVER, is_over
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.lagrangian import Point, point
-from autopar.solver.problem import Floats, Node, Problem
+from autopar.solver.min_marginals import Excesses
+from autopar.solver.problem import Floats, Integers, Node, Problem
 from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import Pruned, prune
 from autopar.solver.relaxation.messages import Messages
 
 DEAR_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
 MAX_SWEEPS = 200
-WORTHWHILE = 0.02  # of what is open: a sweep that closes less is slow
+WORTHWHILE = 0.02  # of what is open: a sweep that closes less is slow, if nothing is said
 PATIENCE = 3  # slow sweeps in a row until the search ends
 TOLERANCE = 1e-10  # of the seconds: what rounding leaves between a bound and what attains it
 
 
 class Wide:
-    """The least of seconds + price · bytes over a wide problem, at one price after the other.
+    """The least of seconds + prices · bytes over a wide problem, at some prices after the other.
 
-    Messages that fit one price nearly fit the next. Where every choice is forbidden, the bound is infinite.
+    `rows` are the same problem with other bytes, which have prices of their own. Messages that fit some prices nearly
+    fit the next. Where every choice is forbidden, the bound is infinite.
     """
 
-    def __init__(self, problem: Problem, deadline: float = NEVER, near: float = 0.0) -> None:
-        self.problem, self.deadline = problem, deadline
+    def __init__(
+        self, problem: Problem, deadline: float = NEVER, near: float = 0.0, rows: Sequence[Problem] = ()
+    ) -> None:
+        self.problem, self.rows, self.deadline = problem, tuple(rows), deadline
         self.near = near
         """How near to the best choices found, as a share of their seconds, a bound is good enough."""
-        self._pruned = consistent(problem)
-        self._messages = None if self._pruned is None else Messages(self._pruned.problem, deadline)
-        self._price = np.nan
-        self._best: tuple[int, ...] | None = None
+        self.worthwhile = WORTHWHILE
+        """Of what is open between a bound and the choices found: a sweep that closes less is slow."""
+        allowed = consistent((problem, *rows))
+        self._pruned = None if allowed is None else allowed[0]
+        self._messages = None if allowed is None else Messages([each.problem for each in allowed], deadline)
+        self._prices: tuple[float, ...] = ()
 
-    def least(self, price: float) -> tuple[float, Point | None]:
-        """A bound on seconds + price · bytes of any choices, and good ones: the best, where they cost the same.
+    def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
+        """A bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
-        What is found by the deadline; TimeLimitError where no sweep ends by then.
+        What is found by the deadline; TimeLimitError where no sweep ends by then. The search ends where some choices
+        cost no more than is `known`: no bound is above that; and at a bound that is `enough`.
         """
-        if self._pruned is None or self._messages is None:
+        messages = self._messages
+        if messages is None or self._pruned is None:
             return np.inf, None
-        messages, problem = self._messages, self._pruned.problem
-        if price != self._price:
-            messages.at(price)
-            self._price = price
-        met = None if self._best is None else point(problem, self._best)
-        best = np.inf if met is None else met.seconds + price * met.num_bytes
+        if prices != self._prices:
+            messages.at(*prices)
+            self._prices = prices
         slow = 0
         for _ in range(MAX_SWEEPS):
             before = messages.bound
             try:
-                choices = messages.sweep()
+                messages.sweep()
             except TimeLimitError:
                 if before == -np.inf:
                     raise
                 break
-            found = point(problem, choices)
-            if found.seconds + price * found.num_bytes < best:
-                met, best = found, found.seconds + price * found.num_bytes
-            gained = messages.bound - before
-            slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == np.inf else 0
+            best, gained = messages.cost, messages.bound - before
+            slow = slow + 1 if gained < self.worthwhile * (best - messages.bound) or best == np.inf else 0
             is_near = best < np.inf and best - messages.bound <= max(self.near, TOLERANCE) * abs(best)
-            if is_near or slow >= PATIENCE or is_over(self.deadline):
+            is_done = best <= known or messages.bound >= enough or slow >= PATIENCE
+            if is_near or is_done or is_over(self.deadline):
                 break
-        if met is None or best == np.inf:
+        if messages.cost == np.inf:
             return messages.bound, None
-        self._best = met.choices
         # Rounding in the sums must not let the bound pass what it bounds.
-        return min(messages.bound, best), point(self.problem, self._pruned.extend(met.choices))
+        found = point(self.problem, self._pruned.extend(messages.choices()))
+        return min(messages.bound, messages.cost), found
 
-    def without(self, price: float, most: float) -> Pruned:
-        """The problem without the strategies that no choices of at most `most` (seconds + price · bytes) take.
+    def within(self, most: float, *prices: float) -> list[Remaining]:
+        """For each row, what is left of its problem without the strategies that no choices of at most `most` take.
 
-        TimeLimitError where that takes until the deadline.
+        `most` is in seconds + prices · bytes. TimeLimitError where that takes until the deadline.
         """
-        if price != self._price:
-            self.least(price)
+        if prices != self._prices:
+            self.least(*prices)
         assert self._pruned is not None and self._messages is not None, "no choices"
-        nodes, found = [], self._messages.reached(most)
-        for node, kept, reached in zip(self.problem.nodes, self._pruned.kept, found, strict=True):
-            seconds = np.full(node.num_strategies, np.inf)
-            near = kept[reached <= most]
-            seconds[near] = node.seconds[near]
-            nodes.append(Node(node.name, seconds, node.num_bytes))
-        return prune(Problem(tuple(nodes), self.problem.edges, self.problem.budget))
+        of_node, alive, every = [], [], dict[int, Integers]()
+        masks: dict[bytes, Floats] = {}  # what is left of equal nodes stays equal
+        reached = self._messages.reached(most)
+        for node, kept, least in zip(self.problem.nodes, self._pruned.kept, reached, strict=True):
+            excess = np.full(node.num_strategies, np.inf)
+            excess[kept[least <= most]] = -np.inf
+            of_node.append(masks.setdefault(excess.tobytes(), excess))
+            alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
+        shared: dict[tuple[int, ...], Floats] = {}  # of pairs nothing is known
+        of_edge = [
+            shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape))
+            for edge in self.problem.edges
+        ]
+        found = Excesses(tuple(alive), tuple(of_node), tuple(of_edge))
+        return [remaining(each, found, most) for each in (self.problem, *self.rows)]
 
 
-def consistent(problem: Problem) -> Pruned | None:
-    """The problem without strategies that leave a neighbour no choice, and so on (AC-3); None where nothing is left."""
+def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
+    """Problems without strategies that leave a neighbour no choice, and so on (AC-3); None where nothing is left.
+
+    They differ in bytes and budgets.
+    """
+    problem = problems[0]
     allowed = [np.isfinite(node.seconds) for node in problem.nodes]
     finite: dict[int, np.ndarray | None] = {}
     at: list[list[int]] = [[] for _ in problem.nodes]
@@ -125,13 +142,17 @@ def consistent(problem: Problem) -> Pruned | None:
                 waiting.extend(new)
                 queued.update(new)
     shared: dict[tuple[int, bytes], Floats] = {}  # equal menus stay one array
-    nodes = []
+    menus = []
     for node, mask in zip(problem.nodes, allowed, strict=True):
         key = id(node.seconds), mask.tobytes()
         if key not in shared:
             shared[key] = node.seconds if mask.all() else np.where(mask, node.seconds, np.inf)
-        nodes.append(Node(node.name, shared[key], node.num_bytes))
-    return prune(Problem(tuple(nodes), problem.edges, problem.budget))
+        menus.append(shared[key])
+    found = []
+    for each in problems:
+        nodes = (Node(node.name, menu, node.num_bytes) for node, menu in zip(each.nodes, menus, strict=True))
+        found.append(prune(Problem(tuple(nodes), each.edges, each.budget)))
+    return found
 
 
 def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) -> float:

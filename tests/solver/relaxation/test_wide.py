@@ -94,16 +94,18 @@ def test_a_bound_never_falls_and_is_no_more_than_the_optimum(seed: int, kind: st
     best, paid = solve(problem, solver="ilp").seconds, price * (problem.budget or 0)
     with pytest.MonkeyPatch.context() as patch:
         _make_wide(patch, shrinks)
-        pruned = consistent(problem)
+        (pruned,) = consistent([problem]) or [None]
         assert pruned is not None
-        messages, before = Messages(pruned.problem), -np.inf
+        messages, before = Messages([pruned.problem]), -np.inf
         for each in (price / 2, price):  # messages of another price are a start
             messages.at(each)
         for _ in range(4):
-            choices = messages.sweep()
+            messages.sweep()
             assert messages.bound >= before - 1e-12 and messages.bound - paid <= best + 1e-9
-            seconds, num_bytes = pruned.problem.cost_of(choices)
-            assert seconds + price * num_bytes >= messages.bound - 1e-9
+            assert messages.cost >= messages.bound - 1e-9
+            if messages.cost < np.inf:  # else no choices were met that are allowed
+                seconds, num_bytes = pruned.problem.cost_of(messages.choices())
+                assert seconds + price * num_bytes == pytest.approx(messages.cost)
             before = messages.bound
         assert lower_bound(problem, price) <= best + 1e-9
 
@@ -119,10 +121,10 @@ def test_no_choices_below_the_limit_lose_a_strategy(seed: int, kind: str, above:
         _make_wide(patch, shrinks)
         search = Wide(problem)
         search.least(0.0)
-        kept = search.without(0.0, most).kept
+        (left,) = search.within(most, 0.0)
     shape = [node.num_strategies for node in problem.nodes]
     near = [choices for choices in np.ndindex(*shape) if problem.seconds_of(choices) <= most]
-    assert near and all(choice in kept[node] for choices in near for node, choice in enumerate(choices))
+    assert near and all(choice in left.kept[node] for choices in near for node, choice in enumerate(choices))
 
 
 @settings(deadline=None, max_examples=15)
@@ -145,9 +147,10 @@ def test_without_circles_the_first_sweep_proves_the_optimum(monkeypatch: pytest.
     nodes = tuple(Node(str(i), rng.random(4), np.zeros(4, dtype=np.int64)) for i in range(12))
     edges = tuple(Edge((int(rng.integers(0, i)), i), rng.random((4, 4))) for i in range(1, 12))
     problem = Problem(nodes, edges)
-    messages = Messages(problem)
+    messages = Messages([problem])
     messages.at(0.0)
-    assert problem.seconds_of(messages.sweep()) == pytest.approx(messages.bound)
+    messages.sweep()
+    assert problem.seconds_of(messages.choices()) == pytest.approx(messages.bound)
     assert messages.bound == pytest.approx(solve(problem, solver="ilp").seconds)
 
 
@@ -166,9 +169,11 @@ def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_th
 def test_strategies_that_leave_a_neighbour_no_choice_are_left_out() -> None:
     blocked = np.array([[np.inf, 0.0], [np.inf, np.inf]])
     nodes = tuple(Node(str(i), np.zeros(2), np.zeros(2, dtype=np.int64)) for i in range(3))
-    pruned = consistent(Problem(nodes, (Edge((0, 1), blocked), Edge((1, 2), np.where(np.eye(2) > 0, 0.0, np.inf)))))
-    assert pruned is not None and [each.tolist() for each in pruned.kept] == [[0], [1], [1]]
-    assert consistent(Problem(nodes, (Edge((0, 1), blocked), Edge((1, 0), blocked)))) is None
+    joined = Edge((1, 2), np.where(np.eye(2) > 0, 0.0, np.inf))
+    found = consistent([Problem(nodes, (Edge((0, 1), blocked), joined), budget) for budget in (None, 3)])
+    assert found is not None and [each.problem.budget for each in found] == [None, 3]
+    assert all([kept.tolist() for kept in each.kept] == [[0], [1], [1]] for each in found)
+    assert consistent([Problem(nodes, (Edge((0, 1), blocked), Edge((1, 0), blocked)))]) is None
 
 
 def test_a_limit_below_the_least_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

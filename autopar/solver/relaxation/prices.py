@@ -1,0 +1,179 @@
+"""The prices of several memory rows that prove most, by cutting planes (Kelley 1960).
+
+    L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]        λ ≥ 0
+
+Every x that was met bounds L from above, and the next prices lie halfway to those that are best against all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import is_over
+from autopar.solver.lagrangian import is_closed, regions
+from autopar.solver.problem import Problem
+
+MAX_PLANES = 60  # evaluations in search of prices
+NEARER = 0.5  # of the way from the best prices to those that are best against all solutions met
+BOX = 16.0  # times the prices to begin with: further ones are not looked at
+LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
+WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its edge
+SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
+PATIENCE = 5  # evaluations in a row that prove no more
+WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
+
+
+class Priced(Protocol):
+    """Problems with a memory row each, ready to be evaluated at prices of them all."""
+
+    @property
+    def problems(self) -> Sequence[Problem]: ...
+
+    def at(
+        self, prices: tuple[float, ...], known: float = -np.inf, enough: float = np.inf
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """L(λ) or a bound on it, and choices that attain it, or nearly; None where none were found.
+
+        Where L(λ) is no more than what is `known`, any choices that show it will do, as will a bound that is `enough`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BestPrices:
+    """Prices, the bound that they prove, and the fastest solution met that is within all budgets."""
+
+    prices: tuple[float, ...]
+    bound: float
+    choices: tuple[int, ...] | None
+    seconds: float
+
+
+def best_prices(
+    rows: Priced,
+    start: tuple[float, ...],
+    scale: float,
+    constant: float,
+    gap: float,
+    deadline: float,
+    radius: float = math.inf,
+    worthwhile: float = WORTHWHILE,
+    met: Sequence[tuple[float, np.ndarray]] = (),
+    cutoff: float = math.inf,
+) -> BestPrices:
+    """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
+
+    With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
+    share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
+    ones could prove less than a `worthwhile` share. `met` are seconds of known choices, and their bytes over each
+    budget: where nothing is known of prices, they say where to begin. A bound as high as
+    the `cutoff` ends the search.
+    """
+    budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
+    cost = float(np.dot(start, budgets))
+    planes = _Planes(budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300), max(2 * cost, radius * scale))
+    for known, beyond in met:
+        most, wanted = planes.after(known, beyond)
+        if not cost:
+            start = tuple((NEARER * wanted).tolist())
+    prices, best, open_there, stalled = start, BestPrices(start, -np.inf, None, np.inf), math.inf, 0
+    for _ in range(MAX_PLANES):
+        try:
+            enough = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
+            reached, choices = rows.at(prices, best.bound, enough)
+        except TimeLimitError:
+            break
+        if choices is None:
+            return replace(best, prices=prices, bound=reached) if reached > best.bound else best
+        seconds = rows.problems[0].seconds_of(choices)
+        over = np.array([each.bytes_of(choices) for each in rows.problems]) - budgets
+        stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
+        if reached > best.bound:
+            # At these prices no more is proven than what the choices cost there.
+            best, open_there = (
+                replace(best, prices=prices, bound=reached),
+                seconds + float(np.dot(prices, over)) - reached,
+            )
+        if (over <= 0).all() and seconds < best.seconds:
+            best = replace(best, choices=choices, seconds=seconds)
+        if best.choices is not None and radius < math.inf:  # evaluations are dear
+            best = filled(rows.problems, best, choices)
+        most, wanted = planes.after(seconds, over)
+        is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
+        is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
+        is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
+        if is_near or is_settled or is_stalled or is_over(deadline):
+            break
+        prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
+    return best
+
+
+def filled(problems: Sequence[Problem], best: BestPrices, other: Sequence[int]) -> BestPrices:
+    """The best known with those parts of other choices that make it faster within all budgets, best bargains first.
+
+    Parts are the connected regions in which the two differ: no edge joins two, so that what they save and add sums up.
+    """
+    small = best.choices
+    assert small is not None
+    region_of = regions(problems[0], other, small)
+    saved = np.zeros(1 + max(region_of.values(), default=-1))
+    added = np.zeros((len(problems), len(saved)), dtype=np.int64)
+    for node, region in region_of.items():
+        before, after = small[node], other[node]
+        saved[region] += problems[0].nodes[node].seconds[before] - problems[0].nodes[node].seconds[after]
+        added[:, region] += [
+            each.nodes[node].num_bytes[after] - each.nodes[node].num_bytes[before] for each in problems
+        ]
+    for number, edge in enumerate(problems[0].edges):
+        region = next((region_of[end] for end in edge.ends if end in region_of), -1)
+        if region >= 0:
+            before, after = (tuple([choices[end] for end in edge.ends]) for choices in (small, other))
+            saved[region] += edge.seconds[before] - edge.seconds[after]
+            held = (each.edges[number].num_bytes for each in problems)
+            added[:, region] += [0 if each is None else each[after] - each[before] for each in held]
+    paid = np.array(best.prices) @ added
+    left = np.array([(each.budget or 0) - each.bytes_of(small) for each in problems])
+    chosen = list(small)
+    taken = set()
+    for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / paid[r] if paid[r] > 0 else -math.inf, r)):
+        if saved[region] > 0 and (added[:, region] <= left).all():
+            left -= added[:, region]
+            taken.add(region)
+    for node, region in region_of.items():
+        chosen[node] = other[node] if region in taken else small[node]
+    seconds = problems[0].seconds_of(chosen)
+    fits = all(each.fits(each.bytes_of(chosen)) for each in problems)
+    return replace(best, choices=tuple(chosen), seconds=seconds) if fits and seconds < best.seconds else best
+
+
+class _Planes:
+    """The linear program over prices: each solution that was met bounds what they prove."""
+
+    def __init__(self, budgets: np.ndarray, box: float, radius: float) -> None:
+        """A full row costs no more than `box` seconds at any price, and at first no more than `radius`."""
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        assert solver is not None
+        self._solver, self._unit = solver, np.maximum(box / np.maximum(budgets, 1.0), 1e-300)
+        self._most = min(radius / box, 1.0)
+        self._shares = [solver.NumVar(0.0, self._most, "") for _ in budgets]
+        self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
+        solver.Maximize(self._bound)
+
+    def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
+        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where."""
+        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
+        self._solver.Add(self._bound <= seconds + paid)
+        self._solver.Solve()
+        found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
+        if self._most < 1.0 and found.max(initial=0.0) > EDGE * self._most:
+            self._most = min(WIDER * self._most, 1.0)
+            for share in self._shares:
+                share.SetUb(self._most)
+        return bound, found * self._unit
