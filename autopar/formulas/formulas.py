@@ -196,7 +196,7 @@ class _Ledger:
     def leave(self, copied: Iterable[Leaving]) -> None:
         """Count what is copied to the host and back."""
         for each in copied:
-            self.seconds.add(each.num_bytes * each.seconds, each.share)
+            self.seconds.add(each.num_bytes * each.seconds)
             self.stored["host_bytes"].add(each.num_bytes)
 
     def _same_decision(self, number: int) -> Hashable:

@@ -64,14 +64,12 @@ class Leaving:
     num_bytes: Polynomial
     seconds: float
     """Of a byte's copies there and back, as far as nothing hides them."""
-    share: str
-    """How many times that is there, of rows of experts; "" for once."""
 
 
 def leaving(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
 ) -> Iterator[Leaving]:
-    """All that leaves for the host; bytes of rows of experts are those of an equal share."""
+    """All that leaves for the host."""
     if OFFLOAD not in modes.values():
         return
     tensors = _Moment(memory, choices, modes, sizes, repetition, moment_of(memory, 0))
@@ -83,12 +81,11 @@ def leaving(
     for number in memory.lifetimes.calls:
         num_bytes, count = tensors.leaving(number), repetition.of_decision(number)
         if num_bytes:
-            yield Leaving(num_bytes.polynomial * count, seconds(number), sizes.share(space.rows.get(number), choices))
+            yield Leaving(num_bytes.polynomial * count, seconds(number))
     for wire in space.wires:
         num_bytes, count = tensors.leaving_on(wire), repetition.of_wire(wire)
         if num_bytes:
-            share = sizes.share(space.rows_on(wire), choices)
-            yield Leaving(num_bytes.polynomial * count, seconds(wire.target), share)
+            yield Leaving(num_bytes.polynomial * count, seconds(wire.target))
 
 
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:

@@ -7,13 +7,13 @@
 
 Both of the last are taken of the whole segment on one device, so that the price of a choice depends on nothing else:
 layouts divide what a segment computes and what it keeps alike. Where the device is the host itself nothing passes
-beside computing, and all is exposed. What a step takes exactly, its timeline says.
+beside computing, and all is exposed. What a step takes exactly, its timeline says. Rows of experts count as an equal
+share of them: nothing leaves where a plan is made for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
 
 import numpy as np
 
@@ -69,20 +69,14 @@ class HostCopies:
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / devices)
 
     def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes of what a call keeps by itself that leave under choices and modes; rows of experts as planned."""
+        """Bytes of what a call keeps by itself that leave under choices and modes."""
         found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
-        if found is None:
-            return 0
-        num_bytes = int(found[choices[number]])
-        return num_bytes + ceil(self.space.excess(self.space.rows.get(number), choices) * num_bytes)
+        return 0 if found is None else int(found[choices[number]])
 
     def leaving_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Bytes that leave on account of a wire under choices and modes; rows of experts as planned."""
+        """Bytes that leave on account of a wire under choices and modes."""
         found = self.bytes_on(wire) if modes.get(self.lifetimes.segment[wire.target]) == OFFLOAD else None
-        if found is None:
-            return 0
-        num_bytes = int(found[choices[wire.source], choices[wire.target]])
-        return num_bytes + ceil(self.space.excess(self.space.rows_on(wire), choices) * num_bytes)
+        return 0 if found is None else int(found[choices[wire.source], choices[wire.target]])
 
     def total(self, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Bytes on the host under choices and modes once the forward of a micro-batch has run."""

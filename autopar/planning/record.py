@@ -80,7 +80,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         transfers, seconds = paths[key]
         moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
         waits[wire.target] += seconds
-        copied[wire.target] += context.memory_model.host_copies.exposed_on(wire, choices, answer.modes) * share
+        copied[wire.target] += context.memory_model.host_copies.exposed_on(wire, choices, answer.modes)
         kept = context.memory_model.wire(wire)
         if kept is not None:
             mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0

@@ -96,6 +96,11 @@ class PlanRequest:
             raise InputError(f"offload={self.offload!r}; give {', '.join(map(repr, OFFLOADED))}.")
         if self.offload in ("optimizer", "both", "auto"):
             self.optimizer.check_offload()
+        if self.offload in ("activations", "both") and self.imbalance > 1:
+            raise InputError(
+                f"offload={self.offload!r} beside imbalance={self.imbalance:g}: copies to the host are planned for equal "
+                'shares of the rows of experts; leave imbalance out, or give offload="optimizer" or "none".'
+            )
         if self.offload in ("activations", "both") and not self.may_leave:
             raise InputError(
                 f"offload={self.offload!r} sends what layers keep for their backward to the host, and "
@@ -209,8 +214,8 @@ class PlanRequest:
 
     @property
     def may_leave(self) -> bool:
-        """Whether layers keep anything that could be sent to the host."""
-        return self.settings.recompute in ("auto", "none")
+        """Whether layers may keep what could be sent to the host, and its bytes are known."""
+        return self.settings.recompute in ("auto", "none") and self.imbalance == 1
 
     @property
     def searched(self) -> Settings:

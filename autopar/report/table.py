@@ -111,9 +111,9 @@ def _modes(plan: Plan) -> list[str]:
         stem, _, number = segment.rpartition(".")
         names[mode, stem].append(number)
     words = {
-        key: f"{key[1]}.{ranges(sorted(map(int, numbers)))}"
+        key: f"{key[1]}.{ranges(sorted(map(int, numbers)))}".removeprefix(".")
         if all(map(is_number, numbers))
-        else ", ".join(f"{key[1]}.{number}" for number in numbers)
+        else ", ".join(f"{key[1]}.{number}".removeprefix(".") for number in numbers)
         for key, numbers in names.items()
     }
     again = [f"{mode} in {found}" for (mode, _), found in words.items() if mode not in ("none", OFFLOAD)]

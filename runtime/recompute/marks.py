@@ -8,8 +8,8 @@ from torch import fx
 
 from autopar.program.recompute_segments import OFFLOAD
 
-MARK = "recompute"
-"""The key of `Mark` in a call's meta."""
+MARK = "autopar_mode"
+"""The key of `Mark` in a call's meta; "recompute" is one of PyTorch's own, which torch.compile prints."""
 CHANGED = "changed"
 """The key in a placeholder's meta that says whether calls change it in place: running statistics."""
 SEGMENT = "segment"
