@@ -5,7 +5,7 @@
     link       the bandwidth between a device and its host, or a device's share of the host's memory where that is less
     exposed    max(0, 1 - seconds in which the segment computes in that pass / seconds in which it is copied)
 
-Both of the last are taken of the whole segment on one device, so that the price of a choice depends on nothing else:
+Both of the last are taken of the segment whole on one device, so that the price of a choice depends on nothing else:
 layouts divide what a segment computes and what it keeps alike. Where the device is the host itself nothing passes
 beside computing, and all is exposed. What a step takes exactly, its timeline says. Rows of experts count as an equal
 share of them: nothing leaves where a plan is made for more.
@@ -32,10 +32,12 @@ class HostCopies:
         lifetimes: Lifetimes,
         own: Callable[[int], Modes | None],
         wire: Callable[[Wire], Modes | None],
+        stays: Callable[[Wire], np.ndarray],
         cached: Callable[[object, Callable[[], Bytes]], Bytes],
     ) -> None:
-        """`own` and `wire` give what is kept on the device by mode."""
-        self.space, self.lifetimes, self._own, self._wire, self._cached = space, lifetimes, own, wire, cached
+        """`own` and `wire` give what is kept on the device by mode, `stays` says where a wire takes no memory."""
+        self.space, self.lifetimes = space, lifetimes
+        self._own, self._wire, self._stays, self._cached = own, wire, stays, cached
         self._exposed: dict[str, float] = {}
 
     def bytes_of(self, number: int) -> Bytes | None:
@@ -106,15 +108,16 @@ class HostCopies:
             copied[segment] += self._most(self.bytes_of(number)) / self.bytes_per_s
         for wire in self.space.wires:
             if segment := self.lifetimes.segment[wire.target]:
-                copied[segment] += self._most(self.bytes_on(wire)) / self.bytes_per_s
+                copied[segment] += self._most(self.bytes_on(wire), self._stays(wire)) / self.bytes_per_s
         return {
             name: max(0.0, 1 - forward[name] / seconds) + max(0.0, 1 - backward[name] / seconds) if seconds else 0.0
             for name, seconds in copied.items()
         }
 
     @staticmethod
-    def _most(num_bytes: Bytes | None) -> int:
-        return 0 if num_bytes is None else int(num_bytes.max())
+    def _most(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
+        """The bytes of the choice that splits nothing; on wires, among those that move nothing."""
+        return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())
 
     def _leaving(self, kept: Modes | None) -> Bytes | None:
         if kept is None or len(kept) < len(MODES) or kept[0] is kept[-1]:

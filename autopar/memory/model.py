@@ -54,7 +54,7 @@ class MemoryModel(TensorBytes):
         self.prefetch = prefetch
         """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
-        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.cached)
+        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
