@@ -103,8 +103,8 @@ class Handle:
         with torch.no_grad():
             found = torch.empty(0, dtype=self._dtype, device=memory.device).set_(memory, *self._like)
             conjugated, negated = self._flipped
-            found = torch._conj(found) if conjugated else found
-            return torch._neg_view(found) if negated else found
+            found = torch.ops.aten._conj(found) if conjugated else found
+            return torch.ops.aten._neg_view(found) if negated else found
 
 
 class Stretch:

@@ -224,7 +224,7 @@ def test_the_command_line_offloads_activations(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_the_problem_is_in_seconds_and_bytes_what_is_told_of_its_choices(mesh: tuple[int, ...]) -> None:
-    axes = dict(zip(("dp", "tp"), mesh, strict=False))
+    axes: dict[str, int] = dict(zip(("dp", "tp"), mesh, strict=False))
     plan = _planned(
         axes, 4, offload="activations", hardware=SLOW_LINK, strategy="fsdp_megatron" if mesh[1:] else "zero2"
     )

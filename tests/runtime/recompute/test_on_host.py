@@ -251,6 +251,10 @@ def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks
     for (losses, taken), (others, given), (wanted, _) in zip(found, beside, free, strict=True):
         assert losses == others == wanted
         assert set(taken) == {"none", OFFLOAD} and tuple(given) == modes
+    cast: dict[str, Any] = {"precision": "bf16-mixed"}
+    both = (ranks.run(limited, None, {**cast, "offload": each}, timeout=180) for each in ("none", "activations"))
+    for (losses, taken), (wanted, _) in zip(*reversed(list(both)), strict=True):
+        assert losses == wanted and set(taken) == {OFFLOAD}
 
 
 def test_torch_compile_is_refused(ranks: Ranks) -> None:
