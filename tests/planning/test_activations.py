@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,12 @@ def _planned(mesh: dict[str, int] | None = None, depth: int = 6, **options: Any)
     return autopar.plan(tower(depth, 64, "meta"), on, inputs, **{"optimizer": "sgd", "hardware": "h100", **options})
 
 
+@functools.cache
+def _peak() -> int:
+    """Of the best plan that keeps everything."""
+    return _planned(strategy="zero3").peak_bytes
+
+
 def test_activations_leave_the_device_and_are_on_the_host() -> None:
     here, there = (_planned(strategy="zero3", offload=each) for each in ("none", "activations"))
     assert here.offload == "none" and not here.recompute and not here.host
@@ -49,7 +56,7 @@ def test_activations_leave_the_device_and_are_on_the_host() -> None:
 
 
 def test_what_a_limit_asks_for_leaves_where_copies_are_cheaper_than_computing_again() -> None:
-    limit = int(0.75 * _planned(strategy="zero3").peak_bytes)
+    limit = int(0.75 * _peak())
     fast, slow = (
         _planned(strategy="zero3", memory=limit, offload="activations", hardware=each)
         for each in (FAST_LINK, SLOW_LINK)
@@ -66,7 +73,7 @@ def test_what_a_limit_asks_for_leaves_where_copies_are_cheaper_than_computing_ag
 
 
 def test_the_cheapest_is_taken_of_itself() -> None:
-    limit = int(0.75 * _planned(strategy="zero3").peak_bytes)
+    limit = int(0.75 * _peak())
     found = _planned(strategy="zero3", memory=limit, offload="auto", optimizer="adamw", hardware=FAST_LINK)
     assert OFFLOAD in found.recompute.values() or found.offloads_optimizer
     assert found.peak_bytes <= limit and found.verify().ok
@@ -75,7 +82,7 @@ def test_the_cheapest_is_taken_of_itself() -> None:
 
 
 def test_where_nothing_is_computed_again_a_slow_link_is_better_than_no_plan() -> None:
-    limit = int(0.6 * _planned(strategy="zero3").peak_bytes)
+    limit = int(0.6 * _peak())
     said: dict[str, Any] = {"strategy": "zero3", "memory": limit, "recompute": "none", "hardware": SLOW_LINK}
     with pytest.raises(InfeasibleError):
         _planned(**said)
@@ -83,7 +90,9 @@ def test_where_nothing_is_computed_again_a_slow_link_is_better_than_no_plan() ->
     assert set(found.recompute.values()) == {"none", OFFLOAD} and found.peak_bytes <= limit
 
 
-@pytest.mark.parametrize(("hardware", "share"), [("h100", 0.75), ("gb200", 0.9), ("cpu", 0.8)])
+@pytest.mark.parametrize(
+    ("hardware", "share"), [("h100", 0.75), pytest.param("gb200", 0.9, marks=pytest.mark.slow), ("cpu", 0.8)]
+)
 def test_the_modes_are_the_best_of_all_combinations(hardware: str, share: float) -> None:
     free = context_of(_planned(depth=3, strategy="zero3", hardware=hardware))
     pins = {
@@ -185,7 +194,7 @@ def test_host_memory_is_that_of_all_devices_of_a_host() -> None:
     assert _planned(**said, host_memory=needed).host_bytes == needed // 2
     with pytest.raises(InfeasibleError, match=rf"takes .* per device, and .* \({needed} bytes\) for the 2 that share"):
         _planned(**said, host_memory=needed - 1)
-    limit = int(0.75 * _planned(strategy="zero3").peak_bytes)
+    limit = int(0.75 * _peak())
     free: dict[str, Any] = {"strategy": "zero3", "memory": limit, "hardware": FAST_LINK, "optimizer": "adamw"}
     assert _planned(**free, offload="auto", host_memory=1).offload == "none"
 
@@ -222,7 +231,7 @@ def test_the_command_line_offloads_activations(capsys: pytest.CaptureFixture[str
     assert "host_memory is 1.00 kB" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
 def test_the_problem_is_in_seconds_and_bytes_what_is_told_of_its_choices(mesh: tuple[int, ...]) -> None:
     axes: dict[str, int] = dict(zip(("dp", "tp"), mesh, strict=False))
     plan = _planned(

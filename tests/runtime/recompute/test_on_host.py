@@ -227,12 +227,13 @@ def refused(memory: int) -> str:
     return str(error.value)
 
 
-def compiled_by_torch() -> str:
+def compiled_by_torch(evaluates: bool) -> str:
     x = torch.zeros(512, 32)
     model = autopar.compile(tower(2), mesh((2,), ("dp",)), (x,), offload="activations", hardware=HOSTED)
     model.compile(backend="aot_eager")
-    with torch.no_grad():
-        model(x)
+    if evaluates:
+        with torch.no_grad():
+            torch.testing.assert_close(whole(model(x)), tower(2)(x))
     with pytest.raises(InputError) as error:
         model(x)
     return str(error.value)
@@ -257,6 +258,7 @@ def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks
         assert losses == wanted and set(taken) == {OFFLOAD}
 
 
-def test_torch_compile_is_refused(ranks: Ranks) -> None:
-    for told in ranks.run(compiled_by_torch, timeout=180):
+@pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torch_compile_is_refused_where_there_are_gradients(ranks: Ranks, evaluates: bool) -> None:
+    for told in ranks.run(compiled_by_torch, evaluates, timeout=180):
         assert told.startswith("torch.compile decides itself what a backward keeps")
