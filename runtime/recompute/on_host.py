@@ -195,6 +195,7 @@ class OnHost:
         self._end_stretch()
         if self._before is not None:
             self._before.let_go()
+        self._before = None
 
     def _end_stretch(self) -> None:
         """What runs next is another stretch."""

@@ -76,8 +76,8 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(self._pack, _met)
         self._saving: _Saving | None = None
-        self.hold_saved: Callable[[Tensor], object] = self.hold
-        """How what a call saves is held, where its segment is not computed again."""
+        self.hold_saved: Callable[[Tensor], object] | None = None
+        """How what a call saves is held, where its segment is not computed again; None: as everything else."""
         self._weights: dict[int, Frame] = {}
         """Storage → the frame of the weight that lies there."""
 
@@ -113,7 +113,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, x: Tensor) -> object:
         saving = self._saving
         if saving is None:
-            return self.hold_saved(x)
+            return self.hold(x) if self.hold_saved is None else self.hold_saved(x)
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
         frame = saving.frame
         key = frame.maker_of(x)
