@@ -364,6 +364,7 @@ def test_a_graph_says_which_sections_are_computed_again() -> None:
     assert "(recomputed" not in readable_code(model.graphs["none"].module, ("tp",))
     code = readable_code(model.graphs["selective"].module, ("tp",))
     assert "# blocks.0.0 (recomputed: selective)\n" in code
+    assert "# blocks.0.0 (saved on the host)\n" in readable_code(model.graphs[OFFLOAD].module, ("tp",))
     assert "# model\n" in code
 
 
