@@ -152,8 +152,9 @@ def compile(
         prefetch: how many layers ahead of their use weights that are stored in parts are gathered, forward and backward
             (docs/memory.md): 0, 1 or 2, whose memory counts; "auto": 1, but 0 where `memory` leaves no room for it.
         offload: "optimizer": plan for AdamW's state and master copies on the host, where it steps, too, by
-            `autopar.optim.OffloadedAdamW` (docs/offload.md); "auto": where `memory` asks for it, not on a mesh with a
-            pipeline; `model.plan.offload` says what was chosen.
+            `autopar.optim.OffloadedAdamW` (docs/offload.md); "activations": what layers save for their backward is
+            copied there and back, where `memory` asks for it, or always; "both"; "auto": either where `memory` asks for
+            it. The last three are not for meshes with a pipeline; `model.plan.offload` says what was chosen.
         host_memory: hard limit of what is offloaded to one host by all of its devices, in bytes or as text ("512GB");
             by default what the hardware profile says a host has.
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an

@@ -32,7 +32,7 @@ from autopar.planning.request import OFFLOADED
 from autopar.planning.settings import DEPTHS
 from autopar.plans.plan import Plan
 from autopar.program.precision import NAMED
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import RECOMPUTATIONS
 from autopar.report.table import plan_table
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import PRESETS
@@ -167,9 +167,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="times its share of rows that the busiest device has of experts (1)",
     )
-    parser.add_argument("--recompute", choices=("auto", *MODES), default="auto", help="layers computed again (auto)")
+    parser.add_argument(
+        "--recompute", choices=("auto", *RECOMPUTATIONS), default="auto", help="layers computed again (auto)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--offload", choices=OFFLOADED, default="none", help="optimizer state on the host (none)")
+    parser.add_argument("--offload", choices=OFFLOADED, default="none", help="what is on the host (none)")
     parser.add_argument("--host-memory", help='hard limit per host of what is offloaded, such as "512GB"')
     parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")

@@ -204,6 +204,11 @@ def check_auto_of_stages(request: PlanRequest) -> None:
             'offload="auto" offloads where a plan of the whole model asks for it, and the mesh has a pipeline; give '
             'offload="optimizer" or "none".'
         )
+    if request.offload in ("activations", "both"):
+        raise PipelineError(
+            f"offload={request.offload!r} sends what layers keep for their backward to the host, which stages of a "
+            'pipeline do not do; give offload="optimizer" or "none", recompute=, or a mesh without a pipeline.'
+        )
     if request.mlp_tiles == AUTO:
         raise PipelineError(
             'mlp_tiles="auto" takes MLPs in tiles where a plan of the whole model asks for it, and the mesh has a '

@@ -31,7 +31,7 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     check_known(options, plan_request)
-    host_memory = options.get("host_memory") if plan.offload == "optimizer" else None
+    host_memory = options.get("host_memory") if plan.offload != "none" else None
     decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
     request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
     request = request.running(plan.implementations)
@@ -57,7 +57,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     choices = choices_of(plan, space)
     said = request.annotations_about(space.program, plan.mesh)
     pins = pins_of(said, space, request.mode, {})
-    memory = MemoryModel(space, Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each), plan.prefetch)
+    runs = Microbatches(request.microbatches or 1, reduce_each=plan.reduce_each)
+    memory = MemoryModel(space, runs, plan.prefetch, offloads=request.searched.activations != "stay")
     segments = None if not plan.recompute else dict.fromkeys(memory.lifetimes.segments, "")
     if segments is not None and plan.recompute.keys() != segments.keys():
         raise PlanError(
@@ -66,5 +67,5 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
         )
     # At which moments of a step memory was short is not saved: the bound is proven on the problem without its limit.
     problem = Formulation(space, memory).problem(pins, modes=segments)
-    context = PlanContext(space, memory, pins, choices, problem, request.settings, said, request.mode)
+    context = PlanContext(space, memory, pins, choices, problem, request.searched, said, request.mode)
     return replace(plan, mesh=space.mesh, context=context)

@@ -97,6 +97,7 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
             if (
                 request.pipeline is not None
                 or not request.training
+                or request.offload in ("activations", "both")  # which stages do not do
                 or not longer
                 or limit is None
                 or planner.stored / longer[0].num_devices > limit
@@ -171,8 +172,9 @@ class _Planner:
 
     def in_pipelines(self) -> _Planner:
         """The same for pipelines, whose axis has its usual name; what is captured serves both."""
-        other = copy.copy(self)
-        other.request = replace(self.request.without_auto("none"), pipeline=USUAL_PIPELINE)
+        other, request = copy.copy(self), self.request
+        request = request.offloading_as("none") if request.offload == "auto" else request
+        other.request = replace(request, pipeline=USUAL_PIPELINE)
         return other
 
     @property

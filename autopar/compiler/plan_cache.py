@@ -121,7 +121,7 @@ def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mappin
 
     def priced(given: Space, asked: PlanRequest) -> Space:
         """The space for an optimizer that offloads, or does not, as is asked."""
-        offloads = asked.offload == "optimizer"
+        offloads = asked.offloads_optimizer
         if offloads == (given.optimizer.offload is not None):
             return given
         num_devices = given.mesh.num_devices

@@ -48,7 +48,8 @@ def compile_whole(
     check_no_pipeline(request, Mesh.of(mesh), run.plan)
     plan = run.plan if isinstance(run.plan, Plan) else None
     if plan is not None:
-        request = request.running(plan.implementations).offloading_as(plan.offload)
+        offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
+        request = request.running(plan.implementations).offloading_as(offload)
     compiler = _Compiler(model, mesh, request, plan, cache)
     compiler.module = kind(
         compiler.tree,
@@ -111,7 +112,7 @@ class _Compiler:
         asked = tiles_asked(self.request)
         space = on_ranks(asked)
         plan = self._plan(space, captured, allowance)
-        self.request = self.request.without_auto(plan.offload)  # one optimizer steps, whatever the inputs
+        self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
         tiles = tiles_of(plan, space.program, asked, space.mesh)
         space = space if tiles == asked else on_ranks(tiles)
         local = rewrite(space, choices_of(plan, space), plan.recompute)

@@ -5,7 +5,8 @@
                      other collectives
     flops            floating point operations per device and step, forward, backward and recomputation
     parameter_bytes  of parameters, and gradient_bytes, optimizer_bytes: per device, in the storage layouts; host_bytes
-                     in place of the last where the optimizer is on the host, without what passes through it
+                     in place of the last where the optimizer is on the host, without what passes through it; with
+                     activations that leave for the host
     memory           bytes per device at the fullest moment, and "memory/activations" … (see `formulas.memory`)
     forward_computing, forward_latency, weight_size, num_weights …
                      what computes, and is moved, beside one another, whole, on one device (see `hardware.beside`)
@@ -34,7 +35,7 @@ from autopar.cost.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
-from autopar.formulas.memory import memory_formulas, mode_of
+from autopar.formulas.memory import Leaving, leaving, memory_formulas, rerun
 from autopar.formulas.repetition import Repetition, stacks_of
 from autopar.formulas.reprice import exposed_share, rate
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
@@ -73,8 +74,11 @@ def formulas_of(
     axes = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
     symbols.update({name: size for name, size in axes if size > 1})
     sizes, repetition = LocalSizes(space, shapes), Repetition(space, stacks)
-    rerun = _rerun(memory, choices, modes or {}) if memory is not None else frozenset()
-    formulas = _Ledger(space, choices, sizes, repetition, rerun).formulas()
+    again = rerun(memory, choices, modes or {}) if memory is not None else frozenset()
+    ledger = _Ledger(space, choices, sizes, repetition, again)
+    if memory is not None:
+        ledger.leave(leaving(memory, choices, modes or {}, sizes, repetition))
+    formulas = ledger.formulas()
     if memory is not None:
         formulas.update(memory_formulas(memory, choices, modes or {}, sizes, repetition))
     formulas[WHOLE] = f"[{', '.join(sorted(map(str, sizes.fractions)))}]"
@@ -89,16 +93,6 @@ def with_formulas(plan: Plan) -> Plan:
     context = context_of(plan)
     symbols, formulas = formulas_of(context.space, context.choices, context.memory_model, plan.recompute)
     return replace(plan, symbols=symbols, formulas=formulas)
-
-
-def _rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> frozenset[int]:
-    """The calls whose forward runs again in the backward."""
-    found = set()
-    for number, choice in enumerate(choices):
-        seconds = memory.recompute_seconds(number)
-        if seconds is not None and seconds[mode_of(memory, number, modes, len(seconds))][choice] > 0:
-            found.add(number)
-    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +192,12 @@ class _Ledger:
         found.update(sorted(self.rates.items()))
         found.update(self._beside())
         return found
+
+    def leave(self, copied: Iterable[Leaving]) -> None:
+        """Count what is copied to the host and back."""
+        for each in copied:
+            self.seconds.add(each.num_bytes * each.seconds)
+            self.stored["host_bytes"].add(each.num_bytes)
 
     def _same_decision(self, number: int) -> Hashable:
         """Equal for decisions whose terms are equal; equal menus, shapes and counts are one object each."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
@@ -23,7 +24,7 @@ from autopar.memory.model import MemoryModel
 from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, gradient_is_there, is_ahead, moment_of
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.operation import Call, largest_split_input
@@ -43,6 +44,48 @@ def memory_formulas(
     at = moment_of(memory, memory_use(memory, choices, modes)[2])
     parts = _Moment(memory, choices, modes, sizes, repetition, at).parts()
     return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
+
+
+def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> frozenset[int]:
+    """The calls whose forward runs again in the backward."""
+    found = set()
+    for number, choice in enumerate(choices):
+        seconds = memory.recompute_seconds(number)
+        mode = 0 if seconds is None else mode_of(memory, number, modes, len(seconds))
+        if seconds is not None and MODES[mode] != OFFLOAD and seconds[mode][choice] > 0:
+            found.add(number)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What leaves for the host on account of a call or wire."""
+
+    num_bytes: Polynomial
+    seconds: float
+    """Of a byte's copies there and back, as far as nothing hides them."""
+
+
+def leaving(
+    memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], sizes: LocalSizes, repetition: Repetition
+) -> Iterator[Leaving]:
+    """All that leaves for the host."""
+    if OFFLOAD not in modes.values():
+        return
+    tensors = _Moment(memory, choices, modes, sizes, repetition, moment_of(memory, 0))
+    space, copies = memory.space, memory.host_copies
+
+    def seconds(number: int) -> float:
+        return copies.exposed(memory.lifetimes.segment[number]) / copies.bytes_per_s
+
+    for number in memory.lifetimes.calls:
+        num_bytes, count = tensors.leaving(number), repetition.of_decision(number)
+        if num_bytes:
+            yield Leaving(num_bytes.polynomial * count, seconds(number))
+    for wire in space.wires:
+        num_bytes, count = tensors.leaving_on(wire), repetition.of_wire(wire)
+        if num_bytes:
+            yield Leaving(num_bytes.polynomial * count, seconds(wire.target))
 
 
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
@@ -181,8 +224,8 @@ class _Moment:
         return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
 
     def _mode(self, number: int, count: int) -> int:
-        """A segment that is computed again holds all of its own while it is."""
-        return mode_of(self.memory, number, self.modes, count) if self.at.frees(self.memory, number) else 0
+        """A segment that is computed again holds all of its own while it is, one that is offloaded while it is near."""
+        return self.at.mode(self.memory, number, mode_of(self.memory, number, self.modes, count))
 
     def _kept(self, number: int, kept: int) -> Size:
         """Outputs and hidden tensors that make this many bytes."""
@@ -200,6 +243,28 @@ class _Moment:
             if found == kept:
                 return found
         raise AssertionError(f"{decision.name} keeps {kept} bytes, which are not its outputs and hidden tensors")
+
+    def leaving(self, number: int) -> Size | None:
+        """What leaves for the host of what a call keeps by itself."""
+        left = self.memory.host_copies.bytes_of(number) if self._leaves(number) else None
+        kept = 0 if left is None else int(left[self.choices[number]])
+        return self._kept(number, kept) if kept else None
+
+    def leaving_on(self, wire: Wire) -> Size | None:
+        """What leaves for the host on account of a wire."""
+        left = self.memory.host_copies.bytes_on(wire) if self._leaves(wire.target) else None
+        ends = self.choices[wire.source], self.choices[wire.target]
+        return self._kept_on(wire) if left is not None and left[ends] else None
+
+    def _leaves(self, number: int) -> bool:
+        return self.modes.get(self.memory.lifetimes.segment[number]) == OFFLOAD
+
+    def _kept_on(self, wire: Wire) -> Size:
+        """A tensor as it is kept where a wire brings it."""
+        source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
+        unmoved = self.memory.kinds(wire)[self.choices[wire.source], self.choices[wire.target]] <= SLICED
+        layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
+        return self._local(self.sizes.of_wire(wire), layout) * wire.tensor.dtype.itemsize
 
     def _hidden(self, number: int, num_bytes: int) -> Size:
         """Bytes per device of what autograd keeps beside inputs and outputs, split as the largest input that can be."""
@@ -258,9 +323,7 @@ class _Moment:
         gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
         if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
-            unmoved = memory.kinds(wire)[ends] <= SLICED
-            layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
-            self._add("activations", self._local(shape, layout) * itemsize, count, self.space.rows_on(wire))
+            self._add("activations", self._kept_on(wire), count, self.space.rows_on(wire))
         whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
         on_way = memory.weights.on_way(wire, self.at.kind == FORWARD)
         if on_way is not None and on_way[ends] and is_ahead(memory, memory.lifetimes.layer[wire.target], self.at):

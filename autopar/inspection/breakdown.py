@@ -9,12 +9,14 @@ from autopar.plans.difference import Share
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
 from autopar.program.folding import folded
+from autopar.program.recompute_segments import OFFLOAD
 
 COMPUTE, RECOMPUTATION, OPTIMIZER, LOCAL = "compute", "recomputation", "optimizer", "local moves"
+HOST_COPIES = "host copies"
 
 
 def breakdown(plan: Plan) -> dict[str, Share]:
-    """What the step is made of: compute, recomputation, optimizer, each collective by axis ("all_reduce tp").
+    """What the step is made of: compute, recomputation, host copies, optimizer, collectives by axis ("all_reduce tp").
 
     The parts add up to the seconds of the rows: whatever a row costs beside the others is its "local moves", the
     copies of reshards that nothing is sent for.
@@ -23,7 +25,8 @@ def breakdown(plan: Plan) -> dict[str, Share]:
     num_bytes: dict[str, int] = defaultdict(int)
     for row in plan.rows:
         seconds[COMPUTE] += row.forward_seconds + row.backward_seconds
-        seconds[RECOMPUTATION] += row.recompute_seconds
+        copies = row.kind == "hub" or plan.recompute.get(row.segment) == OFFLOAD
+        seconds[HOST_COPIES if copies else RECOMPUTATION] += row.recompute_seconds
         moving = sum(moved.seconds for moved in row.transfers)
         rest = row.seconds - row.forward_seconds - row.backward_seconds - row.recompute_seconds - moving
         seconds[OPTIMIZER if row.kind == "parameter" else LOCAL] += rest

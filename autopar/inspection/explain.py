@@ -62,6 +62,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         forward_seconds=row.forward_seconds,
         backward_seconds=row.backward_seconds,
         recompute_seconds=row.recompute_seconds,
+        mode=plan.recompute.get(context.memory_model.lifetimes.segment[number], "none"),
         optimizer_seconds=_own_seconds(decision, context.choices[number]) if is_parameter else 0.0,
         own=tuple(
             Moved(t.collective, t.axis, t.num_bytes, wait * share, t.backward)

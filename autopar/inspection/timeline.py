@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autopar.inspection.breakdown import COMPUTE, LOCAL, OPTIMIZER, RECOMPUTATION, breakdown
+from autopar.inspection.breakdown import COMPUTE, HOST_COPIES, LOCAL, OPTIMIZER, RECOMPUTATION, breakdown
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
+from autopar.steps.host_copies import DOWN, UP
 from autopar.steps.step import step_timeline
 from autopar.timeline import values
 from autopar.timeline.values import Timeline
@@ -26,7 +27,9 @@ def parts(found: Timeline) -> dict[str, float]:
     """What its seconds are made of, by the names of `breakdown`: of collectives, what computing waits for."""
     seconds: dict[str, float] = defaultdict(float)
     for each in found.events:
-        if each.task.stream == values.COMPUTE:
+        if each.task.name in (DOWN, UP) and each.task.phase != "optimizer":
+            seconds[HOST_COPIES] += each.waited if each.task.beside else each.task.seconds
+        elif each.task.stream == values.COMPUTE:
             seconds[_PARTS.get(each.task.phase, COMPUTE)] += each.task.seconds
         elif each.task.beside:
             seconds[_PARTS[each.task.phase]] += each.waited

@@ -71,8 +71,9 @@ def check(plan: Plan, context: PlanContext) -> Verification:
 
 
 def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mapping[str, str]) -> float:
-    """Seconds of everything that is computed again in the backward."""
-    model, total = context.memory_model, 0.0
+    """Seconds of everything that is computed again in the backward, or copied to the host and back."""
+    model = context.memory_model
+    total = sum(model.host_copies.exposed_on(wire, choices, modes) for wire in model.space.wires)
     for number, choice in enumerate(choices):
         again = model.recompute_seconds(number)
         if again is not None:

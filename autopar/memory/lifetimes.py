@@ -12,8 +12,8 @@ from functools import cached_property
 from torch import fx
 
 from autopar.cost.messages import joined_layers
-from autopar.program.calls import module_of
-from autopar.program.recompute_segments import MODES, Recomputation, recomputation, segments_of
+from autopar.program.calls import module_of, source_of
+from autopar.program.recompute_segments import RECOMPUTATIONS, Recomputation, leaving, recomputation, segments_of
 from autopar.program.saved_tensors import Saved, saved_in
 from autopar.space.space import Decision, Space, Wire
 from autopar.strategies.roles import RoledProgram
@@ -24,8 +24,9 @@ LATE = 1 << 40  # the position of what no call uses
 class Lifetimes:
     """The order of the calls of a space, and who needs what; without bytes, which are in the other files."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, modes: tuple[str, ...] = RECOMPUTATIONS) -> None:
+        self.space, self.modes = space, modes
+        """The modes that are offered: all, or those that send nothing to the host."""
         self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
         """The calls in the order they run."""
         self._outgoing: dict[int, list[Wire]] = defaultdict(list)
@@ -37,7 +38,7 @@ class Lifetimes:
         self._saved_by_node = saved_in(space.program)
         matmuls = RoledProgram.of(space.program).matmuls
         for segment in segments_of(space.program):
-            again = {mode: recomputation(space.program, segment, mode, matmuls) for mode in MODES}
+            again = {mode: recomputation(space.program, segment, mode, matmuls) for mode in modes}
             self._again[segment.name] = again
             self._segment_of_node.update(dict.fromkeys(segment.nodes, segment.name))
         self.segments = tuple(self._again)
@@ -70,6 +71,22 @@ class Lifetimes:
         own = [self.segment[n] or module_of(self._first_call(n).node) for n in range(len(self.space.decisions))]
         return [joined.get(layer, layer) for layer in own]
 
+    @cached_property
+    def near(self) -> list[tuple[str, str]]:
+        """For each place in the order of calls, the segment of the call, and that of the calls before it; "" for none.
+
+        While a segment runs forward, what the one before it keeps is still on its way to the host; while it runs
+        backward, that is on its way back.
+        """
+        found: list[tuple[str, str]] = []
+        for number in self.calls:
+            own = self.segment[number]
+            if not found:
+                found.append((own, ""))
+            else:
+                found.append(found[-1] if own == found[-1][0] else (own, found[-1][0]))
+        return found
+
     def _first_call(self, number: int) -> Decision:
         """The call itself, or the first one that uses the decision."""
         place = self.position[number]
@@ -85,6 +102,11 @@ class Lifetimes:
     def num_modes(self, number: int) -> int:
         """How many modes of recomputation a decision's segment has: one where it has no segment."""
         return len(self.recomputations(number))
+
+    def leaves(self, number: int) -> bool:
+        """Whether what a call or hub gives may leave for the host with what a segment saves."""
+        node = self.space.decisions[number].node
+        return not self.space.is_weight(number) and source_of(node)[0] in leaving(self.space.program)
 
     def keeps_output(self, number: int, output: int, mode: int) -> bool:
         """Whether an output of a decision is kept as it is for some backward, in a mode, or what is sent is a copy."""

@@ -10,7 +10,8 @@ storage layout. Between forward and backward a call holds what autograd keeps fo
 
 A view counts where its memory was made. What weights and their gradients take on their way, `weights` says. Under
 recomputation (`program.recompute_segments`) a segment holds only what its second run begins with: tensors from outside,
-results of collectives and, if selective, of contractions.
+results of collectives and, if selective, of contractions. What leaves for the host (`host_copies`) a segment holds
+while it runs, and while the calls behind it do, up to the next segment.
 
 A program without gradients keeps nothing; what is alive in it, `live` says.
 
@@ -25,11 +26,13 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from autopar.memory.accumulation import Accumulation
+from autopar.memory.host_copies import HostCopies
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.live import Live
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.tensor_bytes import Bytes, Modes, TensorBytes
 from autopar.memory.weights import MovedWeights
+from autopar.program.recompute_segments import MODES, OFFLOAD, RECOMPUTATIONS
 from autopar.program.saved_tensors import Saved
 from autopar.sharding.operation import Call, LocalSizes, largest_split_input
 from autopar.space.space import Decision, Space, Wire
@@ -42,12 +45,16 @@ class MemoryModel(TensorBytes):
     Equal calls share their arrays, which must not be changed.
     """
 
-    def __init__(self, space: Space, microbatches: Microbatches | None = None, prefetch: int = 0) -> None:
+    def __init__(
+        self, space: Space, microbatches: Microbatches | None = None, prefetch: int = 0, offloads: bool = False
+    ) -> None:
+        """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
         self.microbatches = microbatches or Microbatches()
         self.prefetch = prefetch
         """How many layers ahead of their use weights are fetched."""
-        self.lifetimes = Lifetimes(space)
+        self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
+        self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
         self._wires: dict[tuple[int, int], Modes | None] = {}
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
@@ -94,8 +101,8 @@ class MemoryModel(TensorBytes):
         saved, again = self.lifetimes.saved(decision), self.lifetimes.recomputations(number)
         outputs = frozenset(range(len(_call(decision).outputs)))
         states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
-        for each in again[1:]:
-            if decision.node in each.rerun:
+        for mode, each in zip(self.lifetimes.modes[1:], again[1:], strict=False):
+            if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
                 states.append((frozenset(), False))
             elif decision.node in each.kept:
                 states.append((outputs, True))
@@ -109,6 +116,8 @@ class MemoryModel(TensorBytes):
         if talking.any():  # a call that communicates by itself is never run again: what it gives is held
             given = self._own(decision, saved, outputs, True)
             held = [given if decision.node in each.rerun else arrays[0] for each in again]
+            if len(again) == len(MODES):  # what it saves leaves as that of any other
+                held[-1] = arrays[-1]
             key = ("talks", id(decision.menu), tuple(map(id, (*arrays, *held))))
             arrays = tuple(
                 self.cached((key, i), lambda a=array, h=held[i]: np.where(talking, h, a)) if i else array
@@ -179,7 +188,9 @@ class MemoryModel(TensorBytes):
         found = [self._kept_by_target(wire, there) if needed else None]
         inside = self.lifetimes.segment[wire.source] == self.lifetimes.segment[wire.target]
         for mode in range(1, self.lifetimes.num_modes(wire.target)):
-            if self.space.is_weight(wire.source):
+            if self.lifetimes.modes[mode] == OFFLOAD:
+                found.append(None if self.lifetimes.leaves(wire.source) else found[0])
+            elif self.space.is_weight(wire.source):
                 # A cast that stays where it is is made again.
                 found.append(self.kept(wire, True) if needed else None)
             elif not needed and not self.lifetimes.reruns(wire.target, mode):
@@ -298,18 +309,22 @@ class MemoryModel(TensorBytes):
         return total
 
     def recompute_seconds(self, number: int) -> Modes | None:
-        """Seconds of a call's second forward, by mode; None where it has none in any mode."""
+        """Seconds of a call's second forward, by mode; None where it has none in any mode.
+
+        Where what it saves leaves for the host: seconds of these copies, as far as nothing hides them.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call" or not self.lifetimes.segment[number]:
             return None
         forward = decision.menu.forward_seconds
         nothing = self.cached(("no seconds", len(forward)), lambda: np.zeros(len(forward)))
-        again = self.lifetimes.recomputations(number)
-        if not any(decision.node in each.rerun for each in again):
+        again, copying = self.lifetimes.recomputations(number), self.host_copies.seconds_of(number)
+        if copying is None and not any(decision.node in each.rerun for each in again):
             return None
         key = ("second forward", id(decision.menu))
         second = self.cached(key, lambda: np.where(self._talks(decision), 0.0, forward))
-        return tuple(second if decision.node in each.rerun else nothing for each in again)
+        found = [second if decision.node in each.rerun else nothing for each in again]
+        return tuple(found) if copying is None else (*found[:-1], copying)
 
     def total(self, moments: Sequence[tuple[int, Sequence[Modes]]], worst: bool) -> Modes | None:
         """What arrays of this model come to over several moments, each (weight, arrays that add up), mode by mode.

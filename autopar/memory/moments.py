@@ -10,6 +10,7 @@ from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Modes
 from autopar.memory.uneven_rows import beside
+from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.space import Wire
 
 
@@ -177,7 +178,7 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
         return []
     parts: list[Modes] = []
     if at.keeps(memory.lifetimes.position[number]):
-        parts.append(kept if at.frees(memory, number) else kept[:1])
+        parts.append(at.of_modes(memory, number, kept))
     if at.phase.others:
         parts.append(memory.accumulation.waiting(kept, at.phase.others))
     return parts
@@ -211,6 +212,22 @@ class Moment:
         """Whether recomputation helps: not while the decision's own segment is computed again."""
         waits = self.kind in (FORWARD, GATHERING)
         return waits or memory.lifetimes.segment[number] != memory.lifetimes.segment[memory.lifetimes.calls[self.place]]
+
+    def is_near(self, memory: MemoryModel, number: int) -> bool:
+        """Whether what a decision's segment keeps is on the device, though it leaves for the host."""
+        return memory.lifetimes.segment[number] in memory.lifetimes.near[self.place]
+
+    def of_modes(self, memory: MemoryModel, number: int, kept: Modes) -> Modes:
+        """What is there of what a decision keeps, by mode, given what it keeps by mode."""
+        if not self.frees(memory, number):
+            return kept[:1]
+        is_back = len(kept) == len(MODES) and self.is_near(memory, number)
+        return (*kept[:-1], kept[0]) if is_back else kept
+
+    def mode(self, memory: MemoryModel, number: int, mode: int) -> int:
+        """Whose bytes those are of a decision whose segment has that mode."""
+        is_back = MODES[mode] == OFFLOAD and self.is_near(memory, number)
+        return 0 if is_back or not self.frees(memory, number) else mode
 
 
 def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:

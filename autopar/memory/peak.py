@@ -5,7 +5,8 @@
     backward of call t     all that is stored, what calls up to t have kept (those after t have freed it), gradients of
                            parameters that only calls after t use, weights of t's layer that are gathered again,
                            gradients that the layer's calls after t have left to be reduced, and what t works on; a
-                           segment that is computed again holds all of its own
+                           segment that is computed again holds all of its own, as in both passes do the segment of t
+                           and the one before it where they are sent to the host
     gathering before it    for the last call of a layer that takes such weights: these twice, as they arrive and as they
                            are used, in place of what t works on
     reducing after it      for the first call of a layer that takes weights whose gradients are reduced: these as calls
@@ -37,7 +38,7 @@ from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.space import Wire
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
@@ -111,6 +112,7 @@ class _Moments:
         self.working_forward = np.zeros(count, dtype=np.int64)
         self.layers = [memory.lifetimes.layer[number] for number in memory.lifetimes.calls]
         self.segments = [memory.lifetimes.segment[number] for number in memory.lifetimes.calls]
+        self.offloaded = {name for name, mode in modes.items() if mode == OFFLOAD}
         self.of_layer: dict[str, int] = defaultdict(int)
         self.again: dict[str, int] = defaultdict(int)
         self.copied: dict[str, int] = defaultdict(int)
@@ -237,7 +239,7 @@ class _Moments:
         """Bytes by what they are, while each call runs forward."""
         found = {
             **self._always(phase),
-            "activations": np.cumsum(self.kept) + self._waiting(phase),
+            "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
             "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
             "working set": self.working_forward,
         }
@@ -258,7 +260,7 @@ class _Moments:
         return {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced() + self.fresh,
-            "activations": self._computed_again() + self._waiting(phase),
+            "activations": self._computed_again() + self._near(1) + self._waiting(phase),
             "gathered weights": self._gathered(self.again) + self._ahead(COMPUTING),
             "working set": self.working,
         }
@@ -268,7 +270,7 @@ class _Moments:
         found = {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced(),
-            "activations": np.cumsum(self.kept) + self._waiting(phase),
+            "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
             "gathered weights": self._gathered(self.again) + self._gathered(self.copied) + self._ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
@@ -278,7 +280,7 @@ class _Moments:
         found = {
             **self._always(phase),
             "gradients": self._there(phase, True) + self._unreduced() + self._left(self.sent_off) + self.last_made,
-            "activations": self._computed_again() - self.whole + self._waiting(phase),
+            "activations": self._computed_again() - self.whole + self._near(1) + self._waiting(phase),
             "gathered weights": self._ahead(REDUCING),
             "working set": self.handed_on,
         }
@@ -296,6 +298,18 @@ class _Moments:
             if segment in again:
                 activations[place] = before_kept + whole[place] - before_whole
         return activations
+
+    def _near(self, count: int) -> np.ndarray:
+        """What is on the device up to each place though it leaves for the host: of the segment before (and its own)."""
+        found = np.zeros(self.count, dtype=np.int64)
+        if not self.offloaded:
+            return found
+        there: dict[str, int] = defaultdict(int)
+        for place, (own, before) in enumerate(self.memory.lifetimes.near):
+            if own in self.offloaded:
+                there[own] += int(self.whole[place] - self.kept[place])
+            found[place] = sum(there[each] for each in (before, own)[:count] if each in self.offloaded)
+        return found
 
     def _waiting(self, phase: Phase) -> int:
         """What the other micro-batches keep for their backward."""

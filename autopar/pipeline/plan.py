@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autopar.cost.offload import STAGING
 from autopar.errors import PlanError
@@ -20,7 +20,7 @@ from autopar.files.replace import replace_text
 from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
 from autopar.sharding.mesh import Mesh
@@ -138,7 +138,7 @@ class PipelinePlan:
         return sum(plan.peak_bytes for plan in stages) - sum(transient) + max(transient)
 
     @property
-    def offload(self) -> Literal["none", "optimizer"]:
+    def offload(self) -> Offloaded:
         """What stages have on the host, "none" or "optimizer"."""
         return self.stages[0].plan.offload
 

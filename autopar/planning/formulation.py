@@ -15,7 +15,6 @@ import numpy as np
 from autopar.memory.model import MemoryModel, Modes
 from autopar.memory.moments import MemoryRow, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
 from autopar.memory.uneven_rows import excess
-from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.space.space import Decision, ExpertRows, Space, Wire
 
@@ -49,7 +48,8 @@ class Formulation:
     ) -> Problem:
         """The problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
 
-        `modes` (segment → mode, "" for free) adds the nodes of segments; without it nothing is computed again.
+        `modes` (segment → mode, some joined by "|", or "" for any) adds the nodes of segments; without it nothing is
+        computed again.
         """
         return self.problems(pins, (row,), budget, modes)[0]
 
@@ -83,23 +83,24 @@ class Formulation:
                 for found, more in zip(edges, self._uneven_call(number, rows, segment), strict=True):
                     found += more
         for name, mode in (modes or {}).items():
-            allowed = np.array([0.0 if mode in ("", each) else np.inf for each in MODES])
+            taken = mode.split("|") if mode else self.memory.lifetimes.modes
+            allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
             for each in nodes:
                 each.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
         for wire in self.space.wires:
             seconds = self._reshard(wire)
             taken = [None if row is None else wire_bytes(self.memory, wire, row) for row in rows]
             segment = segments.get(self.memory.lifetimes.segment[wire.target])
-            by_mode = segment is not None and any(each is not None and len(each) > 1 for each in taken)
+            copying = None if segment is None else self.memory.host_copies.seconds_on(wire)
+            by_mode = copying is not None or (segment is not None and _by_mode(taken))
             for place, each in enumerate(taken):
                 if not by_mode:
                     edges[place].append(Edge((wire.source, wire.target), seconds, None if each is None else each[0]))
                     continue
                 assert segment is not None
                 stacked = None if each is None else self._stacked(each, int)
-                edges[place].append(
-                    Edge((segment, wire.source, wire.target), self._stacked((seconds,), float), stacked)
-                )
+                by_each = self._stacked(self._with_copies(seconds, copying), float)
+                edges[place].append(Edge((segment, wire.source, wire.target), by_each, stacked))
             if self.space.imbalance > 1 and self.space.rows_on(wire) is not None:
                 for found, more in zip(edges, self._uneven_wire(wire, rows, segment), strict=True):
                     found += more
@@ -133,7 +134,10 @@ class Formulation:
         found: list[list[Edge]] = []
         for each in held:
             least = None if each is None else self._stacked(tuple(map(self._least, each)), int)
-            shape = len(MODES), *(len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target))
+            shape = (
+                self._num_modes,
+                *(len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target)),
+            )
             nothing = self._matrices.setdefault(("no seconds", shape), np.zeros(shape))
             found.append([Edge(ends, more), Edge((segment, rows.counts, wire.target), nothing, least)])
         return found
@@ -174,11 +178,25 @@ class Formulation:
             self._matrices[key] = self.memory.accumulation.shared_seconds(wire, seconds)
         return self._matrices[key]
 
+    @property
+    def _num_modes(self) -> int:
+        return len(self.memory.lifetimes.modes)
+
+    def _with_copies(self, seconds: np.ndarray, copying: np.ndarray | None) -> Modes:
+        """Seconds of a wire, by mode of its target's segment where some of what it brings leaves for the host."""
+        if copying is None:
+            return (seconds,)
+        key = ("copying", id(seconds), id(copying))
+        if key not in self._matrices:
+            self._matrices[key] = seconds + copying
+            self._stacks[key, "held"] = seconds, copying  # type: ignore[assignment]  # an id means something while its object lives
+        return (*(seconds,) * (self._num_modes - 1), self._matrices[key])
+
     def _stacked(self, arrays: Modes, kind: type) -> np.ndarray:
         """One array with the modes as its first dim; equal arrays stay one object."""
         key = (tuple(map(id, arrays)), kind)
         if key not in self._stacks:
-            every = arrays * len(MODES) if len(arrays) == 1 else arrays
+            every = arrays * self._num_modes if len(arrays) == 1 else arrays
             self._stacks[key] = np.stack(every).astype(np.float64 if kind is float else np.int64)
             self._stacks[key, "held"] = arrays  # type: ignore[assignment]  # an id means something while its object lives
         return self._stacks[key]

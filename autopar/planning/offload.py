@@ -1,8 +1,9 @@
-"""Whether what an optimizer keeps goes to the host, and whether there is room for it.
+"""Whether what an optimizer keeps goes to the host, and whether there is room there for it and for activations.
 
-Asked for "auto" under a memory limit, a model is planned with all of it on the device. Where memory costs time there,
-or nothing fits, it is planned with state and master copies on the host, too, and the faster plan is kept: that search
-ends once it proves that it finds none. Without a limit nothing is offloaded.
+Asked for "auto" under a memory limit, a model is planned with all of it on the device, but for the activations of
+layers, which the search may send to the host. Where memory costs time there, or nothing fits, it is planned with state
+and master copies on the host, too, and the faster plan is kept: that search ends once it proves that it finds none.
+Without a limit nothing is offloaded.
 
 A plan that offloads says what the best one on the device takes, within the limit or, where none is, without it.
 """
@@ -24,8 +25,18 @@ from autopar.plans.plan import Plan
 from autopar.solver.deadline import after, seconds_until
 from autopar.units import format_bytes, format_seconds
 
+ON_HOST = {
+    "optimizer": "what the optimizer keeps is",
+    "activations": "what layers keep for their backward is",
+    "both": "what the optimizer and layers keep is",
+}
+
 PlanFor = Callable[[PlanRequest], Plan]
 """The best plan as it is asked for, where it is said whether that offloads."""
+
+
+class _NoRoomError(InfeasibleError):
+    """What is offloaded takes more of a host than it may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +54,24 @@ class _Planned:
 def plan_as_offload_asks(request: PlanRequest, plan_for: PlanFor, stored: Callable[[], int]) -> Plan:
     """The best plan; with offload="auto" the better of those with, and without it. Raises InfeasibleError for none.
 
-    `stored` gives the least bytes that a device stores of a model that offloads nothing.
+    `stored` gives the least bytes that a device stores of a model whose optimizer is on the device.
     """
     if request.offload == "none":
         return plan_for(request)
-    here = request.offloading_as("none")
     if request.offload == "auto" and request.settings.memory is None:
-        return plan_for(here)
+        return plan_for(request.offloading_as("none"))
     best, refused, deadline = None, None, after(request.settings.time_limit)
     if request.offload == "auto":
         try:
             _check_stored(stored(), request.settings.memory)
-            best = _made(here, plan_for)
+            best = _with_room(request.without_auto(offloads_optimizer=False), plan_for, True)
         except InfeasibleError as error:
             refused = error
-        if best is not None and not is_bounded(best.plan, request.settings):
+        if best is not None and not is_bounded(best.plan, context_of(best.plan).settings):
             return _told(best)
     found = best
     try:
-        offloaded = _made(_against(request, best, deadline), plan_for)
+        offloaded = _with_room(_against(request, best, deadline), plan_for, request.offload == "auto")
     except (CutOffError, InfeasibleError, TimeLimitError) as error:
         if best is None:
             raise _both(refused, error) from None
@@ -70,10 +80,12 @@ def plan_as_offload_asks(request: PlanRequest, plan_for: PlanFor, stored: Callab
     assert found is not None, "one of them is not refused"
     if found.plan.offload == "none":
         return _told(found)
-    beside = best or _without_limit(here, plan_for, deadline)
-    context = replace(context_of(found.plan), settings=request.settings)
-    notes = (*found.plan.notes, *_note(found, beside, best is None))
-    return _told(replace(found, plan=replace(found.plan, context=context, notes=notes)))
+    here = best if best is not None and best.plan.offload == "none" else None
+    beside = here or _without_limit(request.offloading_as("none"), plan_for, deadline)
+    made = context_of(found.plan)
+    settings = replace(made.settings, cutoff=request.settings.cutoff, time_limit=request.settings.time_limit)
+    notes = (*found.plan.notes, *_note(found, beside, here is None))
+    return _told(replace(found, plan=replace(found.plan, context=replace(made, settings=settings), notes=notes)))
 
 
 def check_host_memory(num_bytes: int, devices: int, hardware: Hardware, asked: int | None) -> None:
@@ -81,7 +93,7 @@ def check_host_memory(num_bytes: int, devices: int, hardware: Hardware, asked: i
     limit, needed = hardware.host_memory_bytes if asked is None else asked, num_bytes * devices
     if limit and needed > limit:
         whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
-        raise InfeasibleError(
+        raise _NoRoomError(
             f"what is offloaded takes {format_bytes(num_bytes)} per device, and {format_bytes(needed)} ({needed} "
             f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
             'fewer devices of a host, or store parameters in parts (strategy="zero3").'
@@ -104,7 +116,18 @@ def _against(request: PlanRequest, best: _Planned | None, deadline: float) -> Pl
     if best is not None:
         settings = replace(settings, cutoff=min(settings.cutoff, best.seconds))
     settings = replace(settings, time_limit=seconds_until(deadline))
-    return replace(request.offloading_as("optimizer"), settings=settings)
+    asked = replace(request, settings=settings)
+    return asked.without_auto(offloads_optimizer=True)
+
+
+def _with_room(request: PlanRequest, plan_for: PlanFor, is_free: bool) -> _Planned:
+    """A plan that has room on the host; where it `is_free` to, without activations there."""
+    try:
+        return _made(request, plan_for)
+    except _NoRoomError:
+        if not is_free or request.offload not in ("activations", "both"):
+            raise
+        return _made(request.offloading_as("optimizer" if request.offloads_optimizer else "none"), plan_for)
 
 
 def _made(request: PlanRequest, plan_for: PlanFor) -> _Planned:
@@ -113,8 +136,9 @@ def _made(request: PlanRequest, plan_for: PlanFor) -> _Planned:
         warnings.simplefilter("always")
         plan = plan_for(request)
     space = context_of(plan).space
-    if space.optimizer.offload is not None:
-        check_host_memory(plan.host_bytes, space.optimizer.offload.devices, space.hardware, request.host_memory)
+    if plan.host:
+        devices = space.hardware.devices_on_host(space.mesh.num_devices)
+        check_host_memory(plan.host_bytes, devices, space.hardware, request.host_memory)
     return _Planned(plan, tuple(said))
 
 
@@ -144,7 +168,7 @@ def _note(found: _Planned, beside: _Planned | None, is_free: bool) -> tuple[str,
         return ()
     limit = " without a limit" if is_free else " within the limit"
     return (
-        f"what the optimizer keeps is on the host: {format_seconds(found.plan.seconds)} a step and "
+        f"{ON_HOST[found.plan.offload]} on the host: {format_seconds(found.plan.seconds)} a step and "
         f"{format_bytes(found.plan.peak_bytes)}, where the best plan on the device{limit} takes "
         f"{format_seconds(beside.plan.seconds)} and {format_bytes(beside.plan.peak_bytes)}",
     )

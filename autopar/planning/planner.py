@@ -17,9 +17,18 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, smaller_ones
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
-from autopar.planning.settings import DEPTHS, TIME_LIMIT, USUAL_DEPTH, PlanContext, Settings, context_of
+from autopar.planning.settings import (
+    DEPTHS,
+    TIME_LIMIT,
+    USUAL_DEPTH,
+    Activations,
+    PlanContext,
+    Settings,
+    context_of,
+)
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
+from autopar.program.recompute_segments import MODES
 from autopar.space.space import Space
 from autopar.steps.step import step_timeline
 
@@ -39,6 +48,7 @@ def make_plan(
     prefetch: int | str = "auto",
     hurried: bool = False,
     cutoff: float = math.inf,
+    activations: Activations = "stay",
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
@@ -47,12 +57,12 @@ def make_plan(
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
     layer where the best plan leaves room for it, or two where its timeline is shorter by that. No other seconds depend
-    on it.
+    on it. `activations` says whether what segments save goes to the host (see `Settings`).
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff)
+    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff, activations)
     return plan_of(solved(space, pins, settings, microbatches))
 
 
@@ -73,7 +83,8 @@ class Solved:
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
-    formulation = formulation_of(MemoryModel(space, microbatches), settings)
+    model = MemoryModel(space, microbatches, offloads=settings.activations != "stay")
+    formulation = formulation_of(model, settings)
     return Solved(formulation, pins, settings, _best(formulation, pins, settings))
 
 
@@ -137,6 +148,7 @@ def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tu
         said.prefetch,
         said.hurried,
         said.cutoff,
+        said.activations,
     )
 
 
@@ -151,7 +163,7 @@ def seconds_of_microbatch(plan: Plan) -> float:
 
 def is_bounded(plan: Plan, settings: Settings) -> bool:
     """Whether a plan within a limit would be another one without: memory has a price, or layers are computed again."""
-    again = settings.recompute == "auto" and set(plan.recompute.values()) - {"none"}
+    again = settings.mode not in (None, *MODES) and set(plan.recompute.values()) - {"none"}
     return bool(plan.multiplier or plan.gap or again)
 
 
@@ -218,8 +230,7 @@ def _searched(formulation: Formulation, pins: Pins, settings: Settings) -> tuple
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
-    segments, asked = formulation.memory.lifetimes.segments, settings.recompute
-    modes = None if asked == "none" else dict.fromkeys(segments, "" if asked == "auto" else asked)
+    modes = None if settings.mode is None else dict.fromkeys(formulation.memory.lifetimes.segments, settings.mode)
     limit, time_limit, gap = settings.memory, settings.time_limit, settings.gap
     return best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff

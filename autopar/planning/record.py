@@ -15,13 +15,13 @@ from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.settings import PlanContext
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import Moved, PlanRow
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
 
@@ -65,6 +65,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     space, choices = context.space, answer.choices
     moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
+    copied: dict[int, float] = defaultdict(float)
     held: dict[int, int] = defaultdict(int)
     unused = without_gradient(space)
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
@@ -79,6 +80,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         transfers, seconds = paths[key]
         moved[wire.target].extend(each for each in transfers if not (each[0].backward and wire.target in unused))
         waits[wire.target] += seconds
+        copied[wire.target] += context.memory_model.host_copies.exposed_on(wire, choices, answer.modes)
         kept = context.memory_model.wire(wire)
         if kept is not None:
             mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0
@@ -97,7 +99,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         for transfer, _ in every:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)
-        rows.append(_row(context, answer, number, module, every, waits[number], held[number]))
+        rows.append(_row(context, answer, number, module, every, waits[number], copied[number], held[number]))
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,
@@ -123,25 +125,35 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
         reduce_each=context.memory_model.microbatches.reduce_each,
-        offload="none" if space.optimizer.offload is None else "optimizer",
-        host=_on_host(space, choices),
+        offload=_offloaded(space, answer.modes),
+        host=_on_host(context.memory_model, choices, answer.modes),
         multiplier=answer.multiplier,
         context=context,
     )
 
 
-def _on_host(space: Space, choices: Sequence[int]) -> Mapping[str, int]:
+def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:
+    """What is on the host."""
+    if OFFLOAD not in modes.values():
+        return "none" if space.optimizer.offload is None else "optimizer"
+    return "activations" if space.optimizer.offload is None else "both"
+
+
+def _on_host(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Mapping[str, int]:
     """Bytes of host memory for each device, by what they are."""
+    space = memory.space
     parameters = [
         (decision.node.meta["tensor"], decision.menu.strategies[choice].outputs[0])
         for decision, choice in zip(space.decisions, choices, strict=True)
         if decision.kind == "parameter"
     ]
-    return host_bytes(parameters, space.mesh.sizes, space.optimizer)
+    leaving = memory.host_copies.total(choices, modes) * memory.microbatches.in_flight
+    found = host_bytes(parameters, space.mesh.sizes, space.optimizer)
+    return {**found, "activations": leaving} if leaving else found
 
 
 def _mode(model: MemoryModel, answer: Answer, number: int) -> int:
-    """The number of the mode in which a decision's segment is computed again."""
+    """The number of the mode of a decision's segment."""
     return MODES.index(answer.modes.get(model.lifetimes.segment[number], MODES[0]))
 
 
@@ -152,6 +164,7 @@ def _row(
     module: str,
     transfers: Sequence[tuple[Transfer, float]],
     wait: float,
+    copied: float,
     held: int,
 ) -> PlanRow:
     space, model = context.space, context.memory_model
@@ -162,7 +175,7 @@ def _row(
     mode = _mode(model, answer, number)
     again, own = model.recompute_seconds(number), model.own(number)
     gradients = None if space.optimizer.in_backward else model.gradients(number)
-    recomputed = float(again[mode][choice]) * share if again else 0.0
+    recomputed = (float(again[mode][choice]) * share if again else 0.0) + copied
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())
     return PlanRow(

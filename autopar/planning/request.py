@@ -37,8 +37,8 @@ from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 Outputs = Literal["dtensor", "full"]
-Offloaded = Literal["none", "optimizer", "auto"]
-OFFLOADED: tuple[Offloaded, ...] = ("none", "optimizer", "auto")
+Offloaded = Literal["none", "optimizer", "activations", "both", "auto"]
+OFFLOADED: tuple[Offloaded, ...] = ("none", "optimizer", "activations", "both", "auto")
 Inputs = str | tuple[str, ...]
 """`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
 
@@ -86,22 +86,30 @@ class PlanRequest:
     implementations: frozenset[str] = frozenset()
     """Those that are offered on demand beside those that annotations and the preset ask for."""
     offload: Offloaded = "none"
-    """Whether what the optimizer keeps is on the host, and is updated there; "auto": where memory asks for it."""
+    """What is on the host: what the optimizer keeps, and is updated there, what layers keep for their backward
+    ("activations"), or both; "auto": where memory asks for it."""
     host_memory: int | None = None
     """Bytes of a host that may be taken; None: those that the profile says it has."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADED:
-            raise InputError(
-                f"offload={self.offload!r}; give {', '.join(map(repr, OFFLOADED))}. Activations are not offloaded: "
-                "recompute= computes them again."
-            )
-        if self.offload != "none":
+            raise InputError(f"offload={self.offload!r}; give {', '.join(map(repr, OFFLOADED))}.")
+        if self.offload in ("optimizer", "both", "auto"):
             self.optimizer.check_offload()
-        elif self.host_memory is not None:
+        if self.offload in ("activations", "both") and self.imbalance > 1:
+            raise InputError(
+                f"offload={self.offload!r} beside imbalance={self.imbalance:g}: copies to the host are planned for "
+                'equal shares of the rows of experts; leave imbalance out, or give offload="optimizer" or "none".'
+            )
+        if self.offload in ("activations", "both") and not self.may_leave:
+            raise InputError(
+                f"offload={self.offload!r} sends what layers keep for their backward to the host, and "
+                f'recompute={self.settings.recompute!r} has them keep next to nothing; give recompute="auto" or "none".'
+            )
+        if self.offload == "none" and self.host_memory is not None:
             raise InputError(
                 f"host_memory={self.host_memory} limits what is offloaded, and nothing is; give "
-                'offload="optimizer" or "auto", too, or leave it out.'
+                'offload="optimizer", "activations", "both" or "auto", too, or leave it out.'
             )
         if self.mode not in ("auto", "semi_auto", "manual"):
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
@@ -163,11 +171,13 @@ class PlanRequest:
         """What there is to decide; `input_layouts` says which inputs arrive split (see `build_space`).
 
         `num_devices` are those of all stages, where the program is one of a pipeline. With offload="auto" it is the
-        space of a model that offloads nothing.
+        space of a model whose optimizer is on the device.
         """
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
-        if self.offload == "optimizer":
+        if self.offloads_optimizer:
             optimizer = self.offloading(hardware, num_devices or mesh.num_devices)
+        elif self.offload == "activations":
+            check_host(hardware)
         return build_space(
             program,
             self.named(mesh),
@@ -184,9 +194,35 @@ class PlanRequest:
         """The request with another word on what is offloaded."""
         return replace(self, offload=offload, host_memory=None if offload == "none" else self.host_memory)
 
-    def without_auto(self, offload: Offloaded) -> PlanRequest:
-        """The request with a word in place of "auto"."""
-        return self.offloading_as(offload) if self.offload == "auto" else self
+    def without_auto(self, offloads_optimizer: bool) -> PlanRequest:
+        """The request with a word in place of "auto": of the optimizer it says what was decided."""
+        if self.offload != "auto":
+            return self
+        activations = self.may_leave and self.settings.memory is not None
+        words: dict[tuple[bool, bool], Offloaded] = {
+            (False, False): "none",
+            (False, True): "activations",
+            (True, False): "optimizer",
+            (True, True): "both",
+        }
+        return self.offloading_as(words[offloads_optimizer, activations])
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether what the optimizer keeps is on the host, whatever memory asks for."""
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether layers may keep what could be sent to the host, and its bytes are known."""
+        return self.settings.recompute in ("auto", "none") and self.imbalance == 1
+
+    @property
+    def searched(self) -> Settings:
+        """How to plan, with what is said on activations: without a limit all of them leave, or none."""
+        if self.offload not in ("activations", "both"):
+            return self.settings
+        return replace(self.settings, activations="leave" if self.settings.memory is None else "may leave")
 
     def offloading(self, hardware: Hardware, num_devices: int) -> Optimizer:
         """The optimizer with what it keeps on the hosts of so many devices; PlanError where a profile has none."""
@@ -214,7 +250,7 @@ class PlanRequest:
 
     def _made(self, space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         """The plan and its choices."""
-        count, said = self.microbatches or 1, self.settings
+        count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.memory is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)

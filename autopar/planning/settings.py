@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autopar.errors import InputError, PlanError
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Pins
 from autopar.plans.plan import Plan
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
 from autopar.solver.problem import Problem
 from autopar.space.space import Space
 
+Activations = Literal["stay", "may leave", "leave"]
 TIME_LIMIT = 120.0  # seconds of solving
 DEPTHS = (0, 1, 2)
 """How many layers ahead of their use weights may be fetched."""
@@ -38,16 +39,28 @@ class Settings:
     cutoff: float = math.inf
     """Under a memory limit: seconds of a micro-batch with its share of what is done once a step, as another plan takes
     them. A search ends with CutOffError where it proves that no plan takes less."""
+    activations: Activations = "stay"
+    """Whether what segments save for their backward stays on the device, "may leave" for the host where a limit asks
+    for it and `recompute` is "auto" or "none", or all "leave"."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):
             raise InputError(f'solver={self.solver!r}; solvers are "auto" and "ilp".')
-        if self.recompute not in ("auto", *MODES):
-            raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *MODES)))}.")
+        if self.recompute not in ("auto", *RECOMPUTATIONS):
+            raise PlanError(f"recompute={self.recompute!r}; give {', '.join(map(repr, ('auto', *RECOMPUTATIONS)))}.")
         if self.prefetch not in ("auto", *DEPTHS):
             raise PlanError(f"prefetch={self.prefetch!r}; give {', '.join(map(repr, ('auto', *DEPTHS)))}.")
         if self.gap is not None and not 0 <= self.gap < 1:
             raise PlanError(f"gap={self.gap!r}; give a share of the step, 0 for a plan that is proven best.")
+
+    @property
+    def mode(self) -> str | None:
+        """What segments may do, as `Formulation.problem` takes it; None where the only mode is that nothing is done."""
+        if self.activations == "leave":
+            return OFFLOAD
+        if self.recompute == "none":
+            return None if self.activations == "stay" else f"none|{OFFLOAD}"
+        return "" if self.recompute == "auto" else self.recompute
 
     @property
     def least_prefetch(self) -> int:

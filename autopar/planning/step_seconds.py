@@ -1,7 +1,7 @@
 """What of a stage's predicted step is done for each micro-batch, and what once.
 
 forward     calls, the collectives and moves of activations, weights that are gathered again for the backward
-backward    calls, what is computed again, collectives of the backward
+backward    calls, what is computed again or copied to the host and back, collectives of the backward
 once        optimizer, casts of weights, moves of weights that are held, and the reduction of their gradients
 """
 
@@ -82,5 +82,6 @@ def parts_by_decision(
         pairs = zip(path.transfers, path.messages, strict=True)
         back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
+        back += memory.host_copies.exposed_on(wire, choices, modes)
         found[wire.target] = parts._replace(forward=forward, backward=parts.backward + back * share)
     return found

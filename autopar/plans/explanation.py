@@ -93,6 +93,8 @@ class Explanation(Generic[P]):
     forward_seconds: float
     backward_seconds: float
     recompute_seconds: float
+    mode: str
+    """Of the segment: whether those are of a second forward, or of copies to the host."""
     optimizer_seconds: float
     own: tuple[Moved, ...]
     """The collectives that the operation runs itself."""
@@ -136,7 +138,7 @@ class Explanation(Generic[P]):
         parts = (
             ("compute, forward", self.forward_seconds),
             ("compute, backward", self.backward_seconds),
-            ("computed again", self.recompute_seconds),
+            ("host copies" if self.mode == "offload" else "computed again", self.recompute_seconds),
             ("optimizer step", self.optimizer_seconds),
         )
         table: list[list[Any]] = [[name, format_seconds(seconds), ""] for name, seconds in parts if seconds]

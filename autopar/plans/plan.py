@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from autopar.timeline.values import Timeline
 
 
+Offloaded = Literal["none", "optimizer", "activations", "both"]
+
+
 class Context(Protocol):
     """What a plan was made from (`planning.settings.PlanContext`): the plan carries it, and does not look inside.
 
@@ -72,15 +75,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
-    """Segment → "none", "selective" or "full"; empty where the search had no need of recomputation."""
+    """Segment → "none", "selective", "full" or "offload"; empty where the search had no need of any but the first."""
     prefetch: int = 0
     """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
     reduce_each: bool = False
     """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
-    offload: Literal["none", "optimizer"] = "none"
-    """"optimizer" where optimizer state and master copies are on the host, for `autopar.optim.OffloadedAdamW`."""
+    offload: Offloaded = "none"
+    """What is on the host: "optimizer" (state and master copies, for `autopar.optim.OffloadedAdamW`), "activations" (of
+    the segments whose mode is "offload"), or "both"."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """What takes memory of the host ("optimizer", "master copies", "staging") → bytes for each device."""
+    """What takes memory of the host ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -100,6 +104,11 @@ class Plan:
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is on the host, and `autopar.optim.OffloadedAdamW` is to step."""
+        return self.offload in ("optimizer", "both")
 
     @property
     def host_bytes(self) -> int:

@@ -42,7 +42,7 @@ class PlanRow:
     backward_seconds: float = 0.0
     """Compute of the backward alone, without recomputation."""
     recompute_seconds: float = 0.0
-    """Compute of the forward that is run again in the backward."""
+    """Compute of the forward that is run again in the backward, or copies to the host and back that nothing hides."""
     saved_bytes: int = 0
     """Bytes per device kept from the forward to the backward on account of this decision."""
     stored_bytes: int = 0

@@ -1,30 +1,38 @@
-"""Segments, the units of recomputation, and what each mode of recomputation computes again and keeps.
+"""Segments, the units of recomputation and offload, and what each mode computes again, keeps and sends to the host.
 
 A segment is a contiguous run of calls whose module path begins alike, up to its first number ("model.layers.3").
 
 none        nothing is computed again; what autograd keeps is kept
 selective   contractions (linear, matmul, convolution) are kept; norms, attention and elementwise calls computed again
 full        everything is computed again from the segment's inputs
+offload     nothing is computed again; what autograd keeps leaves for the host, and comes back for the backward
 
-Results of collectives are kept in every mode: nothing communicates twice. Nor does a call run again that has made its
-gradients in the forward. Chen et al. 2016 (full), Korthikanti et al. 2022 (selective).
+Only what a segment alone uses leaves, and no weights: what others use, too, would have to stay for them. Results of
+collectives are kept in every mode that computes again: nothing communicates twice. Nor does a call run again that has
+made its gradients in the forward.
+
+Chen et al. 2016 (full), Korthikanti et al. 2022 (selective), Rhu et al. 2016 (offload).
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.program.calls import module_of
+from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.paths import layer_of
 from autopar.program.program import Program, tensor_inputs
 from autopar.program.saved_tensors import saved_in
 
-MODES = ("none", "selective", "full")
+OFFLOAD = "offload"
+RECOMPUTATIONS = ("none", "selective", "full")
+MODES = (*RECOMPUTATIONS, OFFLOAD)
+"""The modes of a segment; where nothing may leave for the host, the last of them is not offered."""
 GRADIENTS_IN_FORWARD = (LINEAR_CROSS_ENTROPY,)
 
 
@@ -70,7 +78,7 @@ def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collec
 
     `matmuls` are the calls whose outputs the selective mode keeps.
     """
-    if mode == "none":
+    if mode in ("none", OFFLOAD):
         return Recomputation(frozenset(), frozenset())
     saved_by = saved_in(program)
     needed: set[fx.Node] = set()
@@ -97,6 +105,40 @@ def recomputation(program: Program, segment: Segment, mode: str, matmuls: Collec
 def is_kept(node: fx.Node, mode: str, matmuls: Collection[fx.Node]) -> bool:
     """Whether a call of a segment never runs again, whether it communicates or not."""
     return node.target in GRADIENTS_IN_FORWARD or (mode == "selective" and node in matmuls)
+
+
+def leaving(program: Program) -> frozenset[fx.Node]:
+    """The calls whose results may leave for the host with what a segment saves: nothing but that segment uses them.
+
+    A view is used by who uses what it is a view of; views of parameters, buffers and inputs never leave.
+    """
+    if "leaving" not in program.facts:
+        program.facts["leaving"] = _leaving(program)
+    return program.facts["leaving"]
+
+
+def _leaving(program: Program) -> frozenset[fx.Node]:
+    saved = saved_in(program)
+    segment = {node: each.name for each in segments_of(program) for node in each.nodes}
+    memory: dict[fx.Node, fx.Node] = {}
+    """Call → the call or placeholder that has made the memory of its results."""
+    users: dict[fx.Node, set[str]] = defaultdict(set)
+    for node in program.graph.nodes:
+        if not is_call(node):
+            continue
+        sources = (source_of(each)[0] for each in tensor_inputs(node))
+        entering = [memory.get(source, source) for source in sources]
+        memory[node] = entering[0] if saved[node].aliases else node
+        for each in entering:
+            users[each].add(segment.get(node, ""))
+        if saved[node].outputs:
+            users[memory[node]].add(segment.get(node, ""))
+    for value in program.output:
+        if isinstance(value, fx.Node):
+            source, _ = source_of(value)
+            users[memory.get(source, source)].add("")
+    alone = {node for node, names in users.items() if len(names) == 1 and "" not in names and node.op != "placeholder"}
+    return frozenset(node for node, maker in memory.items() if maker in alone)
 
 
 def _learns(node: fx.Node) -> bool:

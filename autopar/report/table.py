@@ -18,6 +18,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow, is_main
 from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.report.timeline_words import timeline_words
 from autopar.units import format_bytes, format_seconds, format_share
 
@@ -68,7 +69,7 @@ def _header(plan: Plan) -> str:
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),
             *_on_host(plan),
-            *_recomputed(plan),
+            *_modes(plan),
             *_moved_weights(plan),
             f"  solver   {plan.solver}",
         )
@@ -103,20 +104,24 @@ def host_words(plan: Plan) -> str:
     return f"{format_bytes(plan.host_bytes)} of its memory per device: {parts}"
 
 
-def _recomputed(plan: Plan) -> list[str]:
-    """How the segments are computed again in the backward, numbered ones as ranges."""
+def _modes(plan: Plan) -> list[str]:
+    """How segments are computed again in the backward, and which save on the host, numbered ones as ranges."""
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for segment, mode in plan.recompute.items():
         stem, _, number = segment.rpartition(".")
         names[mode, stem].append(number)
-    words = [
-        f"{mode} in {stem}.{ranges(sorted(map(int, numbers)))}"
+    words = {
+        key: f"{key[1]}.{ranges(sorted(map(int, numbers)))}".removeprefix(".")
         if all(map(is_number, numbers))
-        else f"{mode} in {', '.join(f'{stem}.{number}' for number in numbers)}"
-        for (mode, stem), numbers in names.items()
-        if mode != "none"
+        else ", ".join(f"{key[1]}.{number}".removeprefix(".") for number in numbers)
+        for key, numbers in names.items()
+    }
+    again = [f"{mode} in {found}" for (mode, _), found in words.items() if mode not in ("none", OFFLOAD)]
+    away = [found for (mode, _), found in words.items() if mode == OFFLOAD]
+    return [
+        *([f"  computed again in the backward: {', '.join(again)}"] if again else []),
+        *([f"  saved on the host for the backward: {', '.join(away)}"] if away else []),
     ]
-    return [f"  computed again in the backward: {', '.join(words)}"] if words else []
 
 
 def _moved_weights(plan: Plan) -> list[str]:

@@ -4,6 +4,8 @@ forward     calls in their order; what moves activations is waited for, as are g
             issued ahead of their layer (`prefetch`)
 backward    the same the other way: a segment is computed again ahead of its first backward, weights are gathered again
             where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
+host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
+            begins; it comes back when the backward of the segment behind it begins
 optimizer   behind all of these; on a host beside the device, copies down, steps and copies up on streams of their own
 
 What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
@@ -20,12 +22,13 @@ from autopar.cost.offload import host_step
 from autopar.cost.operations import backward_launches, local_elements, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
 from autopar.space.space import Decision, without_gradient
 from autopar.space.strategy import Strategy
+from autopar.steps.host_copies import DOWN, UP, HostCopies
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
@@ -33,8 +36,8 @@ from autopar.steps.weights import Backward, Messages, Regathered
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
 
-DOWN, HOST, UP = "device to host", "host", "host to device"
-"""Streams of a step on the host."""
+HOST = "host"
+"""The stream of an optimizer's steps on the host."""
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -93,6 +96,7 @@ class _Step:
             )
             for bucket in buckets
         }
+        self.copies = HostCopies(memory, choices, modes, self.tasks)
         axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
         self.streams = {axis: f"{axis}, weights" for axis in axes}
 
@@ -154,7 +158,9 @@ class _Step:
                     issued = on_their_way.get(id(entry.bucket)) if step == 0 else None
                     self.tasks.wait([self._gather(entry.bucket, transfer) if issued is None else issued])
             else:
+                self.copies.enter(entry.number)
                 self._call(entry.number, backward=False)
+                self.copies.send(entry.number)
 
     def _ahead(self) -> dict[int, list[Bucket]]:
         """Place in the order → the buckets whose gathers are issued there, ahead of their layer."""
@@ -205,6 +211,7 @@ class _Step:
             elif isinstance(entry, Gathered):
                 self._reduce(entry.bucket, left_running, scattered)
             else:
+                self.copies.enter_backward(entry.number)
                 for number in again.pop(self.memory.lifetimes.segment[entry.number], ()):
                     self._compute_again(number, weights, kept_by)
                 for bucket in kept_by.get(entry.number, ()):
@@ -218,7 +225,7 @@ class _Step:
         again = self.memory.recompute_seconds(number)
         mode = self.modes.get(self.memory.lifetimes.segment[number], 0)
         seconds = float(again[mode][self.choices[number]]) if again else 0.0
-        if not seconds:
+        if not seconds or MODES[mode] == OFFLOAD:
             return
         for bucket in kept_by.get(number, ()):
             weights.use(bucket)

@@ -50,10 +50,22 @@ class Tasks:
         )
         return len(self.found) - 1
 
-    def beside(self, name: str, stream: str, seconds: float, row: str, after: Sequence[int] = ()) -> int:
-        """Something that takes nothing of the device, behind these, or what is computed and waited for; its number."""
-        before = after or sorted(self._awaited if self._computed is None else {*self._awaited, self._computed})
-        self.found.append(Task(name, stream, seconds, self.phase, 0.0, tuple(before), row=row, beside=True))
+    def beside(
+        self,
+        name: str,
+        stream: str,
+        seconds: float,
+        row: str,
+        after: Sequence[int] = (),
+        behind: Sequence[int] = (),
+    ) -> int:
+        """Something that takes nothing of the device, after these, or what is computed and waited for; its number.
+
+        It is `behind` others besides.
+        """
+        computed = self._awaited if self._computed is None else {*self._awaited, self._computed}
+        before = tuple(sorted({*(after or computed), *behind}))
+        self.found.append(Task(name, stream, seconds, self.phase, 0.0, before, row=row, beside=True))
         return len(self.found) - 1
 
     def wait(self, numbers: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from autopar.errors import InputError
 from autopar.runtime.ranks.uncompiled import uncompiled
-from autopar.runtime.recompute.marks import role_of
+from autopar.runtime.recompute.marks import is_offloaded, role_of
 from autopar.runtime.recompute.module_ranges import is_watched
 from autopar.runtime.recompute.regions import in_regions
 from autopar.runtime.recompute.run import run, steps_of
@@ -74,6 +74,11 @@ class RankGraph:
         if compilation is None and not compiling:
             call_by_call = (self._recomputes and learns) or is_watched()
             return partial(run, self.ahead.graph, self._steps) if call_by_call else self.ahead
+        if learns and any(is_offloaded(step.node) for step in self._steps):
+            raise InputError(
+                "torch.compile decides itself what a backward keeps, and the plan sends what layers keep to the host; "
+                'run the model without torch.compile, or plan with offload="optimizer" or "none".'
+            )
         if self._has_hooks and learns:
             raise InputError(
                 "torch.compile runs a model whose forward registers gradient hooks, which it would trace once; run the "

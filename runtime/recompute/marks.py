@@ -1,4 +1,4 @@
-"""What recomputation does with each call of a per-rank graph, as the rewriter writes it down."""
+"""What the mode of its segment means for each call of a per-rank graph, as the rewriter writes it down."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
-MARK = "recompute"
-"""The key of `Mark` in a call's meta."""
+from autopar.program.recompute_segments import OFFLOAD
+
+MARK = "autopar_mode"
+"""The key of `Mark` in a call's meta; "recompute" is one of PyTorch's own, which torch.compile prints."""
 CHANGED = "changed"
 """The key in a placeholder's meta that says whether calls change it in place: running statistics."""
+SEGMENT = "segment"
+"""The key of the segment, "" for none, in a call's meta; absent on what moves tensors and weights to calls."""
+LEAVES = "leaves"
+"""The key that is true on what gives a tensor that may leave for the host, where a segment saves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What recomputation does with a call of a per-rank graph."""
+    """What the mode of its segment means for a call of a per-rank graph."""
 
     segment: str
     mode: str
@@ -25,5 +31,11 @@ class Mark:
 
 
 def role_of(node: fx.Node) -> Mark | None:
-    """The role of a call; None where it belongs to no segment that is computed again."""
+    """The role of a call; None where it belongs to no segment that is computed again, or sends what it saves away."""
     return node.meta.get(MARK)
+
+
+def is_offloaded(node: fx.Node) -> bool:
+    """Whether what a call saves for its backward leaves for the host."""
+    role = role_of(node)
+    return role is not None and role.mode == OFFLOAD

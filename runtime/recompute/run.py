@@ -1,6 +1,7 @@
-"""Runs a per-rank graph call by call: where segments are computed again in the backward, or somebody watches modules.
+"""Runs a per-rank graph call by call: where segments are computed again or offloaded, or somebody watches modules.
 
-`saved_handles` says how segments are computed again. All other graphs run as the code that fx makes of them.
+`saved_handles` says how segments are computed again, `on_host` how they are offloaded. All other graphs run as the code
+that fx makes of them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.runtime.recompute.marks import Mark, role_of
+from autopar.runtime.recompute.marks import SEGMENT, Mark, is_offloaded, role_of
 from autopar.runtime.recompute.module_ranges import ModuleRanges
+from autopar.runtime.recompute.on_host import OnHost
 from autopar.runtime.recompute.saved_handles import Claims, Frame, call
 
 
@@ -27,6 +30,8 @@ class RunCall:
     last_uses: tuple[fx.Node, ...]
     """Values that no later call takes."""
     ends_segment: bool
+    stretch: int
+    """The number of the calls one after the other, all of one segment or of none, to which it belongs."""
 
 
 def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
@@ -41,27 +46,51 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
             if each not in seen:
                 seen.add(each)
                 last_uses[node].append(each)
-    return tuple(RunCall(node, role_of(node), tuple(last_uses[node]), node in ends) for node in calls)
+    stretches = _stretches(calls)
+    return tuple(
+        RunCall(node, role_of(node), tuple(last_uses[node]), node in ends, stretch)
+        for node, stretch in zip(calls, stretches, strict=True)
+    )
+
+
+def _stretches(calls: Sequence[fx.Node]) -> list[int]:
+    """For each call the number of its stretch; what moves tensors and weights lies in that of the call before it."""
+    found, current, number = [], None, 0
+    for node in calls:
+        role = role_of(node)
+        segment = node.meta.get(SEGMENT) if role is None or role.weight else role.segment
+        if segment is not None and segment != current:
+            current, number = segment, number + 1
+        found.append(number)
+    return found
 
 
 def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
     """Run a graph on the values of its placeholders; `steps` are `steps_of(graph)`."""
     values: dict[fx.Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
     ranges = ModuleRanges.where_watched()
-    claims, frame = Claims(), None
+    claims, frame, on_host = Claims(), None, None
     with claims, contextlib.ExitStack() as stack:
         if ranges is not None:
             stack.callback(ranges.close)
+        if torch.is_grad_enabled() and any(is_offloaded(step.node) for step in steps):
+            on_host = OnHost(claims.hold)
+            stack.callback(on_host.close)
+            claims.hold_saved = on_host.hold
         for step in steps:
             if ranges is not None:
                 ranges.enter(step.node)
-            if step.role is None:
+            if on_host is not None:
+                on_host.enter(step.node, step.stretch, values)
+            if step.role is None or is_offloaded(step.node):
                 values[step.node] = call(step.node, values.__getitem__)
             elif step.role.weight:
                 values[step.node] = claims.run_alone(step.node, step.role, values)
             else:
                 frame = frame or Frame()
                 values[step.node] = claims.run(frame, step.node, step.role, values)
+            if on_host is not None:
+                on_host.leave(values[step.node])
             if ranges is not None:
                 ranges.leave(step.node, values[step.node])
             if step.ends_segment and frame is not None:

@@ -7,7 +7,7 @@ results that no call may make twice (`Role.kept`: of collectives, and of contrac
 claim that the backward makes runs the calls again, one by one, each on detached inputs and in the surroundings of the
 first run. A value is freed when its last claim has been met, and a second backward runs the segment once more.
 
-Gathered weights are held as `Regather` says.
+Gathered weights are held as `Regather` says, what leaves for the host as `on_host` does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
+from autopar.runtime.recompute.on_host import Handle
 
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
@@ -75,6 +76,8 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(self._pack, _met)
         self._saving: _Saving | None = None
+        self.hold_saved: Callable[[Tensor], object] | None = None
+        """How what a call saves is held, where its segment is not computed again; None: as everything else."""
         self._weights: dict[int, Frame] = {}
         """Storage → the frame of the weight that lies there."""
 
@@ -110,7 +113,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, x: Tensor) -> object:
         saving = self._saving
         if saving is None:
-            return self.hold(x)
+            return self.hold(x) if self.hold_saved is None else self.hold_saved(x)
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
         frame = saving.frame
         key = frame.maker_of(x)
@@ -125,6 +128,8 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
 
 def _met(held: object) -> Tensor:
     """The tensor behind what was held."""
+    if isinstance(held, Handle):
+        return held.tensor()
     return held.frame.meet(held) if isinstance(held, _Claim) else Regather.given_back(held)
 
 

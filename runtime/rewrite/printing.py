@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.runtime.recompute.marks import role_of
 
 INDENT = "    "
@@ -39,8 +40,10 @@ def readable_code(module: fx.GraphModule, axes: Sequence[str]) -> str:
 
 
 def _recomputed(section: Sequence[fx.Node]) -> str:
-    """How the calls of a section are computed again in the backward."""
+    """How the calls of a section are computed again in the backward, or that what they save leaves for the host."""
     modes = {role.mode for node in section if (role := role_of(node)) is not None}
+    if modes == {OFFLOAD}:
+        return " (saved on the host)"
     return f" (recomputed: {', '.join(sorted(modes))})" if modes else ""
 
 

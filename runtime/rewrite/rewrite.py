@@ -24,10 +24,10 @@ from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import MODES, is_kept, segments_of
+from autopar.program.recompute_segments import MODES, OFFLOAD, is_kept, leaving, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
-from autopar.runtime.recompute.marks import CHANGED, MARK, Mark
+from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark
 from autopar.runtime.rewrite.moves import MoveCall, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
@@ -104,6 +104,12 @@ class _Rewriter:
         self.segment: tuple[str, str] | None = None
         """Name and mode of the segment whose calls are emitted; None where nothing is computed again."""
         self.matmuls = RoledProgram.of(space.program).matmuls
+        self.segment_of: dict[fx.Node, str] = {}
+        self.leaving: frozenset[fx.Node] = frozenset()
+        if any(mode == OFFLOAD for _, mode in modes.values()):
+            segments = segments_of(space.program)
+            self.segment_of = {node: each.name for each in segments for node in each.nodes}
+            self.leaving = leaving(space.program)
         self.weights: set[fx.Node] = set()
         """Parameters on their way to where they are used: they are stored and gathered, not computed again."""
         self.buckets = buckets_of(space, choices)
@@ -202,9 +208,11 @@ class _Rewriter:
         new = self._emit(target, args, kwargs, layout, name=node.name)
         self.values[number, 0] = new
         new.meta[IS_SHARED] = strategy.shared
+        if node.name not in self.space.weight_casts:
+            new.meta[SEGMENT], new.meta[LEAVES] = self.segment_of.get(node, ""), node in self.leaving
         if node.name in self.space.weight_casts:
             self.weights.add(new)
-            if node in self.modes:
+            if node in self.modes and self.modes[node][1] != OFFLOAD:
                 new.meta[MARK] = Mark(*self.modes[node], kept=False, weight=True)
         elif self.segment is not None:
             self._mark(new, strategy.communicates or is_kept(node, self.segment[1], self.matmuls))
@@ -217,6 +225,7 @@ class _Rewriter:
         layout = self._strategy(number).outputs[output]
         new = self._emit(operator.getitem, (whole, node.args[1]), {}, layout, name=node.name)
         self.values[number, output] = new
+        new.meta[SEGMENT], new.meta[LEAVES] = whole.meta[SEGMENT], whole.meta[LEAVES]
         if self.segment is not None:
             self._mark(new, whole.meta[MARK].kept)
 
@@ -325,6 +334,7 @@ class _Rewriter:
     def _emit_move(self, call: MoveCall, value: fx.Node, layout: Layout) -> fx.Node:
         """A move of a tensor."""
         new = self._emit(call.function, (value, *call.args), call.kwargs, layout)
+        new.meta[LEAVES] = value.meta.get(LEAVES, False)
         if value in self.weights:
             self.weights.add(new)
         elif self.segment is not None:

@@ -25,7 +25,7 @@ from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
 from autopar.plans.plan import Plan
 from autopar.program.operators.experts import DISPATCH
-from autopar.program.recompute_segments import MODES
+from autopar.program.recompute_segments import MODES, RECOMPUTATIONS
 from autopar.space.space import Space
 from autopar.units import format_bytes, format_seconds
 from tests.support.divided_experts import Form, batches, choices, forced, with_experts
@@ -91,7 +91,7 @@ def test_the_problem_is_in_seconds_and_bytes_what_is_told_of_its_choices(names: 
     _, made = _planned(space, *names)
     formulation = Formulation(space, MemoryModel(space))
     segments = formulation.memory.lifetimes.segments
-    for modes in ({}, {name: MODES[rng.integers(len(MODES))] for name in segments}):
+    for modes in ({}, {name: MODES[rng.integers(len(RECOMPUTATIONS))] for name in segments}):
         taken = bytes_by_moment(formulation.memory, made, modes)
         for moment in rng.choice(np.flatnonzero(taken), 10).tolist():
             row = MemoryRow(((moment, 1),))

@@ -179,8 +179,10 @@ def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
     again = loaded.attach(_model(), (torch.zeros(16, 64),), strategy="zero3", hardware="h100")
     assert again.verify().ok
     values = json.loads(plan.to_json())
-    values["offload"] = "activations"
-    with pytest.raises(PlanError, match="offload is 'activations'; needed one of 'none', 'optimizer'"):
+    values["offload"] = "weights"
+    with pytest.raises(
+        PlanError, match="offload is 'weights'; needed one of 'none', 'optimizer', 'activations', 'both'"
+    ):
         Plan.from_json(json.dumps(values))
     values["offload"] = "none"
     with pytest.raises(PlanError, match="its offload is not what its choices come to"):
@@ -208,9 +210,14 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": "activations"}, "offload='activations'; give 'none', 'optimizer', 'auto'.*recompute="),
+        ({"offload": "weights"}, "offload='weights'; give 'none', 'optimizer', 'activations', 'both', 'auto'"),
+        ({"offload": "both", "recompute": "full"}, "offload='both' sends .* recompute='full' .* next to nothing; give"),
+        ({"offload": "activations", "imbalance": 1.5}, "offload='activations' beside imbalance=1.5: copies .* equal"),
         ({"offload": "auto", "optimizer": "sgd"}, "offload was given with optimizer='sgd'"),
-        ({"host_memory": "1GB"}, 'host_memory=1000000000 limits what is offloaded.*offload="optimizer" or "auto"'),
+        (
+            {"host_memory": "1GB"},
+            'host_memory=1000000000 limits what is offloaded.*offload="optimizer", "activations",',
+        ),
         ({"offload": "auto", "host_memory": -1}, "host_memory=-1; give bytes per host"),
     ],
 )
