@@ -19,36 +19,24 @@ are made of parts of those met on both sides of the budgets, until there are bet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.deadline import after, check, is_over, seconds_until
-from autopar.solver.elimination import (
-    CHEAP_WORK,
-    Elimination,
-    Tables,
-    choices_of,
-    evaluate,
-    narrow_elimination,
-    optimum,
-)
+from autopar.solver.deadline import after, is_over
+from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.min_marginals import Excesses, cheapest, shared_excesses
-from autopar.solver.narrow import EXACT, Enough, best_left, labelled
-from autopar.solver.problem import Floats, Problem
+from autopar.solver.min_marginals import cheapest
+from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
-from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import prune
 from autopar.solver.relaxation.prices import NEARER, best_prices
-from autopar.solver.relaxation.wide import WORTHWHILE, Wide
-from autopar.solver.residual.residual import Counted
+from autopar.solver.rows import Rows, WideRows, constant_of
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
-ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
@@ -61,13 +49,6 @@ LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wid
 RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
 LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
 PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
-ROUGHLY = 0.1  # of what is open: a sweep that closes less is slow at prices yet to be found
-ROUGHLY_NEAR = 5e-4  # of the seconds: messages so near to choices are good enough at prices yet to be found
-COUNTING = 0.25  # of the time that is left, at most, goes to one count
-
-_T = TypeVar("_T")
-UNCOUNTED = Counted(None, -math.inf, False)
-UNLABELLED = UNCOUNTED, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +86,7 @@ def solve_rows(
     pruned = [prune(each) for each in problems]
     contracted = [contract(each.problem) for each in pruned]
     smaller = [each.problem for each in contracted]
-    whole = None if is_wide else _Rows.of(smaller, deadline, MAX_WORK)
+    whole = None if is_wide else Rows.of(smaller, deadline, MAX_WORK)
     if whole is None:
         budgets = np.array([each.budget for each in problems], dtype=np.float64)
         planes = [(problems[0].seconds_of(x), np.array([each.bytes_of(x) for each in problems]) - budgets) for x in met]
@@ -118,7 +99,7 @@ def solve_rows(
 
 
 def _best_of_narrow(
-    whole: _Rows, prices: tuple[float, ...], known: float, deadline: float, gap: float, enough: Enough
+    whole: Rows, prices: tuple[float, ...], known: float, deadline: float, gap: float, enough: Enough
 ) -> Best:
     """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
     is_dear = whole.elimination.work > CHEAP_WORK
@@ -134,10 +115,10 @@ def _best_of_narrow(
             margin = min(widest, known - reached + TOLERANCE * scale)
             below = reached + margin
             left = whole.left(near, margin)
-            rows = _Rows.of([each.problem for each in left], deadline, math.inf)
+            rows = Rows.of([each.problem for each in left], deadline, math.inf)
             assert rows is not None, "an elimination that has become wider"
             tried = reached + MOVED * margin if steps < MAX_STEPS else math.inf
-            found = _best_of(rows, _constant(left), prices, below, deadline, gap, enough, known, tried)
+            found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known, tried)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
@@ -175,7 +156,7 @@ def _best_of_wide(
     enough: Enough,
 ) -> Best:
     """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide."""
-    whole = _WideRows(problems, deadline)
+    whole = WideRows(problems, deadline)
     best, bound, prices = None, -math.inf, start
     try:
         scale = min((seconds for seconds, _ in met), default=math.inf)
@@ -194,13 +175,13 @@ def _best_of_wide(
         while not is_closed(known, bound, gap) and not is_over(deadline) and LEAST_MARGIN < share < widest:
             margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
             left = whole.within(prices, margin)
-            rows = _Rows.of([each.problem for each in left], deadline, LEFT_WORK)
+            rows = Rows.of([each.problem for each in left], deadline, LEFT_WORK)
             if rows is None:
                 share, widest = share / GROWTH, share
                 continue
             # What is left may have the best answer that is found, though it is not within the margin.
             below = min(known, reached + WIDER * margin)
-            found = _best_of(rows, _constant(left), prices, below, deadline, gap, enough, known)
+            found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = problems[0].seconds_of(choices)
@@ -216,7 +197,7 @@ def _best_of_wide(
 
 
 def _best_of(
-    rows: _Rows,
+    rows: Rows,
     constant: float,
     start: Sequence[float],
     below: float,
@@ -276,122 +257,3 @@ def _best_of(
             return result(is_searched=False)
         epsilon *= GROWTH
     return result()
-
-
-class _Rows:
-    """A problem with several memory rows, ready to be evaluated at prices."""
-
-    def __init__(self, problems: Sequence[Problem], tables: Tables, elimination: Elimination, deadline: float) -> None:
-        self.problems, self.tables, self.elimination = tuple(problems), tables, elimination
-        self.deadline = deadline
-        self.budgets = np.array([each.budget for each in problems], dtype=np.float64)
-        self._last: tuple[tuple[float, ...], list[Floats]] = (), []
-
-    @classmethod
-    def of(cls, problems: Sequence[Problem], deadline: float, most: float) -> _Rows | None:
-        """None where the graph is too wide, or an evaluation takes more than so many entries."""
-        tables = Tables(problems[0], problems[1:])
-        elimination = narrow_elimination(problems[0], tables)
-        if elimination is None or elimination.work > most:
-            return None
-        return cls(problems, tables, elimination, deadline)
-
-    def at(
-        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
-    ) -> tuple[float, tuple[int, ...]]:
-        """L(λ), and choices that attain it, whatever is known or enough."""
-        evaluated = self._evaluated(prices)
-        least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
-        slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
-        return least - paid - slack, choices_of(self.elimination, evaluated)
-
-    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
-        return self.left(self.excesses(prices, margin), margin)
-
-    def excesses(self, prices: tuple[float, ...], margin: float) -> Excesses:
-        """What strategies cost above L(λ), where that is below a margin."""
-        evaluated = self._evaluated(prices)
-        return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
-
-    def left(self, found: Excesses, margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin."""
-        return [remaining(each, found, margin) for each in self.problems]
-
-    def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
-        """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
-        left, constant = self._left(prices, margin)
-        if math.isinf(constant):
-            return Counted(None, limit, True), True
-        soon = after(COUNTING * seconds_until(self.deadline))
-        problems = [each.problem for each in left]
-        result, is_small = self._by(lambda: labelled(problems, prices, limit - constant, soon)) or UNLABELLED
-        return _of_the_whole(result, left[0], limit), is_small
-
-    def counted(
-        self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float, effort: float
-    ) -> Counted:
-        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
-        left, constant = self._left(prices, margin)
-        if math.isinf(constant):
-            return Counted(None, limit, True)
-        soon = after(COUNTING * seconds_until(self.deadline))
-        problems = [each.problem for each in left]
-        result = self._by(lambda: best_left(problems, prices, limit - constant, tolerance, soon, effort))
-        return _of_the_whole(result or UNCOUNTED, left[0], limit)
-
-    def _by(self, search: Callable[[], _T]) -> _T | None:
-        """What a search finds that has a part of the time; None where that was too short for it to begin."""
-        try:
-            return search()
-        except TimeLimitError:
-            check(self.deadline)
-            return None
-
-    def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
-        """What is left within a margin, and what the rest takes: no end where nothing is left."""
-        left = self.within(prices, margin)
-        return left, _constant(left)
-
-    def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
-        if self._last[0] != prices:
-            self._last = prices, evaluate(self.elimination, self.tables.weighted(*prices), self.deadline)
-        return self._last[1]
-
-
-class _WideRows:
-    """A problem with several memory rows whose graph is too wide for elimination: messages bound it at prices."""
-
-    def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
-        self.problems = tuple(problems)
-        self._wide = Wide(problems[0], deadline, ROUGHLY_NEAR, problems[1:])
-        self._wide.worthwhile = ROUGHLY
-        self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
-
-    def finely(self) -> None:
-        """From here on go on as long as messages gain."""
-        self._wide.worthwhile = WORTHWHILE
-
-    def at(
-        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
-    ) -> tuple[float, tuple[int, ...] | None]:
-        """A bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
-        paid = float(np.dot(prices, self._budgets))
-        least, met = self._wide.least(*prices, known=known + paid, enough=enough + paid)
-        return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices
-
-    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
-        """For each row, what is left of its problem without what costs more than a margin above that bound."""
-        least, _ = self._wide.least(*prices)
-        return self._wide.within(least + margin, *prices)
-
-
-def _constant(left: Sequence[Remaining]) -> float:
-    """What is decided takes so many seconds; no end where it breaks a limit, or nothing is left."""
-    return math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
-
-
-def _of_the_whole(found: Counted, left: Remaining, limit: float) -> Counted:
-    """What was found of a problem that is left, as choices and a bound of all of it."""
-    choices = None if found.choices is None else left.extend(found.choices)
-    return Counted(choices, min(found.bound + left.constant, limit), found.is_proven)

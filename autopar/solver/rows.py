@@ -1,0 +1,152 @@
+"""A problem with several memory rows at prices of its bytes: what it takes at least, and what is left within a margin.
+
+    L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)]
+
+Elimination gives L(λ) exactly (`Rows`); where the graph is too wide for that, messages bound it (`WideRows`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import after, check, seconds_until
+from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.min_marginals import Excesses, shared_excesses
+from autopar.solver.narrow import best_left, labelled
+from autopar.solver.problem import Floats, Problem
+from autopar.solver.reductions.fixing import Remaining, remaining
+from autopar.solver.relaxation.wide import WORTHWHILE, Wide
+from autopar.solver.residual.residual import Counted
+
+ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
+ROUGHLY = 0.1  # of what is open: a sweep that closes less is slow at prices yet to be found
+ROUGHLY_NEAR = 5e-4  # of the seconds: messages so near to choices are good enough at prices yet to be found
+COUNTING = 0.25  # of the time that is left, at most, goes to one count
+
+_T = TypeVar("_T")
+UNCOUNTED = Counted(None, -math.inf, False)
+UNLABELLED = UNCOUNTED, False
+
+
+class Rows:
+    """A problem with several memory rows, ready to be evaluated at prices."""
+
+    def __init__(self, problems: Sequence[Problem], tables: Tables, elimination: Elimination, deadline: float) -> None:
+        self.problems, self.tables, self.elimination = tuple(problems), tables, elimination
+        self.deadline = deadline
+        self.budgets = np.array([each.budget for each in problems], dtype=np.float64)
+        self._last: tuple[tuple[float, ...], list[Floats]] = (), []
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], deadline: float, most: float) -> Rows | None:
+        """None where the graph is too wide, or an evaluation takes more than so many entries."""
+        tables = Tables(problems[0], problems[1:])
+        elimination = narrow_elimination(problems[0], tables)
+        if elimination is None or elimination.work > most:
+            return None
+        return cls(problems, tables, elimination, deadline)
+
+    def at(
+        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+    ) -> tuple[float, tuple[int, ...]]:
+        """L(λ), and choices that attain it, whatever is known or enough."""
+        evaluated = self._evaluated(prices)
+        least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
+        slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
+        return least - paid - slack, choices_of(self.elimination, evaluated)
+
+    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
+        return self.left(self.excesses(prices, margin), margin)
+
+    def excesses(self, prices: tuple[float, ...], margin: float) -> Excesses:
+        """What strategies cost above L(λ), where that is below a margin."""
+        evaluated = self._evaluated(prices)
+        return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
+
+    def left(self, found: Excesses, margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin."""
+        return [remaining(each, found, margin) for each in self.problems]
+
+    def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
+        """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
+        left, constant = self._left(prices, margin)
+        if math.isinf(constant):
+            return Counted(None, limit, True), True
+        soon = after(COUNTING * seconds_until(self.deadline))
+        problems = [each.problem for each in left]
+        result, is_small = self._by(lambda: labelled(problems, prices, limit - constant, soon)) or UNLABELLED
+        return _of_the_whole(result, left[0], limit), is_small
+
+    def counted(
+        self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float, effort: float
+    ) -> Counted:
+        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
+        left, constant = self._left(prices, margin)
+        if math.isinf(constant):
+            return Counted(None, limit, True)
+        soon = after(COUNTING * seconds_until(self.deadline))
+        problems = [each.problem for each in left]
+        result = self._by(lambda: best_left(problems, prices, limit - constant, tolerance, soon, effort))
+        return _of_the_whole(result or UNCOUNTED, left[0], limit)
+
+    def _by(self, search: Callable[[], _T]) -> _T | None:
+        """What a search finds that has a part of the time; None where that was too short for it to begin."""
+        try:
+            return search()
+        except TimeLimitError:
+            check(self.deadline)
+            return None
+
+    def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
+        """What is left within a margin, and what the rest takes: no end where nothing is left."""
+        left = self.within(prices, margin)
+        return left, constant_of(left)
+
+    def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
+        if self._last[0] != prices:
+            self._last = prices, evaluate(self.elimination, self.tables.weighted(*prices), self.deadline)
+        return self._last[1]
+
+
+class WideRows:
+    """A problem with several memory rows whose graph is too wide for elimination: messages bound it at prices."""
+
+    def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
+        self.problems = tuple(problems)
+        self._wide = Wide(problems[0], deadline, ROUGHLY_NEAR, problems[1:])
+        self._wide.worthwhile = ROUGHLY
+        self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
+
+    def finely(self) -> None:
+        """From here on go on as long as messages gain."""
+        self._wide.worthwhile = WORTHWHILE
+
+    def at(
+        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """A bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
+        paid = float(np.dot(prices, self._budgets))
+        least, met = self._wide.least(*prices, known=known + paid, enough=enough + paid)
+        return least - paid - ROUNDING * (abs(least) + paid), None if met is None else met.choices
+
+    def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
+        """For each row, what is left of its problem without what costs more than a margin above that bound."""
+        least, _ = self._wide.least(*prices)
+        return self._wide.within(least + margin, *prices)
+
+
+def constant_of(left: Sequence[Remaining]) -> float:
+    """What is decided takes so many seconds; no end where it breaks a limit, or nothing is left."""
+    return math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
+
+
+def _of_the_whole(found: Counted, left: Remaining, limit: float) -> Counted:
+    """What was found of a problem that is left, as choices and a bound of all of it."""
+    choices = None if found.choices is None else left.extend(found.choices)
+    return Counted(choices, min(found.bound + left.constant, limit), found.is_proven)
