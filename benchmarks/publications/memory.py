@@ -46,7 +46,7 @@ WAITING = 2
 """Such activations of each layer and micro-batch in flight: what its reduce-scatters take; the embedding has one."""
 CAUGHT_UP = 2
 """measured: the last micro-batches in flight, of which nothing waits where hosts are not ahead: what runs of 1.3B and
-3.6B parameters with tp >= 8 reserve on two, four and eight stages is then 3% to 4% off in the median, before 5% to 18%."""
+3.6B parameters reserve with tp >= 8 on two, four and eight stages is 3% to 4% off with it in the median."""
 UNDISTURBED = "nanotron"
 """The machine whose hosts do not come late."""
 GRADIENTS = 4
