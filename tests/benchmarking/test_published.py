@@ -268,6 +268,14 @@ def test_plans_that_are_not_a_layer_apart_are_refused() -> None:
         )
 
 
+def test_a_message_that_would_take_less_than_nothing_is_of_no_repeated_layer() -> None:
+    short = [Task("layer", COMPUTE, 1.0), Task("gathered", COMPUTE, 3.0)]
+    long = [Task("layer", COMPUTE, 1.0), Task("layer", COMPUTE, 1.0), Task("gathered", COMPUTE, 2.0)]
+    assert [each.seconds for each in extended(short, long, 2)][-1] == 0.0
+    with pytest.raises(NotRepeated, match=r"gathered takes 3.0 s, and 2.0 s with a layer more"):
+        extended(short, long, 3)
+
+
 # Predictions.
 
 
