@@ -32,7 +32,10 @@ def test_the_states_of_a_cluster_are_told_apart_by_the_bandwidth_in_a_node(bandw
 def test_a_machine_replaces_what_it_differs_in_and_nothing_else() -> None:
     h100 = load("h100")
     assert Machine().of(h100) == h100
-    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 1e11).of(h100)
+    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 0.5, 1e11).of(h100)
+    shares = slower.links[1].efficiencies
+    assert (shares.all_gather, shares.reduce_scatter, shares.all_reduce) == (0.5, 0.5, 1.0)
+    assert slower.links[0].efficiencies == h100.links[0].efficiencies
     assert [each.bytes_per_s for each in slower.links] == [1e11, 1e10]
     assert [each.straggling_s for each in slower.links] == [2e-4, 3e-3]
     assert slower.links[1].protocols[0].step_latency_s == 2 * h100.links[1].protocols[0].step_latency_s
