@@ -7,7 +7,7 @@ and without.
 
     python -m benchmarks.published nanotron_h100.csv vtrain_a100_single_node.csv --jobs 2 --plot published.png
     python -m benchmarks.published papers.csv --rows                a line for each row, too
-    python -m benchmarks.published nanotron_h100.csv --sample 100   so many rows, the same every time
+    python -m benchmarks.published nanotron_h100.csv:100            so many of its rows, the same every time
     python -m benchmarks.published nanotron_h100.csv --cells 3      all runs of three models on so many GPUs
     python -m benchmarks.published memory_papers.csv                memory by part
 """
@@ -40,11 +40,16 @@ from benchmarks.publications.tables import read_table
 STORE = Path.home() / ".cache" / "autopar" / "published"
 
 
+def table_and_count(said: str) -> tuple[str, int | None]:
+    """The path of a table, and how many of its rows are asked about; None: all."""
+    path, _, count = said.rpartition(":")
+    return (path, int(count)) if path and count.isdecimal() else (said, None)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict the rows of tables, and print how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="+", help="CSV files")
-    parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("tables", nargs="+", help="CSV files; TABLE.csv:60 is sixty of its rows, the same every time")
     parser.add_argument("--cells", type=int, help="of each table the rows of so many models on so many GPUs")
     parser.add_argument("--successful", action="store_true", help="leave out runs that ran out of memory")
     parser.add_argument("--rows", action="store_true", help="print every row")
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     contradictions: list[Contradiction] = []
-    for table in given.tables:
+    for table, count in map(table_and_count, given.tables):
         if is_of_parts(table):
             print(f"{report.memory_parts(parts(table, load('a100')))}\n")
             continue
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read = [row for row in whole if not (given.successful and row.out_of_memory)]
         if given.cells:
             read = of_cells(read, given.cells, FEWEST_RUNS)
-        rows += sampled(read, given.sample)
+        rows += sampled(read, count)
     profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
     known: dict[str, Hardware] = {}
 

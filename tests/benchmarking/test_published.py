@@ -537,6 +537,12 @@ def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
     assert unknown.predicted is None and "does not build" in unknown.reason
 
 
+def test_a_table_is_whole_unless_a_number_of_rows_is_said() -> None:
+    assert published.table_and_count("a/b.csv:60") == ("a/b.csv", 60)
+    assert published.table_and_count("a/b.csv") == ("a/b.csv", None)
+    assert published.table_and_count("c:/b.csv") == ("c:/b.csv", None)
+
+
 @pytest.mark.slow
 def test_the_command_prints_errors_memory_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = NANOTRON.splitlines()[1].replace("small,4,2,2", "other,2,1,2")
