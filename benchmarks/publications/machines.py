@@ -69,15 +69,16 @@ class Machine:
 MACHINES = {
     "vtrain one node": Machine(4.5e-5),
     "vtrain several nodes": Machine(4.5e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
-    "nanotron": Machine(6.6e-5, (1e-6, 8.2e-4), 21e9, 3.2),
+    "nanotron": Machine(6.2e-5, (1e-6, 6.2e-4), 37e9, 3.1, 0.41),
     "nanotron, late hosts": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5),
     "nanotron, no NVLink": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5, node_bytes_per_s=45e9, message_s=0.5),
 }
 """measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's. Late hosts were
-fitted to plans of which eight collectives of a layer wait for them; six do, as others run beside products, with 4/3 of
-the lateness each. Without NVLink all 13 runs are on pipelines. A slot of the step of those that have a plan takes 0.5 s
-to 0.6 s more than is predicted of two stages, 0.7 s to 0.9 s of four and eight, whatever the model and the message:
-messages begin after 0.5 s, by the runs of 3.6B parameters (0.51 s) as by those of 8.9B (0.51 s)."""
+fitted earlier, with launches of 66 us, which they hide, and to plans of which eight collectives of a layer wait for
+them; six do, as others run beside products, with 4/3 of the lateness each. Without NVLink all 13 runs are on pipelines.
+A slot of the step of those that have a plan takes 0.5 s to 0.6 s more than is predicted of two stages, 0.7 s to 0.9 s
+of four and eight, whatever the model and the message: messages begin after 0.5 s, by the runs of 3.6B parameters
+(0.51 s) as by those of 8.9B (0.51 s)."""
 
 
 def machine_name(row: Row) -> str:
