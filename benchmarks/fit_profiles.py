@@ -4,6 +4,7 @@ Left out are whole models, and whole numbers of nodes.
 
     python -m benchmarks.fit_profiles a100 vtrain_a100_single_node.csv vtrain_a100_multi_node.csv papers.csv
     python -m benchmarks.fit_profiles h100 nanotron_h100.csv papers.csv --sample 60 --most 2000
+    python -m benchmarks.fit_profiles h100 nanotron_h100.csv --machine nanotron   only what this machine adds
 
 Numbers of the device are the same for all rows, `launch_s` for those of a framework, links and lateness for those of a
 machine (`publications.machines`); nothing is fitted to a row. Steps are priced by `publications.ledger`. Logarithms of
@@ -36,10 +37,13 @@ from benchmarks.publications.tables import read_table
 
 DEVICE = {"product": 0.75, "attention": 0.4, "length": 200.0, "elementwise": 0.8}
 """Shares of the peak FLOP/s that products and attention reach, queries at which this is half, share of bandwidth."""
-MACHINE = ("late in node", "late in network", "network", "latency")
-BEGIN = {"nanotron": (1e-6, 4.5e-4, 30e9, 3.0), "nanotron, late hosts": (3.6e-4, 2.7e-3, 21e9, 10.0)}
-"""Of a machine seconds of lateness, bytes/s of the network, and times the latencies of NCCL's model."""
+NOT_FITTED = "nanotron, no NVLink"  # whose node and messages `machines` says
+MACHINE = ("late in node", "late in network", "network", "latency", "gathered")
+BEGIN = {"nanotron": (1e-6, 4.5e-4, 30e9, 3.0, 0.6), "nanotron, late hosts": (3.6e-4, 2.7e-3, 21e9, 10.0, 0.9)}
+"""Of a machine seconds of lateness, bytes/s of the network, times the latencies of NCCL's model, and the share of the
+network that gathers and reduce-scatters reach."""
 MOST = {"product": 0.95, "attention": 0.95, "elementwise": 1.0}
+MOST |= {f"gathered {name}": 1.0 for name in BEGIN}
 FIRM = {"product": 1.0, "elementwise": 0.6, "length": 0.5, "attention": 0.3}
 """How firmly a number stays where it begins, in rows that are 100% off."""
 LOOSE = 0.25  # of all others
@@ -48,14 +52,24 @@ FAR, FARTHEST = 0.1, 0.6  # an error from which on rows count less; the most tha
 Numbers = Mapping[str, float]
 
 
-def begin(rows: Sequence[Row]) -> dict[str, float]:
+def begin(rows: Sequence[Row], device: Numbers = DEVICE) -> dict[str, float]:
     """What is fitted to some rows, where it begins."""
-    found = dict(DEVICE)
+    found = dict(device)
     for name in sorted({machine_name(row) for row in rows}):
         found[f"launch {'nanotron' if name.startswith('nanotron') else name.split()[0]}"] = 3e-5
         if name.startswith("nanotron"):
             found |= {f"{what} {name}": value for what, value in zip(MACHINE, BEGIN[name], strict=True)}
     return found
+
+
+def numbers_of(profile: Hardware) -> dict[str, float]:
+    """What a profile says of its device, in the numbers that are fitted."""
+    return {
+        "product": profile.product_efficiency,
+        "attention": profile.product_efficiency * profile.attention_efficiency,
+        "length": profile.attention_length,
+        "elementwise": profile.elementwise_bytes_per_s / profile.memory_bytes_per_s,
+    }
 
 
 def hardware_of(numbers: Numbers, row: Row, profile: Hardware) -> Hardware:
@@ -84,12 +98,14 @@ class Fit:
     ledgers: Sequence[RowLedger]
     profiles: Mapping[str, Hardware]
     """Device → the profile that numbers are put into."""
+    fixed: Numbers
+    """Numbers that are not fitted."""
 
     def errors(self, numbers: Numbers, of: Sequence[int]) -> np.ndarray:
         """Logarithms of predicted over measured seconds."""
         found = []
         for each in (self.ledgers[n] for n in of):
-            hardware = hardware_of(numbers, each.row, self.profiles[each.row.device])
+            hardware = hardware_of({**self.fixed, **numbers}, each.row, self.profiles[each.row.device])
             found.append(math.log(each.seconds(hardware) / (each.row.seconds or math.nan)))
         return np.array(found)
 
@@ -124,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tables", nargs="+", help="CSV files")
     parser.add_argument("--sample", type=int, help="of each source so many rows, the same every time")
     parser.add_argument("--most", type=float, default=math.inf, help="forwards of stages in the step of a row")
+    parser.add_argument("--machine", help="fit only what this machine adds to the profile as it is")
     given = parser.parse_args(arguments)
     read = [
         each
@@ -131,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in read_table(table)
         if each.seconds
         and PROFILES.get(each.device, "").startswith(given.kind)
-        and machine_name(each) != "nanotron, no NVLink"
+        and _is_of(each, given.machine)
         and (each.pp == 1 or each.pp * each.chunks * each.accumulation <= given.most)
     ]
     sources = dict.fromkeys(each.source for each in read)
@@ -146,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ledgers.append(RowLedger.of(row, profiles[row.device]))
         except (Unexpressed, NotRepeated, AutoparError):
             continue
-    fit = Fit(ledgers, profiles)
-    first = begin(rows)
+    kept = numbers_of(load(given.kind)) if given.machine else {}
+    fit = Fit(ledgers, profiles, kept)
+    first = begin(rows, {} if given.machine else DEVICE)
     names, firm = list(first), np.array([FIRM.get(name, LOOSE) for name in first])
     start = here = np.log(list(first.values()))
     for _ in range(STEPS):
@@ -164,6 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         left_out.setdefault(name, off.copy())[asked] = off[asked] + slopes[asked] @ move
     for name, errors in left_out.items():
         _say(f"{name} left out", ledgers, errors)
+
+
+def _is_of(row: Row, machine: str | None) -> bool:
+    """Whether a row is fitted: of one machine, or of all that are."""
+    return machine_name(row) != NOT_FITTED if machine is None else machine_name(row) == machine
 
 
 def _say(what: str, ledgers: Sequence[RowLedger], off: np.ndarray) -> None:

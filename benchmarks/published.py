@@ -2,11 +2,12 @@
 
 Each row of a table is planned as it ran: degrees, micro-batches, schedule, ZeRO, recomputation. Printed are, by source,
 the errors of seconds and bytes, whether out-of-memory is told right, the regret of choosing by prediction, and why
-other rows have no plan.
+other rows have no plan. Runs that other runs of the same table contradict are listed, and figures are given with them
+and without.
 
     python -m benchmarks.published nanotron_h100.csv vtrain_a100_single_node.csv --jobs 2 --plot published.png
     python -m benchmarks.published papers.csv --rows                a line for each row, too
-    python -m benchmarks.published nanotron_h100.csv --sample 100   so many rows, the same every time
+    python -m benchmarks.published nanotron_h100.csv:100            so many of its rows, the same every time
     python -m benchmarks.published nanotron_h100.csv --cells 3      all runs of three models on so many GPUs
     python -m benchmarks.published memory_papers.csv                memory by part
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from benchmarks.publications import machines, report
 from benchmarks.publications.choice import FEWEST_RUNS, cells
+from benchmarks.publications.contradicted import Contradiction, contradicted
 from benchmarks.publications.folds import of_cells, sampled
 from benchmarks.publications.memory import runs_out
 from benchmarks.publications.parts import is_of_parts, parts
@@ -37,11 +40,16 @@ from benchmarks.publications.tables import read_table
 STORE = Path.home() / ".cache" / "autopar" / "published"
 
 
+def table_and_count(said: str) -> tuple[str, int | None]:
+    """The path of a table, and how many of its rows are asked about; None: all."""
+    path, _, count = said.rpartition(":")
+    return (path, int(count)) if path and count.isdecimal() else (said, None)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict the rows of tables, and print how well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="+", help="CSV files")
-    parser.add_argument("--sample", type=int, help="of each table so many rows, the same every time")
+    parser.add_argument("tables", nargs="+", help="CSV files; TABLE.csv:60 is sixty of its rows, the same every time")
     parser.add_argument("--cells", type=int, help="of each table the rows of so many models on so many GPUs")
     parser.add_argument("--successful", action="store_true", help="leave out runs that ran out of memory")
     parser.add_argument("--rows", action="store_true", help="print every row")
@@ -54,14 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for table in given.tables:
+    contradictions: list[Contradiction] = []
+    for table, count in map(table_and_count, given.tables):
         if is_of_parts(table):
             print(f"{report.memory_parts(parts(table, load('a100')))}\n")
             continue
-        read = [row for row in read_table(table) if not (given.successful and row.out_of_memory)]
+        whole = read_table(table)
+        contradictions += contradicted(whole)
+        read = [row for row in whole if not (given.successful and row.out_of_memory)]
         if given.cells:
             read = of_cells(read, given.cells, FEWEST_RUNS)
-        rows += sampled(read, given.sample)
+        rows += sampled(read, count)
     profiles = PROFILES | dict(each.split("=", 1) for each in given.profile)
     known: dict[str, Hardware] = {}
 
@@ -77,14 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rows:
         return
     found = outcomes(rows, hardware_of, given.jobs, given.store, given.whole, progress)
+    command = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    print(f"python -m benchmarks.published {command}")
     print(f"date {datetime.date.today()}, torch {torch.__version__}, {len(rows)} rows\n")
-    made = cells(found, runs_out)
+    made, undisputed = cells(found, runs_out), ()
+    if contradictions:
+        undisputed = cells(report.without(found, contradictions), runs_out)
     for text in (
         report.rows(found) if given.rows else "",
-        report.times(found),
+        report.times(found, contradictions),
+        report.contradicted_runs(contradictions),
         report.memory(found),
         report.order_of_schedules(found),
-        report.choices(made),
+        report.choices(made, undisputed),
         report.reasons(found),
     ):
         if text:

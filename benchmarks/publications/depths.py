@@ -61,26 +61,24 @@ class Depths:
             lambda plan: float(sum(plan.memory.parts.get(each, 0) for each in names) if plan.memory else 0)
         )
 
-    def peak(self, runs: Microbatches) -> int:
-        """Bytes at the fullest moment of a step of such micro-batches."""
+    def peak_and_standing(self, runs: Microbatches) -> tuple[int, int]:
+        """Bytes at the fullest moment of a step of such micro-batches, and those that stand between several of them."""
         longer = moments(self.longer, runs)
         if self.shorter is None:
-            return int(longer.max())
+            return int(longer.max()), standing_bytes(self.longer, runs, longer)
         shorter = moments(self.shorter, runs)
         before, behind = _beside_layers(self.longer)
         if self.gathered:  # the last layer has none to gather ahead, the first none whose gathers it runs beside
             before, behind = (each + longer.shape[-1] - shorter.shape[-1] for each in (before, behind))
-        return highest(shorter, longer, self.times, before, behind)
-
-    def standing(self, runs: Microbatches) -> int:
-        """Bytes that stand between the micro-batches of a step."""
-        return round(self.line(lambda plan: float(standing_bytes(plan, runs))))
+        stand = (standing_bytes(self.shorter, runs, shorter), standing_bytes(self.longer, runs, longer))
+        return highest(shorter, longer, self.times, before, behind), round(on_line(*stand, self.times))
 
 
-def standing_bytes(plan: Plan, runs: Microbatches) -> int:
+def standing_bytes(plan: Plan, runs: Microbatches, known: np.ndarray | None = None) -> int:
     """Bytes of parameters, optimizer, moved weights, and gradients of several micro-batches as they are added up.
 
-    That is the end of a step less gradients as they are stored, which are made of those then.
+    That is the end of a step less gradients as they are stored, which are made of those then. `known` are the moments
+    of the plan with these runs.
     """
     several = replace(runs, count=max(runs.count, 2))
     context = context_of(plan)
@@ -91,7 +89,8 @@ def standing_bytes(plan: Plan, runs: Microbatches) -> int:
         reduced = memory.accumulation.reduced(wire)
         if reduced is not None:
             made += int(reduced[context.choices[wire.source], context.choices[wire.target]])
-    return int(moments(plan, several)[end, 0]) - made
+    found = known if known is not None and several == runs else moments(plan, several)
+    return int(found[end, 0]) - made
 
 
 def repeated_seconds(plan: Plan, tasks: Sequence[Task]) -> float:

@@ -153,7 +153,8 @@ class RowLedger:
             own, (forth, back) = kinds[kind], self.stages[kind][3]
             weight = WEIGHTS * own.backward
             sent = forth * now / before, back * now / before
-            stages.append(StageSeconds(own.forward, own.backward - weight, weight, *sent, own.once))
+            seconds = StageSeconds(own.forward, own.backward - weight, weight, *sent, own.once)
+            stages.append(planning.waited(seconds) if pinned(self.row).waits else seconds)
         return simulate_stages(self.schedule, stages).seconds
 
 

@@ -3,7 +3,8 @@
     vTrain        a node's cards carry 800 Gb/s, as its README says: 12.5 GB/s a device
     launch_s      of the framework: Python that runs modules call by call, measured in no table, but fitted (below)
     nanotron      one cluster in states, told apart by the bandwidth of the run's own all-reduce in a node: below
-                  440 GB/s hosts come late to collectives, and below 100 GB/s there is no NVLink
+                  440 GB/s hosts come late to collectives, and below 100 GB/s there is no NVLink, and messages
+                  between stages begin late
 
 Fitted numbers are those of `benchmarks.fit_profiles`, which prints them with their cross-validated errors.
 """
@@ -32,8 +33,12 @@ class Machine:
     """Of the outermost link, where that carries more."""
     network_latency: float = 1.0
     """Times the latency of a step over it."""
+    gathered: float = 1.0
+    """Share of the network that gathers and reduce-scatters reach, which no switch or tree makes shorter."""
     node_bytes_per_s: float = inf
     """Of the link in a node, where that carries more."""
+    message_s: float = 0.0
+    """Seconds in which a message between stages begins; 0: as the links have it."""
 
     def of(self, profile: Hardware) -> Hardware:
         """The profile of its devices, on this machine."""
@@ -41,26 +46,39 @@ class Machine:
         num_bytes = min(node.bytes_per_s, self.node_bytes_per_s)
         links = replace(node, bytes_per_s=num_bytes, straggling_s=self.straggling_s[0]), self._network(network)
         launch = profile.launch_s if self.launch_s is None else self.launch_s
-        return replace(profile, launch_s=launch, links=links)
+        return replace(profile, launch_s=launch, links=tuple(map(self._with_messages, links)))
+
+    def _with_messages(self, link: Link) -> Link:
+        if not self.message_s:
+            return link
+        fastest = min(each.base_latency_s + each.step_latency_s for each in link.protocols if each.algorithm == "ring")
+        return replace(link, latencies=replace(link.latencies, all_to_all=self.message_s / fastest))
 
     def _network(self, link: Link) -> Link:
         protocols = tuple(
             replace(each, step_latency_s=each.step_latency_s * self.network_latency) for each in link.protocols
         )
         num_bytes = min(link.bytes_per_s, self.network_bytes_per_s)
-        return replace(link, bytes_per_s=num_bytes, protocols=protocols, straggling_s=self.straggling_s[1])
+        of_all = link.efficiencies
+        gathered, scattered = (each * self.gathered for each in (of_all.all_gather, of_all.reduce_scatter))
+        share = replace(of_all, all_gather=gathered, reduce_scatter=scattered)
+        late = self.straggling_s[1]
+        return replace(link, bytes_per_s=num_bytes, protocols=protocols, straggling_s=late, efficiencies=share)
 
 
 MACHINES = {
     "vtrain one node": Machine(4.5e-5),
     "vtrain several nodes": Machine(4.5e-5, network_bytes_per_s=VTRAIN_BYTES_PER_S),
-    "nanotron": Machine(6.6e-5, (1e-6, 8.2e-4), 21e9, 3.2),
+    "nanotron": Machine(6.2e-5, (1e-6, 6.2e-4), 37e9, 3.1, 0.41),
     "nanotron, late hosts": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5),
-    "nanotron, no NVLink": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5, 45e9),
+    "nanotron, no NVLink": Machine(6.6e-5, (4.7e-4, 3.9e-3), 18e9, 11.5, node_bytes_per_s=45e9, message_s=0.5),
 }
-"""measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's. Late
-hosts were fitted to plans of which eight collectives of a layer wait for them; six do, as others run beside products,
-with 4/3 of the lateness each."""
+"""measured: fits of benchmarks/results/2026-11-24-profiles.txt; the network of vTrain is its source's. Late hosts were
+fitted earlier, with launches of 66 us, which they hide, and to plans of which eight collectives of a layer wait for
+them; six do, as others run beside products, with 4/3 of the lateness each. Without NVLink all 13 runs are on pipelines.
+A slot of the step of those that have a plan takes 0.5 s to 0.6 s more than is predicted of two stages, 0.7 s to 0.9 s
+of four and eight, whatever the model and the message: messages begin after 0.5 s, by the runs of 3.6B parameters
+(0.51 s) as by those of 8.9B (0.51 s)."""
 
 
 def machine_name(row: Row) -> str:

@@ -4,10 +4,11 @@ allocated   what a plan predicts: tensors; nanotron has further ones that it kee
             has no buffers for what a stage will receive, of which PyTorch's pipelines have one for each micro-batch
 peak        tensors at the fullest moment, with those that its code makes beside autopar's, and with those that wait for
             NCCL: reduce-scatters run on a stream of their own, and the allocator has their inputs back when the device
-            has come so far, which the host is ahead of while it issues forwards. Where hosts come late, it is not in
-            the last of them
+            has come so far. A rule that is inferred from the peaks, and seen in no code: where hosts are ahead of the
+            device, those of all forwards wait; where hosts are late to collectives for longer than a layer computes,
+            those of the last two do not
 reserved    what the allocator has taken of the device: tensors, and what their sizes leave free between them, a factor
-            that is the median of runs of other models
+            that is the median of runs of other models, of those on a pipeline where the run is
 device      reserved, CUDA's context with the kernels of libraries, and the buffers of NCCL's communicators
 """
 
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import cache
 
+from autopar.hardware.load import load
+from autopar.hardware.profile import Hardware
 from benchmarks.publications.folds import by_model, folds
-from benchmarks.publications.machines import machine_name
+from benchmarks.publications.machines import MACHINES, machine_name
 from benchmarks.publications.prediction import Outcome
 from benchmarks.publications.rows import GIB, Row
-from benchmarks.publications.strategies import cuts
+from benchmarks.publications.strategies import PROFILES, cuts
 
 MIB = 2**20
 CAPACITY = {"h100_80gb": 81559 * MIB}
@@ -39,7 +43,10 @@ gathered before columns, and one for gradients before rows (nanotron, parallel/t
 LIBRARY_BYTES = 0.07 * GIB
 """measured: what nanotron_h100.csv allocates between steps beyond what is stated here; cuBLAS has its workspaces."""
 WAITING = 2
-"""Such activations of each layer and micro-batch in flight: what its two reduce-scatters take."""
+"""Such activations of each layer and micro-batch in flight: what its reduce-scatters take; the embedding has one."""
+CAUGHT_UP = 2
+"""measured: the last micro-batches in flight, of which nothing waits where hosts are not ahead: what runs of 1.3B and
+3.6B parameters reserve with tp >= 8 on two, four and eight stages is 3% to 4% off with it in the median."""
 UNDISTURBED = "nanotron"
 """The machine whose hosts do not come late."""
 GRADIENTS = 4
@@ -74,12 +81,35 @@ def further_bytes(row: Row, parameters: float) -> float:
         return 0.0
     layers = row.shape.layers if row.pp == 1 else cuts(row)[0]
     in_flight = min(row.pp, row.accumulation)
-    waiting = WAITING * whole_bytes(row) * (in_flight - (machine_name(row) != UNDISTURBED))
+    waiting = in_flight if hosts_are_ahead(row) else max(0, in_flight - CAUGHT_UP)
+    waiting *= (WAITING * layers + 1) * whole_bytes(row)
     # What attention gives lies by sample, and is copied to lie by position.
     copied = between_bytes(row) * in_flight if row.micro_batch > 1 else 0.0
     loss = LOSS * row.micro_batch * row.sequence * row.shape.vocabulary / row.tp if row.pp == 1 and row.tp > 1 else 0.0
     gradients = GRADIENTS * parameters if row.accumulation == 1 else 0.0
-    return layers * (waiting + copied) + loss + gradients
+    return waiting + layers * copied + loss + gradients
+
+
+def hosts_are_ahead(row: Row) -> bool:
+    """Whether a layer computes for longer, forward, than the last host of tp ranks comes late to a collective."""
+    if machine_name(row) == UNDISTURBED:
+        return True
+    in_node, between = MACHINES[machine_name(row)].straggling_s
+    late = in_node * (min(row.tp, 8) - 1) + between * (-(-row.tp // 8) - 1)
+    return layer_seconds(row) > late
+
+
+def layer_seconds(row: Row) -> float:
+    """Seconds of the forward's products and causal attention in one layer, on one of tp ranks, by the profile."""
+    profile, tokens = _profile(row.device), row.micro_batch * row.sequence
+    flops = profile.flops_of("bfloat16") * profile.product_efficiency
+    attention = 2 * tokens * row.sequence * row.shape.hidden / profile.attention_efficiency
+    return (2 * tokens * row.shape.layer_parameters + attention) / flops / row.tp
+
+
+@cache
+def _profile(device: str) -> Hardware:
+    return load(PROFILES[device])
 
 
 def between_bytes(row: Row) -> float:
@@ -123,10 +153,21 @@ def fragmentation(found: Sequence[Outcome]) -> float:
 
 
 def factors(found: Sequence[Outcome]) -> list[float]:
-    """For each row the fragmentation of the models of other folds, where there are several, else that of all."""
-    rows = [each.row for each in found]
-    made = [fragmentation(found)] * len(rows)
-    for fold in folds(rows, by_model):
+    """For each row the fragmentation of the models of other folds, where there are several, else that of all.
+
+    Rows with and without a pipeline are kept apart.
+    """
+    made = [1.0] * len(found)
+    for on_pipeline in (False, True):
+        numbers = [n for n, each in enumerate(found) if (each.row.pp > 1) == on_pipeline]
+        for n, factor in zip(numbers, _of_others([found[n] for n in numbers]), strict=True):
+            made[n] = factor
+    return made
+
+
+def _of_others(found: Sequence[Outcome]) -> list[float]:
+    made = [fragmentation(found)] * len(found)
+    for fold in folds([each.row for each in found], by_model):
         of_others = fragmentation([found[n] for n in fold.fitted])
         for each in fold.held_out:
             made[each] = of_others

@@ -36,7 +36,7 @@ from autopar.program.program import Program
 from autopar.solver.deadline import NEVER
 from autopar.steps.step import forward_and_backward
 from autopar.timeline.simulation import simulate
-from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths, repeated_seconds
+from benchmarks.publications.depths import FEWEST, FEWEST_GATHERED, Depths, repeated_seconds, standing_bytes
 from benchmarks.publications.models import decoder
 from benchmarks.publications.repeated import NotRepeated
 from benchmarks.publications.rows import Shape
@@ -120,7 +120,7 @@ def _alone(asked: Pinned, hardware: Hardware, whole: bool = False) -> Predicted:
     again = repeated_seconds(depths.longer, depths.microbatch()) if asked.repeats else 0.0
     step = simulate(depths.step(), share).seconds + again
     further = sum(forward_and_backward(depths.microbatch(), share)) + again if runs.several else 0.0
-    return Predicted(step, further, depths.peak(runs), depths.standing(runs), depths.shorter is not None)
+    return Predicted(step, further, *depths.peak_and_standing(runs), depths.shorter is not None)
 
 
 def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Predicted:
@@ -131,10 +131,11 @@ def _whole_pipeline(asked: Pinned, counts: Sequence[int], hardware: Hardware) ->
     plan = plan_pipeline(PipelineRequest.of(wanted, program, asked.mesh(hardware.name), "pp", schedule))
     runs = _runs(schedule, wanted)
     standing = [
-        sum(Depths(plan.stages[stage].plan).standing(runs[stage]) for stage in schedule.stages_of(rank))
+        sum(standing_bytes(plan.stages[stage].plan, runs[stage]) for stage in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)
     ]
-    return Predicted(plan.seconds, 0.0, plan.peak_bytes, max(standing), False)
+    stages = [waited(each.seconds) if asked.waits else each.seconds for each in plan.stages]
+    return Predicted(simulate_stages(schedule, stages).seconds, 0.0, plan.peak_bytes, max(standing), False)
 
 
 def _runs(schedule: Schedule, wanted: PlanRequest) -> list[Microbatches]:
@@ -166,12 +167,29 @@ def _in_stages(asked: Pinned, counts: Sequence[int], hardware: Hardware) -> Pred
         if kind not in known:
             depths = Depths.of(partial(plan_of_stage, search, stage, last), layers, asked.gathered)
             sent = messages(search.planned, context_of(depths.longer).space.program)
-            known[kind] = depths, _seconds(depths, sent, hardware.communication_share, asked.repeats)
+            seconds = _seconds(depths, sent, hardware.communication_share, asked.repeats)
+            known[kind] = depths, waited(seconds) if asked.waits else seconds
         stages.append(known[kind])
     peaks, standing = _bytes([depths for depths, _ in stages], schedule, _runs(schedule, request_of(asked, hardware)))
-    seconds = simulate_stages(schedule, [each for _, each in stages]).seconds
+    step = simulate_stages(schedule, [each for _, each in stages]).seconds
     derived = any(depths.shorter is not None for depths, _ in stages)
-    return Predicted(seconds, 0.0, peaks, standing, derived)
+    return Predicted(step, 0.0, peaks, standing, derived)
+
+
+def waited(seconds: StageSeconds) -> StageSeconds:
+    """A stage of a rank that waits for its messages: a forward and a backward for those of both, which go together.
+
+    That is half of each message for each of the two; the other half is the way to the next stage, as of any message
+    (Megatron-LM, `send_forward_backward_recv_forward_backward` of its interleaved schedule).
+    """
+    forth, back = seconds.send_forward / 2, seconds.send_backward / 2
+    return replace(
+        seconds,
+        forward=seconds.forward + forth,
+        backward_input=seconds.backward_input + back,
+        send_forward=forth,
+        send_backward=back,
+    )
 
 
 def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbatches]) -> tuple[int, int]:
@@ -184,8 +202,9 @@ def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbat
             continue  # as another rank, with no more in flight
         seen[id(stages[own[0]])] = runs[own[0]].in_flight
         transient = [stages[stage].part(*TRANSIENT) for stage in own]
-        peaks.append(sum(stages[stage].peak(runs[stage]) for stage in own) - sum(transient) + max(transient))
-        standing.append(sum(stages[stage].standing(runs[stage]) for stage in own))
+        each = [stages[stage].peak_and_standing(runs[stage]) for stage in own]
+        peaks.append(sum(peak for peak, _ in each) - sum(transient) + max(transient))
+        standing.append(sum(stand for _, stand in each))
     return round(max(peaks)), max(standing)
 
 

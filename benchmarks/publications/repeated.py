@@ -3,8 +3,8 @@
 Two plans that differ in one layer show what a layer adds. Its tasks are put in as often as there are further layers,
 and the longer list is simulated, as every step is; sums, and the bytes at each moment, counted from the begin or from
 the end of the model, are straight lines in the number of layers, so that their maximum lies at one of the ends. Where
-the longer plan is not the shorter with a layer put in, as where messages join several layers, `NotRepeated` says so,
-and the model is planned whole.
+the longer plan is not the shorter with a layer put in, as where messages join several layers, or where a message takes
+so much less in it that none would be left, `NotRepeated` says so, and the model is planned whole.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ def extended(shorter: Sequence[Task], longer: Sequence[Task], times: int) -> tup
         copies[place].append(at)
         # Messages of all layers' norms, and the like, grow with their number.
         seconds = task.seconds if other is None else on_line(shorter[other].seconds, task.seconds, times)
+        if seconds < 0:
+            raise NotRepeated(
+                f"{task.name} takes {shorter[other or 0].seconds} s, and {task.seconds} s with a layer more"
+            )
         found.append(replace(task, seconds=seconds, after=tuple(sorted(after))))
     return tuple(found)
 

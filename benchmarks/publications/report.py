@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
 from benchmarks.publications.choice import Cell, share_within
+from benchmarks.publications.contradicted import Contradiction
 from benchmarks.publications.memory import CAPACITY, allocated, at_the_peak, factors, fragmentation, runs_out
 from benchmarks.publications.parts import Part
 from benchmarks.publications.prediction import Outcome
@@ -24,10 +25,15 @@ def group(outcome: Outcome) -> str:
     return row.source
 
 
-def times(found: Sequence[Outcome]) -> str:
-    """Seconds by source."""
+def times(found: Sequence[Outcome], contradictions: Sequence[Contradiction] = ()) -> str:
+    """Seconds by source, and once more without the runs that others of the same table contradict."""
     lines = []
-    for name, own in _grouped(each for each in found if each.predicted and each.row.seconds).items():
+    measured = [each for each in found if each.predicted and each.row.seconds]
+    grouped = _grouped(measured)
+    for name, own in _grouped(without(measured, contradictions)).items():
+        if len(own) < len(grouped[name]):
+            grouped[f"{name}, not contradicted"] = own
+    for name, own in sorted(grouped.items()):
         if len(own) < 2:
             continue
         every = errors([each.seconds for each in own], [each.row.seconds or 0.0 for each in own])
@@ -36,6 +42,22 @@ def times(found: Sequence[Outcome]) -> str:
              f"{every.spearman:.3f}")
         )  # fmt: skip
     return tabulate(lines, ("seconds of a step", "rows", "MAPE", "median", "median, absolute", "Spearman"))
+
+
+def without(found: Sequence[Outcome], contradictions: Sequence[Contradiction]) -> list[Outcome]:
+    """The outcomes of runs that no other run contradicts."""
+    left_out = [each.row for each in contradictions]
+    return [each for each in found if each.row not in left_out]
+
+
+def contradicted_runs(contradictions: Sequence[Contradiction]) -> str:
+    """The runs that others of the same table contradict; whether they are of a sample is not looked at."""
+    lines = [
+        (each.row.label, f"{each.row.seconds:.4g}", f"{each.enough:.4g}", each.by.label, f"{each.by.seconds:.4g}")
+        for each in contradictions
+    ]
+    headers = ("contradicted by other runs", "measured s", "enough s", "by", "measured s")
+    return tabulate(lines, headers, disable_numparse=True) if lines else ""
 
 
 def memory(found: Sequence[Outcome]) -> str:
@@ -66,7 +88,13 @@ def memory(found: Sequence[Outcome]) -> str:
                 f"\n\nout of memory told right, {what}: {of.share:.1%} of {len(limited)} runs; {of.fitting_told} of "
                 f"{of.fitting} that fit, {of.failing_told} of {of.failing} that do not"
             )
-        text += f"\n\nfragmentation {fragmentation(planned):.2f} on all; of each run that of models of other folds"
+    if lines:
+        both = ([each for each in planned if (each.row.pp > 1) == on_pipeline] for on_pipeline in (False, True))
+        alone, staged = map(fragmentation, both)
+        text += (
+            f"\n\nfragmentation {alone:.2f} without a pipeline, {staged:.2f} with one; of each run that of models of "
+            "other folds"
+        )
     return text
 
 
@@ -84,8 +112,8 @@ def order_of_schedules(found: Sequence[Outcome]) -> str:
     return f"schedules of one model and batch in the measured order: {right} of {every} pairs" if every else ""
 
 
-def choices(made: Sequence[Cell]) -> str:
-    """The regret of choosing by prediction."""
+def choices(made: Sequence[Cell], undisputed: Sequence[Cell] = ()) -> str:
+    """The regret of choosing by prediction, and how it is shared among cells without runs that others contradict."""
     if not made:
         return ""
     lines = [
@@ -93,8 +121,14 @@ def choices(made: Sequence[Cell]) -> str:
         for each in made
     ]
     headers = ("model", "GPUs", "runs", "chosen", "fastest", "regret", "by chance")
-    said = f"regret of at most 5% in {share_within(made, 0.05):.0%}, of at most 15% in {share_within(made, 0.15):.0%}"
-    return f"{tabulate(lines, headers)}\n\n{said} of {len(made)} cells"
+    said = [f"{_regret(made)} of {len(made)} cells"]
+    if undisputed:
+        said.append(f"without contradicted runs {_regret(undisputed)} of {len(undisputed)} cells")
+    return "\n\n".join((tabulate(lines, headers), *said))
+
+
+def _regret(made: Sequence[Cell]) -> str:
+    return f"regret of at most 5% in {share_within(made, 0.05):.0%}, of at most 15% in {share_within(made, 0.15):.0%}"
 
 
 def reasons(found: Sequence[Outcome]) -> str:

@@ -29,6 +29,8 @@ PROFILES = {
     "gb200": "gb200",
 }
 """What the sources call a device → the profile."""
+MEGATRON = ("megatron", "korthikanti", "zero bubble")
+"""Frameworks that are Megatron-LM, as its papers used it: messages beside computing came later."""
 DATA = ("data_parallel", "zero1", "zero2", "zero3")
 PRECISIONS = {
     **NAMED,
@@ -64,6 +66,8 @@ class Pinned:
     """Micro-batches of a step on a pipeline; without one 1 or 2."""
     repeats: bool
     """Whether what is computed again communicates again, too: with Megatron a layer does, with autopar nothing."""
+    waits: bool = False
+    """Whether ranks wait for their messages, as Megatron's do where stages are interleaved."""
 
     @property
     def annotations(self) -> tuple[Annotation, ...]:
@@ -103,6 +107,7 @@ def pinned(row: Row) -> Pinned:
         row.chunks if on_pipeline else 1,
         row.accumulation if on_pipeline else min(row.accumulation, 2),
         row.recompute == "full" and row.tp > 1,
+        on_pipeline and row.schedule == "interleaved_1f1b" and row.framework in MEGATRON,
     )
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.hardware.collectives import collective_seconds, message_seconds
 from autopar.hardware.load import load
+from autopar.sharding.mesh import Mesh
 from benchmarks.fit_profiles import begin, hardware_of, nearest
 from benchmarks.publications.machines import VTRAIN_BYTES_PER_S, Machine, machine_name
 from benchmarks.publications.machines import hardware_of as on_its_machine
@@ -30,12 +32,26 @@ def test_the_states_of_a_cluster_are_told_apart_by_the_bandwidth_in_a_node(bandw
 def test_a_machine_replaces_what_it_differs_in_and_nothing_else() -> None:
     h100 = load("h100")
     assert Machine().of(h100) == h100
-    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 1e11).of(h100)
+    slower = Machine(1e-4, (2e-4, 3e-3), 1e10, 2.0, 0.5, 1e11).of(h100)
+    shares = slower.links[1].efficiencies
+    assert (shares.all_gather, shares.reduce_scatter, shares.all_reduce) == (0.5, 0.5, 1.0)
+    assert slower.links[0].efficiencies == h100.links[0].efficiencies
     assert [each.bytes_per_s for each in slower.links] == [1e11, 1e10]
     assert [each.straggling_s for each in slower.links] == [2e-4, 3e-3]
     assert slower.links[1].protocols[0].step_latency_s == 2 * h100.links[1].protocols[0].step_latency_s
     assert slower.links[0].protocols == h100.links[0].protocols and slower.launch_s == 1e-4
     assert Machine(network_bytes_per_s=1e15).of(h100) == h100, "a profile's own links are not made faster"
+
+
+def test_messages_between_stages_begin_as_late_as_a_machine_says_and_collectives_do_not() -> None:
+    h100, late = load("h100"), Machine(message_s=0.5).of(load("h100"))
+    mesh = Mesh({"pp": 2, "dp": 8}, "h100")
+    assert message_seconds(0, mesh, "pp", late) == pytest.approx(0.5)
+    assert message_seconds(10**8, mesh, "pp", late) - 0.5 == pytest.approx(0.0, abs=0.05)
+    assert message_seconds(0, mesh, "pp", h100) < 1e-4
+    assert collective_seconds("all_gather", 1, mesh, "dp", late) == collective_seconds(
+        "all_gather", 1, mesh, "dp", h100
+    )
 
 
 def test_a_row_of_several_nodes_of_vtrain_has_the_cards_that_its_source_says() -> None:

@@ -14,11 +14,14 @@ import autopar
 from autopar.errors import InputError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
+from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks import published
-from benchmarks.publications import prediction
+from benchmarks.publications import prediction, report
 from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
 from benchmarks.publications.choice import cells, share_within
+from benchmarks.publications.contradicted import TIMES, contradicted, enough
 from benchmarks.publications.folds import both, by_model, by_nodes, folds, of_cells, sampled
 from benchmarks.publications.kernels import causal_softmax, rms_norm, rotary
 from benchmarks.publications.memory import (
@@ -31,10 +34,12 @@ from benchmarks.publications.memory import (
     fragmentation,
     framework_bytes,
     further_bytes,
+    hosts_are_ahead,
+    layer_seconds,
     runs_out,
 )
 from benchmarks.publications.parts import is_of_parts, parts
-from benchmarks.publications.planning import Predicted, predicted
+from benchmarks.publications.planning import Predicted, predicted, waited
 from benchmarks.publications.prediction import Outcome, outcomes
 from benchmarks.publications.repeated import NotRepeated, extended
 from benchmarks.publications.rows import GIB, Row, Shape
@@ -263,6 +268,14 @@ def test_plans_that_are_not_a_layer_apart_are_refused() -> None:
         )
 
 
+def test_a_message_that_would_take_less_than_nothing_is_of_no_repeated_layer() -> None:
+    short = [Task("layer", COMPUTE, 1.0), Task("gathered", COMPUTE, 3.0)]
+    long = [Task("layer", COMPUTE, 1.0), Task("layer", COMPUTE, 1.0), Task("gathered", COMPUTE, 2.0)]
+    assert [each.seconds for each in extended(short, long, 2)][-1] == 0.0
+    with pytest.raises(NotRepeated, match=r"gathered takes 3.0 s, and 2.0 s with a layer more"):
+        extended(short, long, 3)
+
+
 # Predictions.
 
 
@@ -312,10 +325,20 @@ def test_what_reduce_scatters_take_waits_for_the_device_while_hosts_are_ahead_of
     given = row(tp=2, micro_batch=1)
     whole = given.sequence * LLAMA.hidden * 2
     logits = given.sequence * LLAMA.vocabulary // 2
-    assert further_bytes(given, 10.0) == 2 * LLAMA.layers * whole + 2 * logits
-    assert further_bytes(row(tp=2, micro_batch=1, bandwidths={"intra_all_reduce": 4e11}), 10.0) == 2 * logits
-    late = row(tp=2, pp=2, micro_batch=1, accumulation=4, bandwidths={"intra_all_reduce": 4e11})
-    assert further_bytes(late, 10.0) == 2 * cuts(late)[0] * whole, "of one of two micro-batches in flight"
+    assert further_bytes(given, 10.0) == (2 * LLAMA.layers + 1) * whole + 2 * logits
+    late = {"tp": 2, "micro_batch": 1, "bandwidths": {"intra_all_reduce": 4e11}}
+    assert further_bytes(row(**late), 10.0) == 2 * logits, "of the last two forwards nothing waits"
+    staged = row(**late, shape=dataclasses.replace(LLAMA, layers=16), pp=4, accumulation=8)
+    assert further_bytes(staged, 10.0) == (2 * cuts(staged)[0] + 1) * 2 * whole, "of two of four"
+
+
+def test_hosts_are_ahead_where_a_layer_computes_longer_than_they_are_late() -> None:
+    late = {"tp": 2, "shape": LARGE, "sequence": 4096, "bandwidths": {"intra_all_reduce": 4e11}}
+    h100 = load("h100")
+    products = 2 * 4096 * LARGE.layer_parameters / 2 / (h100.flops["bfloat16"] * h100.product_efficiency)
+    assert products < layer_seconds(row(**late, micro_batch=1)) < 2 * products
+    assert hosts_are_ahead(row(**late, micro_batch=8)) and not hosts_are_ahead(row(**{**late, "tp": 8}, micro_batch=8))
+    assert hosts_are_ahead(row(**{**late, "bandwidths": {}}, micro_batch=1))
 
 
 def test_nanotron_copies_samples_and_keeps_the_gradients_of_one_micro_batch() -> None:
@@ -352,9 +375,33 @@ def test_fragmentation_of_a_run_is_that_of_other_models() -> None:
         for taken, shape in ((110.0, LLAMA), (130.0, other))
     ]
     assert factors(runs) == [1.3, 1.1] and fragmentation(runs) == pytest.approx(1.2)
+    staged = outcome(
+        1.0, 100, reserved_bytes=200.0, pp=2, framework="megatron", shape=dataclasses.replace(LLAMA, layers=4)
+    )
+    assert factors([*runs, staged]) == [1.3, 1.1, 2.0], "of runs on a pipeline it is another"
     assert fragmentation([outcome(1.0)]) == 1.0
     nearly = CAPACITY["h100_80gb"] - 2 * GIB
     assert runs_out(outcome(1.0, nearly), 1.1) and not runs_out(outcome(1.0, nearly))
+
+
+# Messages.
+
+
+def test_megatron_waits_for_the_messages_of_interleaved_stages_alone() -> None:
+    interleaved = row(pp=2, chunks=2, schedule="interleaved_1f1b", framework="megatron", accumulation=4)
+    assert pinned(interleaved).waits
+    assert not pinned(dataclasses.replace(interleaved, framework="nanotron")).waits
+    assert not pinned(dataclasses.replace(interleaved, schedule="interleaved_zero_bubble")).waits
+    assert not pinned(row(pp=2, framework="megatron", accumulation=4)).waits
+
+
+def test_a_wait_is_half_of_each_message_and_no_message_is_longer_on_its_way() -> None:
+    stage = StageSeconds(1.0, 1.5, 0.5, 0.25, 0.5)
+    held = waited(stage)
+    assert (held.forward, held.backward_input, held.backward_weight) == (1.125, 1.75, 0.5)
+    assert held.forward + held.send_forward == stage.forward + stage.send_forward
+    schedule = Schedule("interleaved_1f1b", 2, 4, 2)
+    assert simulate(schedule, [held] * 4).seconds > simulate(schedule, [stage] * 4).seconds
 
 
 # Figures.
@@ -392,6 +439,47 @@ def test_choosing_a_run_that_fails_costs_all() -> None:
     runs = [outcome(2.0, seconds=1.0), outcome(3.0, seconds=1.0), outcome(1.0, seconds=None, out_of_memory=True)]
     (cell,) = cells(runs, runs_out, least=2)
     assert cell.regret == math.inf
+
+
+# Runs that others contradict.
+
+NETWORK = {"intra_all_reduce": 450e9, "all_gather": 1e9}
+OTHER = {"tp": 2, "dp": 2, "micro_batch": 4, "accumulation": 2, "seconds": 1.0, "bandwidths": NETWORK}
+
+
+def test_what_another_run_took_is_enough_for_its_slots_its_share_and_its_gradients() -> None:
+    other = row(**OTHER, pp=2)  # three slots of the pipeline
+    assert enough(row(**{**OTHER, "pp": 2, "dp": 1}), other) == 1.0
+    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "accumulation": 4}), other) == pytest.approx(5 / 3)
+    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "tp": 1}), other) == 2.0
+    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "micro_batch": 1}), other) == 1.0, "as many launches"
+    gradients = 8 * LLAMA.parameters / 4 / 1e9
+    assert enough(row(**OTHER, pp=2), other) == pytest.approx(1.0 + gradients)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tp": 1, "dp": 4}, {"dp": 1}, {"bandwidths": {"intra_all_reduce": 4e11}}, {"pp": 2}, {"shape": LARGE}],
+)
+def test_only_runs_of_as_many_pieces_in_the_same_state_contradict(changes: dict[str, object]) -> None:
+    slow = row(**{**OTHER, "seconds": 3.0})
+    (found,) = contradicted([slow, row(**OTHER)])
+    assert (found.row, found.by.seconds) == (slow, 1.0)
+    assert contradicted([slow, row(**{**OTHER, **changes})]) == []
+
+
+def test_a_run_that_takes_less_than_twice_what_is_enough_is_not_contradicted() -> None:
+    assert contradicted([row(**{**OTHER, "seconds": 0.99 * TIMES}), row(**OTHER)]) == []
+
+
+def test_figures_are_given_with_and_without_contradicted_runs() -> None:
+    runs = [outcome(1.0, **{**OTHER, "seconds": seconds}) for seconds in (1.0, 1.1, 5.0)]
+    contradictions = contradicted([each.row for each in runs])
+    assert "nanotron pp = 1, not contradicted" in report.times(runs, contradictions)
+    assert "not contradicted" not in report.times(runs)
+    assert "5 " in report.contradicted_runs(contradictions) and report.contradicted_runs([]) == ""
+    said = report.choices(cells(runs, runs_out, least=3), cells(runs[:2], runs_out, least=2))
+    assert "without contradicted runs regret of at most 5% in 100%" in said
 
 
 # Folds.
@@ -447,6 +535,12 @@ def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
     stored, unknown = parts(written(tmp_path, head + lines), load("a100"))
     assert stored.predicted == pytest.approx(stored.measured, rel=0.01)
     assert unknown.predicted is None and "does not build" in unknown.reason
+
+
+def test_a_table_is_whole_unless_a_number_of_rows_is_said() -> None:
+    assert published.table_and_count("a/b.csv:60") == ("a/b.csv", 60)
+    assert published.table_and_count("a/b.csv") == ("a/b.csv", None)
+    assert published.table_and_count("c:/b.csv") == ("c:/b.csv", None)
 
 
 @pytest.mark.slow
