@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.optim import GaLoreAdamW, Muon
-from autopar.optim.parts import local
-from tests.support.parity import SLOW_DEVICES, whole
+from autopar.optim.parts import local, whole
+from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
 AXES, STEPS = ("dp", "tp"), 4
