@@ -117,9 +117,10 @@ def _records(node: fx.Node) -> bool:
 
 
 def drop_unused_placeholders(draft: TracedGraph) -> None:
-    """Drop placeholders that nothing reads."""
+    """Drop placeholders that nothing reads; but parameters of a forward alone are stored all the same, and stay."""
+    learns = any(map(_records, draft.placeholders()))
     for node in draft.placeholders():
-        if not node.users:
+        if not node.users and (learns or node.meta["source"].kind != "parameter"):
             draft.graph.erase_node(node)
 
 

@@ -55,7 +55,7 @@ def cast_at_borders(
         dtype = stored.get(source.name) if source.kind == "parameter" else None
         dtype = leaves[source.index].dtype if source.kind == "input" else dtype
         if dtype is not None and dtype != value_of(node).dtype:
-            _cast_behind(draft, node, dtype, min(node.users, key=places.__getitem__))
+            _cast_behind(draft, node, dtype, min(node.users, key=places.__getitem__, default=None))
     output = draft.graph.output_node()
     values: Any = output.args[0]
     asked = precision.outputs
@@ -68,11 +68,13 @@ def cast_at_borders(
     propagate(draft)
 
 
-def _cast_behind(draft: TracedGraph, node: fx.Node, entering: torch.dtype, first_use: fx.Node) -> None:
-    """Let a tensor enter in another dtype, and cast it for its users before the first of them."""
+def _cast_behind(draft: TracedGraph, node: fx.Node, entering: torch.dtype, first_use: fx.Node | None) -> None:
+    """Let a tensor enter in another dtype, and cast it for its users, if there are any, before the first of them."""
     used = value_of(node)
     with draft.mode:
         node.meta["val"] = used.detach().to(entering).requires_grad_(used.requires_grad)
+    if first_use is None:
+        return
     module = first_use.meta["module"] if first_use.op == "call_function" else ""
     with draft.graph.inserting_before(first_use):
         cast = draft.call(aten.to.dtype, node, used.dtype, module=module)

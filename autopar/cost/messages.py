@@ -49,7 +49,7 @@ ALONE = Sharing()
 
 
 def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") -> dict[str, Sharing]:
-    """The sharing of each parameter, by its placeholder.
+    """The sharing of each parameter that a call reads, by its placeholder.
 
     Beside its messages a program computes, but for those of one layer, which are waited for.
     """
@@ -57,7 +57,7 @@ def sharing(program: Program, beside: Beside = NOTHING, waited_for: str = "") ->
     infos = {name: info_of(node) for name, node in program.placeholders().items() if name in wanted}
     reduced = [info.num_bytes for info in infos.values() if info.requires_grad]
     each = max(1, round(len(reduced) / max(1, len(messages(reduced)))))
-    layers = {weight: layer_or_owner(name) for name, weight in program.parameters.items()}
+    layers = layers_read(program)
     joined, in_layer = joined_layers(program), Counter(layers.values())
     return {
         weight: Sharing(
@@ -93,7 +93,7 @@ def joined_layers(program: Program) -> dict[str, str]:
 
     At most `SMALLEST_MESSAGE` joins a layer, since it is whole as long as this is.
     """
-    layers = {weight: layer_or_owner(name) for name, weight in program.parameters.items()}
+    layers = layers_read(program)
     num_bytes: Counter[str] = Counter()
     for name, node in program.placeholders().items():
         if name in layers:
@@ -108,6 +108,12 @@ def joined_layers(program: Program) -> dict[str, str]:
             room -= num_bytes[layer]
         found[layer] = message
     return found
+
+
+def layers_read(program: Program) -> dict[str, str]:
+    """The layer of each parameter that a call reads, by its placeholder."""
+    read = {name for name, node in program.placeholders().items() if node.users}
+    return {weight: layer_or_owner(name) for name, weight in program.parameters.items() if weight in read}
 
 
 def layers_in_order(joined: Mapping[str, str]) -> tuple[str, ...]:

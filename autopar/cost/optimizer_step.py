@@ -2,7 +2,7 @@
 
 A step goes through gradient, weight and state at the bandwidth of memory. Of matrices (`autopar.optim`) it is, besides,
 
-    muon     five iterations of 4 s²l + 2 s³ FLOPs, s ≤ l, on the whole matrix, which is gathered
+    muon     five iterations of 4 s²l + 2 s³ FLOPs, s ≤ l, on the whole matrix, which is gathered in bfloat16
     galore   4 mnr FLOPs divided as the matrix is; the basis is gathered over axes that split the long dim; what is
              projected is reduce-scattered over those that split the short one, and gathered to go back
 
@@ -26,6 +26,7 @@ from autopar.sharding.layout import I, Layout, P, Placement, S
 from autopar.sharding.mesh import Mesh
 
 ITERATIONS = 5  # of Newton-Schulz: torch.optim.Muon's default
+ITERATED = torch.bfloat16  # what it iterates in, and gathers
 
 
 def step_seconds(
@@ -54,7 +55,7 @@ def step_flops(info: TensorInfo, elements: int, optimizer: Optimizer, matrix: bo
 
 def step_peak(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> float:
     """The FLOP/s of these: Muon iterates in bfloat16."""
-    dtype = torch.bfloat16 if optimizer.name == "muon" else info.dtype
+    dtype = ITERATED if optimizer.name == "muon" else info.dtype
     return hardware.flops_of(dtype) * hardware.product_efficiency
 
 
@@ -65,7 +66,7 @@ def step_transfers(
     if not matrix or not layout.is_split:
         return ()
     if optimizer.name == "muon":
-        return _gathers(info.shape, info.dtype, layout, mesh)
+        return _gathers(info.shape, ITERATED, layout, mesh)
     long = 0 if info.shape[0] >= info.shape[1] else 1
     rows, columns = info.shape[long], info.shape[1 - long]
     basis = _each(layout, long, S(1), S(0))

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.cost.messages import joined_layers
 from autopar.program.calls import module_of, source_of
+from autopar.program.paths import layer_of
 from autopar.program.recompute_segments import RECOMPUTATIONS, Recomputation, leaving, recomputation, segments_of
 from autopar.program.saved_tensors import Saved, saved_in
 from autopar.space.space import Decision, Space, Wire
@@ -68,7 +69,8 @@ class Lifetimes:
     def layer(self) -> list[str]:
         """For each decision, the layer whose weights are gathered while it runs: of those in a message, the last."""
         joined = joined_layers(self.space.program)
-        own = [self.segment[n] or module_of(self._first_call(n).node) for n in range(len(self.space.decisions))]
+        modules = [module_of(self._first_call(number).node) for number in range(len(self.space.decisions))]
+        own = [self.segment[number] or layer_of(module) or module for number, module in enumerate(modules)]
         return [joined.get(layer, layer) for layer in own]
 
     @cached_property

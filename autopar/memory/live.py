@@ -20,7 +20,6 @@ import torch
 
 from autopar.memory.lifetimes import Lifetimes
 from autopar.memory.tensor_bytes import Bytes, TensorBytes
-from autopar.memory.weights import MovedWeights
 from autopar.program.effects import lies_in_input
 from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import TensorInfo
@@ -49,8 +48,8 @@ class Interval:
 class Live:
     """The bytes of each decision and wire, by when they are there; arrays as those of `TensorBytes`, and shared."""
 
-    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes, weights: MovedWeights) -> None:
-        self.tensors, self.lifetimes, self.weights, self.space = tensors, lifetimes, weights, tensors.space
+    def __init__(self, tensors: TensorBytes, lifetimes: Lifetimes) -> None:
+        self.tensors, self.lifetimes, self.space = tensors, lifetimes, tensors.space
         self._outgoing: dict[tuple[int, int], list[Wire]] = defaultdict(list)
         for wire in self.space.wires:
             self._outgoing[wire.source, wire.source_output].append(wire)
@@ -85,16 +84,9 @@ class Live:
         return self.tensors.local(info.shape, layouts, info.dtype.itemsize)
 
     def moved(self, wire: Wire) -> list[Interval]:
-        """What a wire's tensor takes where its target takes it, and behind that, if the target passes it on.
-
-        Of a weight, what it takes in the message in which it comes.
-        """
+        """What a wire's tensor takes where its target takes it, and behind that, if the target passes it on."""
         if self.space.is_weight(wire.source):
-            arriving = self.weights.arriving(wire)
-            if arriving is None or self.lifetimes.position[wire.target] >= len(self.lifetimes.calls):
-                return []
-            first = self.weights.first_of_layer(wire)
-            return [Interval(first, first + 1, arriving)]
+            return []
         place, source = self._arrival(wire), (wire.source, wire.source_output)
         owned, last = self._is_owned(*source), self._last(*source)
         ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is wire

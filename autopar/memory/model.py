@@ -59,7 +59,7 @@ class MemoryModel(TensorBytes):
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
         alone = not space.program.learns and not self.microbatches.several
-        self.live = Live(self, self.lifetimes, self.weights) if alone else None
+        self.live = Live(self, self.lifetimes) if alone else None
         """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:

@@ -128,14 +128,16 @@ def _alive(memory: MemoryModel, row: MemoryRow, made: list[Interval], number: in
 def _alive_on_wire(memory: MemoryModel, wire: Wire, row: MemoryRow, moved: list[Interval]) -> Modes | None:
     """Bytes of a wire in a row, in a forward alone."""
     weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
-    gathered, on_way = weights.gathered(wire), weights.on_way(wire, True)
+    gathered, on_way, arriving = weights.gathered(wire), weights.on_way(wire, True), weights.arriving(wire)
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
-        place = moment_of(memory, moment).place
-        parts: list[Modes] = [(each.num_bytes,) for each in moved if each.covers(place)]
-        if gathered is not None and layer == memory.lifetimes.layer[memory.lifetimes.calls[place]]:
+        at = moment_of(memory, moment)
+        parts: list[Modes] = [(each.num_bytes,) for each in moved if each.covers(at.place)]
+        if gathered is not None and layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
             parts.append((gathered,))
-        if on_way is not None and weights.is_ahead(layer, place, True, memory.prefetch):
+            if arriving is not None and at.kind == GATHERING:
+                parts.append((arriving,))
+        if on_way is not None and is_ahead(memory, layer, at):
             parts.append((on_way,))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
@@ -232,7 +234,12 @@ class Moment:
 
 def is_ahead(memory: MemoryModel, layer: str, at: Moment) -> bool:
     """Whether weights of a layer are on their way at a moment, ahead of their use."""
-    return memory.weights.is_ahead(layer, at.place, at.kind == FORWARD, depth_at(memory, at.kind))
+    return memory.weights.is_ahead(layer, at.place, is_forward(memory, at.kind), depth_at(memory, at.kind))
+
+
+def is_forward(memory: MemoryModel, kind: int) -> bool:
+    """Whether moments of a kind are in the forward: of a forward alone also those at which weights arrive."""
+    return kind == FORWARD or memory.live is not None
 
 
 def depth_at(memory: MemoryModel, kind: int) -> int:

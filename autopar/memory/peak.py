@@ -17,7 +17,7 @@ for their backward, weights as they were moved, and gradients that are added up.
 on from those of the first.
 
 A program without gradients has its forward alone: while a call runs, all that is stored, what is alive (`live`), and
-the weights of its layer.
+the weights of its layer; gathering before it, for the first call of a layer that takes weights, these twice.
 
 The optimizer's step works in place and is below the end of the backward; in the backward it leaves gradients of the
 layer that runs there, and of no other. The bytes at one moment are a sum over
@@ -35,7 +35,7 @@ import numpy as np
 from autopar.memory.live import Interval, Live
 from autopar.memory.microbatches import END, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at
+from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at, is_forward
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES, OFFLOAD
@@ -75,7 +75,8 @@ def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int
     names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
     kinds = moments.kinds(phases[number])
     totals = np.array([np.sum(list(each.values()), axis=0) for each in kinds])
-    timeline = [Instant(name, False, int(n)) for name, n in zip(names, totals[FORWARD], strict=True)]
+    forward = totals[FORWARD] if memory.live is None else totals.max(axis=0)
+    timeline = [Instant(name, False, int(n)) for name, n in zip(names, forward, strict=True)]
     after = reversed(list(zip(names, totals[:FORWARD].max(axis=0), strict=True)))
     timeline += [Instant(name, True, int(n)) for name, n in after if memory.live is None]
     kind, place = divmod(int(np.argmax(totals)), len(names))
@@ -116,14 +117,15 @@ class _Moments:
         self.of_layer: dict[str, int] = defaultdict(int)
         self.again: dict[str, int] = defaultdict(int)
         self.copied: dict[str, int] = defaultdict(int)
-        """Bytes of gathered weights by layer: of all, of those that are gathered again for the backward, and of these
-        such as are copied out of a message."""
+        """Bytes of gathered weights by layer: of all, of those that are gathered again for the backward, and of these,
+        or in a forward alone of all, such as are copied out of a message."""
         self.on_way: tuple[dict[str, int], dict[str, int]] = (defaultdict(int), defaultdict(int))
         """Bytes by layer of weights that may be fetched ahead, backward and forward."""
         self.memory = memory
         self.unreduced, self.sent_off = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.last_made = np.zeros(count, dtype=np.int64)
-        self.gathers = np.isin(np.arange(count), list(memory.weights.last_gather.values()))
+        arrive = memory.weights.last_gather if memory.live is None else memory.weights.first_places
+        self.gathers = np.isin(np.arange(count), list(arrive.values()))
         self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
         self.fresh = np.zeros(count, dtype=np.int64)
         self.reduced = self.sent = 0
@@ -213,7 +215,8 @@ class _Moments:
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
         weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
         found = (
-            *(weights.gathered(wire), weights.gathered_again(wire), weights.copied_out(wire)),
+            *(weights.gathered(wire), weights.gathered_again(wire)),
+            weights.copied_out(wire) if memory.live is None else weights.arriving(wire),
             *(weights.unreduced(wire), weights.sent_off(wire), weights.last_made(wire)),
         )
         gathered, again, copied, unreduced, sent_off, last_made = (
@@ -230,9 +233,10 @@ class _Moments:
         self.last_made[place] += last_made
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
-        """Bytes by what they are, for every kind of moment in its order; a forward alone has one."""
+        """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""
         if self.memory.live is not None:
-            return (self.alone(phase),) * (FORWARD + 1)
+            never = {"activations": np.zeros(self.count, dtype=np.int64)}
+            return never, self.arriving(phase), never, self.alone(phase)
         return self.backward(phase), self.gathering(phase), self.reducing(phase), self.forward(phase)
 
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
@@ -254,6 +258,13 @@ class _Moments:
             "activations": np.cumsum(self.alive[:-1]),
             "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
         }
+
+    def arriving(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while weights arrive for a layer of a forward alone; 0 at other places."""
+        found = self.alone(phase) | {
+            "gathered weights": self._gathered(self.of_layer) + self._gathered(self.copied) + self._ahead(GATHERING)
+        }
+        return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
     def backward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs backward."""
@@ -345,6 +356,5 @@ class _Moments:
 
     def _ahead(self, kind: int) -> np.ndarray:
         """Weights that are fetched ahead, at moments of a kind."""
-        return self.memory.weights.bytes_ahead(
-            self.on_way[kind == FORWARD], kind == FORWARD, depth_at(self.memory, kind)
-        )
+        forward = is_forward(self.memory, kind)
+        return self.memory.weights.bytes_ahead(self.on_way[forward], forward, depth_at(self.memory, kind))

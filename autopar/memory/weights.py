@@ -5,6 +5,7 @@ gathered again    while its layer runs backward; and while it is gathered in a m
                   copied then
 unreduced         a gradient after its call's backward, until the first call of its layer has run backward
 sent off          then, a copy of it in the message that is sent, where it is not sent from where it lies
+arriving          a weight in the message out of which it is copied, before its layer runs forward
 on their way      a weight while the layers before its own run forward, and those behind its own backward, as many as
                   it is fetched ahead by, with the part of it that is sent; counted whole, though of several gathers
                   only the first is issued ahead
@@ -49,7 +50,7 @@ class MovedWeights:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         """Layer that has weights → its number."""
-        places = self._first_places
+        places = self.first_places
         return {layer: number for number, layer in enumerate(sorted(places, key=places.__getitem__))}
 
     @cached_property
@@ -104,16 +105,13 @@ class MovedWeights:
         """Bytes of a parameter's wire in the message from which it is copied, as it is gathered again."""
         return self._of_weight("copied out", wire, self._copied_out) if wire.tensor.regather else None
 
-    def first_of_layer(self, wire: Wire) -> int:
-        """The place of the first call of a weight's layer that takes a weight: there all of the layer's have come."""
-        return self._first_places[self.lifetimes.layer[wire.target]]
-
     @cached_property
-    def _first_places(self) -> dict[str, int]:
+    def first_places(self) -> dict[str, int]:
+        """Layer → the place of its first call that takes a weight: before it all of the layer's arrive."""
         return self._by_layer(min, lambda _: True)
 
     def arriving(self, wire: Wire) -> Bytes | None:
-        """Bytes of a parameter's wire in the message from which it is copied, as its layer's forward begins."""
+        """Bytes of a parameter's wire in the message from which it is copied, before its layer's forward."""
         return self._of_weight("arriving", wire, self._arriving)
 
     def _arriving(self, wire: Wire) -> Bytes:

@@ -1,8 +1,8 @@
 """Muon (Jordan 2024): the momentum of each matrix, made orthogonal by Newton-Schulz iterations.
 
 The iterations need the whole matrix. Where it is stored in parts, its momentum stays in parts, and what is to be made
-orthogonal is gathered, one matrix at a time: an all-gather of the matrix in a step. `torch.optim.Muon` on DTensors
-would multiply parts in bfloat16 and add these up, and so depend on the layout.
+orthogonal is gathered in bfloat16, one matrix at a time: an all-gather of the matrix in a step. `torch.optim.Muon` on
+DTensors would multiply parts in bfloat16 and add these up, and so depend on the layout.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class Muon(MatrixOptimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = whole(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        # Rounded as the iterations round it, but before it is gathered; copied, as they begin in place.
+        update = whole((gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).to(torch.bfloat16, copy=True))
         orthogonal = _zeropower_via_newtonschulz(update, COEFFICIENTS, group["ns_steps"], EPS)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        parameter.add_(as_stored(orthogonal.to(parameter.dtype), parameter), alpha=-lr)
+        parameter.add_(as_stored(orthogonal, parameter).to(parameter.dtype), alpha=-lr)

@@ -18,11 +18,10 @@ from functools import cache
 
 import torch
 
-from autopar.cost.messages import gathered_alone, joined_layers, messages
+from autopar.cost.messages import gathered_alone, joined_layers, layers_read, messages
 from autopar.cost.moves import is_gather
 from autopar.cost.reshard import ReshardPath
 from autopar.hardware.collectives import Transfer
-from autopar.program.paths import layer_or_owner
 from autopar.program.program import info_of
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import joined_name
@@ -196,7 +195,7 @@ def _first_uses(space: Space) -> Callable[[int], int]:
 def _layers(space: Space) -> dict[str, str]:
     """For each parameter, by placeholder, the layer in whose message it is gathered."""
     joined = joined_layers(space.program)
-    return {placeholder: joined[layer_or_owner(name)] for name, placeholder in space.program.parameters.items()}
+    return {placeholder: joined[layer] for placeholder, layer in layers_read(space.program).items()}
 
 
 def _layer(space: Space, wire: Wire, layers: Mapping[str, str]) -> str:

@@ -68,8 +68,8 @@ def _moved(optimizer: Optimizer, layout: str, mesh: Mesh, *shape: int) -> tuple[
 def test_muon_gathers_what_is_in_parts_the_inner_axis_first() -> None:
     assert _moved(MUON, "I", MESH, 16, 8) == ()
     assert _moved(MUON, "S(0) S(0)", TWO, 16, 8) == (
-        Transfer("all_gather", "tp", 16 * 8 * 4 // 2),
-        Transfer("all_gather", "dp", 16 * 8 * 4),
+        Transfer("all_gather", "tp", 16 * 8 * 2 // 2),
+        Transfer("all_gather", "dp", 16 * 8 * 2),
     )
 
 

@@ -15,6 +15,7 @@ import autopar
 from autopar.benchmarking.meters import peak_bytes
 from autopar.errors import InputError, PipelineError
 from autopar.inference.module import InferenceModule
+from autopar.plans.plan import Plan
 from autopar.runtime.collectives.axes import record_traffic
 from autopar.sharding.mesh import Mesh
 from tests.support.language_models import language_model, texts
@@ -126,6 +127,17 @@ def test_presets_that_divide_gradients_and_state_are_refused(strategy: str) -> N
 def test_a_pipeline_is_refused() -> None:
     with pytest.raises(PipelineError, match='the axis "pp", and training=False runs a forward in one piece'):
         autopar.plan(language_model(), Mesh({"pp": 2, "dp": 2}), texts(4, 8), hardware="h100", training=False)
+
+
+def test_parameters_that_no_call_reads_are_stored_and_counted() -> None:
+    model = language_model()
+    model.register_parameter("unread", nn.Parameter(torch.zeros(1000)))
+    plan = autopar.plan(
+        model, Mesh({"dp": 2}), texts(BATCH, LENGTH), strategy="zero3", precision="bf16-mixed", training=False
+    )
+    assert isinstance(plan, Plan) and plan.memory is not None
+    assert plan.choices["p_unread"] == "S(0)" and plan.verify().ok
+    assert plan.memory.parts["parameters"] == sum(each.nbytes for each in model.parameters()) // 2
 
 
 class _Scaled(nn.Module):

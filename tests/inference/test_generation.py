@@ -65,6 +65,9 @@ def _differing(
 
 FAST: list[Any] = [
     ("mistral", (2,), "megatron", Layout((S(1),)), {}),
+    ("qwen3", (2,), "zero3", Layout((S(0),)), {}),
+    pytest.param("llama", (2,), "data_parallel", Layout((S(0),)), {}, marks=pytest.mark.slow),
+    pytest.param("gpt2", (2, 2), "zero3", Layout((S(0), S(0))), {}, marks=pytest.mark.slow),
     pytest.param("gpt2", (2,), None, Layout((S(0),)), {}, marks=pytest.mark.slow),
     pytest.param("llama", (4,), "flash_decoding", Layout((S(2),)), {}, marks=pytest.mark.slow),
     pytest.param("mixtral", (2, 2), "megatron", Layout((S(0), S(1))), {}, marks=pytest.mark.slow),

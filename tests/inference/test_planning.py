@@ -35,9 +35,14 @@ def _stored(plan: Plan) -> Mapping[str, str]:
 
 def test_a_prompt_keeps_to_the_storage_of_a_token() -> None:
     plan = _planned(strategy=None)
-    token, prompt = _stored(plan.token), _stored(plan.prompt)
-    assert prompt.keys() < token.keys()  # the head, and what is behind the last keys and values, no prompt uses
-    assert all(token[name] == layout for name, layout in prompt.items())
+    assert _stored(plan.token) == _stored(plan.prompt)
+
+
+def test_a_prompt_counts_the_weights_that_only_tokens_use() -> None:
+    plan = _planned(layers=2)
+    modules = {row.module for row in plan.prompt.rows if row.kind == "call"}
+    assert "lm_head" not in modules and "lm_head" in {row.module for row in plan.token.rows if row.kind == "call"}
+    assert plan.prompt.memory.parts["parameters"] == plan.token.memory.parts["parameters"]
 
 
 @pytest.mark.filterwarnings("ignore:strategy='flash_decoding'")

@@ -45,6 +45,22 @@ def test_rows_count_what_the_prediction_counts(microbatches: Microbatches) -> No
     assert peaks[0] < peaks[1] < peaks[2]
 
 
+def test_a_forward_alone_has_a_layers_weights_at_once_and_in_their_message_as_they_arrive() -> None:
+    found = autopar.plan(Stack(), Mesh({"dp": 2}), INPUTS, strategy="zero3", training=False)
+    assert isinstance(found, Plan)
+    context = context_of(found)
+    layers = [sum(x.nbytes for x in layer.parameters()) for layer in Stack().layers]
+    for depth in (0, 1, 2):
+        memory = MemoryModel(context.space, Microbatches(), depth)
+        by_moment = bytes_by_moment(memory, context.choices, {})
+        moments = [number for number, num_bytes in enumerate(by_moment) if num_bytes]
+        assert [at_moment(memory, context.choices, number) for number in moments] == by_moment[moments].tolist()
+        peak, use, moment = memory_use(memory, context.choices, {})
+        assert peak == by_moment.max() == by_moment[moment] == max(each.num_bytes for each in use.timeline)
+        # Used and arriving; or used, and as many on their way, each with the part of two that is sent.
+        assert use.parts["gathered weights"] == max(2, 1 + 1.5 * depth) * layers[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_formulas_count_what_the_prediction_counts(depth: Literal[1, 2], recompute: str) -> None:

@@ -65,6 +65,16 @@ def test_matrices_of_hidden_layers_are_updated_as_by_muon_of_torch_and_all_other
     torch.testing.assert_close(found, _trained(theirs, peers), rtol=0, atol=0)
 
 
+def test_the_momentum_of_a_matrix_in_bfloat16_is_that_of_its_gradients_alone() -> None:
+    """The iterations begin in place, which torch.optim.Muon has them do on the momentum itself."""
+    weight = nn.Parameter(torch.randn(12, 8, dtype=torch.bfloat16))
+    muon = Muon([("layers.0.w", weight)], nesterov=False)
+    weight.grad = torch.randn_like(weight)
+    muon.step()
+    expected = torch.zeros_like(weight).lerp_(weight.grad, 1 - 0.95)
+    assert torch.equal(muon.state[weight]["momentum_buffer"], expected)
+
+
 def _by_definition(weights: list[Tensor], gradients: list[list[Tensor]], settings: dict[str, Any]) -> None:
     """Algorithm 2 of GaLore, with AdamW's decoupled decay and bias corrections, on whole matrices."""
     lr, rank = settings["lr"], settings["rank"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from autopar.benchmarking.meters import LiveBytes
 from autopar.optim import GaLoreAdamW, Muon
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
@@ -68,3 +69,27 @@ def test_matrices_in_parts_are_updated_as_whole_ones_with_state_in_as_many_parts
                 torch.testing.assert_close(found[kind, str(placements)][0], wanted, msg=lambda m, at=at: f"{at}: {m}")
             split = 2 ** sum(each.is_shard() for each in placements)
             assert sum(found[kind, str(placements)][1] for found in every) == num_ranks * held / split
+
+
+def _bytes_of_a_step(size: tuple[int, int]) -> int:
+    """What Muon's second step of two matrices in parts has at its fullest moment, beside what stays."""
+    on = mesh((2,), ("dp",))
+    weights: list[Any] = [nn.Parameter(distribute_tensor(torch.randn(size), on, (S0,))) for _ in range(2)]
+    muon = Muon([(f"layers.{number}.w", each) for number, each in enumerate(weights)])
+    for weight in weights:
+        weight.grad = distribute_tensor(torch.randn(size), on, (S0,))
+    muon.step()
+    live = LiveBytes([*weights, *(each.grad for each in weights), *(s["momentum_buffer"] for s in muon.state.values())])
+    held = live.look()
+    with live:
+        muon.step()
+    return live.highest - held
+
+
+@pytest.mark.parametrize("size", [(96, 64), (48, 160), (64, 64)])
+def test_muon_has_one_matrix_at_a_time_whole_three_times_in_bfloat16_and_two_squares(
+    ranks: Ranks, size: tuple[int, int]
+) -> None:
+    short, long = sorted(size)
+    for found in ranks.run(_bytes_of_a_step, size):
+        assert found == pytest.approx(6 * short * long + 4 * short * short, rel=0.01)
