@@ -40,7 +40,6 @@ TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
-MOVED = 0.5  # of a margin: where other prices prove so much more of what is left, these are tried on the whole
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
@@ -117,22 +116,19 @@ def _best_of_narrow(
             left = whole.left(near, margin)
             rows = Rows.of([each.problem for each in left], deadline, math.inf)
             assert rows is not None, "an elimination that has become wider"
-            tried = reached + MOVED * margin if steps < MAX_STEPS else math.inf
-            found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known, tried)
+            found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known)
             if found.choices is not None:
                 choices = left[0].extend(found.choices)
                 seconds = whole.problems[0].seconds_of(choices)
                 if seconds < known:
                     best, known = choices, seconds
             bound = max(bound, min(found.bound, below, known))
-            is_better = found.reached > tried
-            # No wider margin proves more.
-            is_within = not is_better and found.bound < below - 2 * TOLERANCE * abs(below)
+            is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more
             is_widest = share > (WIDEST if known < math.inf else WIDE)
             is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
             if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
                 break
-            if is_better:
+            if found.reached >= below and steps < MAX_STEPS:  # at other prices, which may prove less of the whole
                 steps += 1
                 others = tuple((NEARER * np.array(found.prices) + (1 - NEARER) * np.array(prices)).tolist())
                 there, _ = whole.at(others)
@@ -205,12 +201,10 @@ def _best_of(
     gap: float,
     enough: Enough,
     known: float,
-    tried: float = math.inf,
 ) -> Best:
     """The best of what is left that is below some seconds; its bound holds for what is left.
 
-    `constant` are the seconds of what is decided. Where prices prove more than `tried`, no more is looked for than they
-    and what is met on the way to them.
+    `constant` are the seconds of what is decided.
     """
     if math.isinf(constant):
         return Best(None, math.inf, tuple(start))
@@ -229,8 +223,6 @@ def _best_of(
         is_near = is_closed(min(seconds + constant, known), bound + constant, gap)
         return is_near or bound >= most - TOLERANCE * scale or is_over(deadline)
 
-    if reached + constant > tried:
-        return result()
     for near in LABELLED:
         if is_done():
             break
