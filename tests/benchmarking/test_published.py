@@ -223,6 +223,7 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
 # Few layers for all.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [

@@ -61,7 +61,7 @@ def _x(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_as_eager(name: str) -> None:
     family = FAMILIES[name]

@@ -92,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_else_is_asked_for_is_planned(folder: Path, name: str) -> None:
     before = len(_files(folder))

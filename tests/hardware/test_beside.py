@@ -93,6 +93,7 @@ class _WithNone(nn.Module):
         return torch.cat([self.down(self.up(x).relu()), self.none(x)], -1).square().mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [None, "zero3", "megatron"])
 def test_a_parameter_without_elements_moves_nothing(strategy: str | None) -> None:
     steps = Steps([{"x": torch.randn(8, 16, dtype=torch.float64)} for _ in range(2)])

@@ -74,6 +74,7 @@ FAST: list[Any] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:megatron", "ignore:flash_decoding")
 @pytest.mark.parametrize(("family", "shape", "strategy", "layout", "changed"), FAST)
 def test_tokens_are_those_of_one_process(

@@ -49,7 +49,7 @@ def plan_of(model: nn.Module, hardware: Hardware = SLOW_DEVICES, **axes: int) ->
     return replace(plan, context=replace(context_of(plan), annotations=annotations_of(model)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @HARDWARE
 def test_no_plan_without_the_strategy_is_better_than_the_runner_up(hardware: Hardware) -> None:
     space = space_of(TwoLinears(), (X_BD,), hardware)

@@ -46,7 +46,7 @@ def _measured(
     return found, compiled.plan.peak_bytes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "shape", "strategy", "batch", "sequence"),
     [

@@ -70,6 +70,7 @@ def test_every_name_gives_a_loss_of_the_inputs_made_for_it(name: str) -> None:
     assert isinstance(loss, fx.Node) and info_of(loss) == TensorInfo((), torch.float32, requires_grad=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mixtral-dense", "t5-large", "vit-h"])
 def test_the_layers_asked_for_are_captured(name: str) -> None:
     shallow, deep = (

@@ -130,7 +130,7 @@ def _planned(plan: Plan) -> list[Issued]:
     return found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "axes", "options"),
     [

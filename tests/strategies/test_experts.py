@@ -59,7 +59,7 @@ def test_experts_are_divided_over_an_axis(name: str) -> None:
     trained(Form(), (name,))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", [("x", "t+x"), ("t", "t+x"), ("t+x", "o")], ids="|".join)
 def test_experts_are_divided_over_two_axes(names: tuple[str, ...]) -> None:
     trained(Form(), names)

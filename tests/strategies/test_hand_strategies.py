@@ -67,7 +67,7 @@ def by_hand(name: str, mesh: str, strategy: str) -> dict[int, Any] | None:
     return pins_of(annotations_of(model), space, "auto", {})
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:annotate")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_queries_of_causal_attention_may_be_padded_and_a_batch_of_statistics_may
 RANDOM = sorted((target for target in random.RULES if random_samples(target)), key=str)
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("target", RANDOM, ids=str)
 def test_a_deterministic_draw_is_that_of_one_device(target: Any) -> None:
     faults = []

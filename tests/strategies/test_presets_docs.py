@@ -86,6 +86,7 @@ def test_a_picture_is_that_of_the_plan(strategy: str, shape: tuple[int, ...]) ->
     assert picture(plan_of_llama(strategy, shape)) in section(strategy)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "shape"), SHAPES.items(), ids=SHAPES)
 def test_the_table_holds_the_bytes_and_the_memory_of_the_plan(strategy: str, shape: tuple[int, ...]) -> None:
     plan = plan_of_llama(strategy, shape)

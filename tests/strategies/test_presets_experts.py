@@ -70,7 +70,7 @@ def test_every_preset_for_experts_has_formulas() -> None:
     assert named == {name for name in PRESETS if name.startswith("expert_")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "form", "mesh"),
     [

@@ -69,7 +69,7 @@ def case(strategy: str, family: str, world: World, **options: Any) -> Case:
     return Case(family, world, options={"hardware": SLOW_DEVICES, "strategy": strategy}, **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:zero1", "ignore:megatron")
 @pytest.mark.parametrize(("strategy", "family", "world"), named(FAST))
 def test_presets_train_on_ranks_as_one_process_does(ranks: Ranks, strategy: str, family: str, world: World) -> None:

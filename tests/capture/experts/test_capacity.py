@@ -39,6 +39,7 @@ def captured(form: Form, capacity_factor: float | None) -> list[Tensor]:
     return trained(model, lambda **_: run(program, dict(model.named_parameters()), {}, leaves))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("form", "capacity_factor", "limit"),
     [

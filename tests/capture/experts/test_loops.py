@@ -122,7 +122,7 @@ def experts_of(program: Program) -> dict[object, int]:
     return {target: counted[target] for target in (DISPATCH, GROUPED_MM, COMBINE)}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "inputs", "blocks", "products"),
     [

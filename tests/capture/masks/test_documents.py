@@ -141,7 +141,7 @@ CASES = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_documents_train_on_ranks_as_one_after_the_other(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_blocks, "LARGEST", 4)

@@ -157,7 +157,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "said", [name if name != "positions" else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
 )

@@ -105,7 +105,7 @@ FURTHER_CAPPED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("form", "names", "capacity_factor", "limit"),
     [

@@ -54,6 +54,7 @@ def test_what_a_further_family_computes_most_with_is_split(family: str, preset: 
             assert not {"replicated", "partial"} & set(roles[name]), f"{name}: {roles[name]}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FURTHER)
 def test_every_call_of_a_further_family_has_a_rule(family: str) -> None:
     args, kwargs = FURTHER[family].inputs(0)

@@ -102,7 +102,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_the_batch_train_as_the_whole_batch_on_one_process(ranks: Ranks, name: str) -> None:
     shape, names, inputs, options, layouts = CASES[name]

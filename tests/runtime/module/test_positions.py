@@ -31,6 +31,7 @@ def parts_of(x: Tensor, how: str) -> list[Tensor]:
     return [x.chunk(2)[rank // 2].chunk(2, 1)[rank % 2] for rank in range(4)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "inputs"), [("samples", "local"), ("samples over dp", "dp"), ("samples and positions", "whole")]
 )

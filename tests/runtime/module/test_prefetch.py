@@ -28,7 +28,7 @@ def _at_every_depth(case: Case) -> list[Training]:
     return [parallel(replace(case, options={**case.options, "prefetch": depth})) for depth in DEPTHS]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case",
     [

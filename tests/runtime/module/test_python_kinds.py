@@ -107,6 +107,7 @@ def _changed(shape: tuple[int, ...], axes: tuple[str, ...], options: dict[str, A
     assert _num_programs(compiled) == 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "axes", "options"),
     [((2,), ("dp",), {"strategy": "zero3"}), ((2,), ("pp",), {"microbatches": 2})],

@@ -176,6 +176,7 @@ def _unused(strategy: str) -> None:
     assert models[0].down.weight.grad is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero2", "zero3"])
 def test_a_parameter_that_this_loss_does_not_use_has_no_gradient(ranks: Ranks, strategy: str) -> None:
     on_ranks(ranks, _unused, strategy)
@@ -186,6 +187,7 @@ def _unused_over_two_axes(strategy: str) -> None:
     assert_trains_alike(model, Net())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero3"])
 def test_an_unused_parameter_has_no_gradient_over_two_axes(ranks: Ranks, strategy: str) -> None:
     ranks.run(_unused_over_two_axes, strategy, world_size=4, timeout=120)

@@ -87,7 +87,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
 """Arguments of the model, options of `compile`, and what is said of the head."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_where(COMBINATIONS, "zero3", "fsdp_megatron", "micro-batches"))
 def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     arguments, options, roles = COMBINATIONS[name]
@@ -161,6 +161,7 @@ def _peaks(strategy: str, dtype: torch.dtype, tiles: tuple[int | None, ...]) -> 
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [

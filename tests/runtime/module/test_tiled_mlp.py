@@ -39,7 +39,7 @@ COMBINATIONS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
 SLOW = ("samples and hidden features", "megatron_sequence", "tensor_2d", "computed again, but products")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_where(COMBINATIONS, *SLOW))
 def test_any_split_trains_and_evaluates_as_one_process(name: str) -> None:
     bias, options, roles = COMBINATIONS[name]

@@ -151,7 +151,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_where(CASES, "auto", "buffers", "frozen"))
 def test_a_step_of_micro_batches_trains_as_accumulation_on_one_process(ranks: Ranks, name: str) -> None:
     check(ranks, CASES[name])

@@ -36,6 +36,7 @@ MIXTRAL = WITH_EXPERTS["mixtral"]
 STORED = Annotation("*", storage=("dp",), regather=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("microbatches", [None, 4])
 def test_weights_of_which_views_are_taken_are_gathered_again_in_the_backward(microbatches: int | None) -> None:
     program = capture(skeleton(MIXTRAL.build()), (), MIXTRAL.inputs(0)[1], training=True)

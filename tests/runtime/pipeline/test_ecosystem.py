@@ -71,6 +71,7 @@ def _clipped(case: PipelineCase) -> None:
                 assert_close(whole(parameter.grad), gradient, rtol=1e-3, atol=1e-4 * scale)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case",
     [

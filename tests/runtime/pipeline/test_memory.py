@@ -53,7 +53,7 @@ def _receive_buffers(compiled: PipelineModule) -> Iterator[Tensor]:
                 yield from (info.buffer for info in infos if info.buffer is not None)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "schedule", "options"),
     [

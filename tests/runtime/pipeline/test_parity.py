@@ -39,7 +39,7 @@ def matrix() -> Iterator[tuple[str, str, str]]:
                 yield family, mesh, schedule
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "mesh", "schedule"), FAST)
 def test_every_family_mesh_and_schedule_train_as_one_process(
     ranks: Ranks, family: str, mesh: str, schedule: str

@@ -141,6 +141,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "shape", "many", "options"), CASES)
 def test_models_are_trained_as_on_one_process(
     ranks: Ranks, family: str, shape: tuple[int, ...], many: int, options: dict[str, Any]

@@ -64,7 +64,7 @@ def without_simulation(mode: Any) -> contextlib.ExitStack:
     return stack
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "zero3", None])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_penalized_weight_trains_as_on_one_process(penalty: str, strategy: str | None) -> None:

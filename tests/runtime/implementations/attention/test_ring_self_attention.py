@@ -44,6 +44,7 @@ def test_ranks_compute_what_one_computes_however_they_divide_it(way: Way, zigzag
         check(way, zigzag, kind, key_heads, attention)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("way", "hops"), [(GATHERED, 0), (RING, 3)], ids=["gathered", "ring"])
 def test_what_travels_is_counted(way: Way, hops: int) -> None:
     with on_ranks(way) as count, record_traffic() as traffic:
