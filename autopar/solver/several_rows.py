@@ -6,8 +6,8 @@
    bound take are left out (`min_marginals`), and little is left.
 2. There the best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the
    next prices lie halfway to those that are best against all of them. Where these prove that nothing lies within the
-   margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and what is within
-   a margin there is kept beside the rest, until something may be found.
+   margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and what is
+   within a margin there is kept beside the rest, until something may be found.
 3. Labels (`residual.labels`) give choices that fill the budgets. Where more is asked for, and would not be dear, counts
    of what is left, with all rows, within a margin that grows from round to round, give the best
    (`residual.counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again,
