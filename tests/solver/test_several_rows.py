@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
-from autopar.solver.min_marginals import excesses, shared_excesses
+from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.relaxation.prices import BestPrices, filled
@@ -95,6 +95,20 @@ def test_excesses_of_a_kind_are_no_more_than_those_of_its_nodes(seed: int, num_l
         assert (np.where(one <= margin, other, 0.0) <= one + 1e-9).all()
     for one, other in zip(exact.of_edge, shared.of_edge, strict=True):
         assert (np.where(one <= margin, other, 0.0) <= one + 1e-9).all()
+
+
+def test_what_is_cheap_at_one_of_two_prices_is_kept_and_equal_layers_stay_equal() -> None:
+    problem = _rows(5, 24, 1)[0]
+    tables = Tables(problem)
+    elimination = compile_elimination(problem, tables, balanced=True)
+    at = [shared_excesses(problem, elimination, tables, evaluate(elimination, tables.weighted(p))) for p in (0.0, 0.3)]
+    both = cheapest(*at)
+    for name in ("of_node", "of_edge"):
+        one, other, least = (getattr(each, name) for each in (*at, both))
+        assert any((a > b).any() for a, b in zip(one, other, strict=True))
+        assert any((a < b).any() for a, b in zip(one, other, strict=True))
+        assert all((c == np.minimum(a, b)).all() for a, b, c in zip(one, other, least, strict=True))
+        assert len(set(map(id, least))) == len(set(zip(map(id, one), map(id, other), strict=True))) < len(least)
 
 
 def test_what_joins_two_layers_separates_them() -> None:
