@@ -90,7 +90,7 @@ def leaving(
 
 def mode_of(memory: MemoryModel, number: int, modes: Mapping[str, str], count: int) -> int:
     """Which of `count` arrays by mode is that of a decision."""
-    return MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0])) if count > 1 else 0
+    return memory.lifetimes.mode_of(number, modes) if count > 1 else 0
 
 
 class _Moment:

@@ -26,7 +26,6 @@ from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
 from autopar.plans.verification import Verification
-from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Problem
 from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
@@ -78,7 +77,7 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
         again = model.recompute_seconds(number)
         if again is not None:
             share = model.space.share(model.space.rows.get(number), choices)
-            total += share * float(again[MODES.index(modes.get(model.lifetimes.segment[number], MODES[0]))][choice])
+            total += share * float(again[model.lifetimes.mode_of(number, modes)][choice])
     return total
 
 

@@ -7,6 +7,7 @@ reduced, in one message (`cost.messages`).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cached_property
 
 from torch import fx
@@ -14,7 +15,7 @@ from torch import fx
 from autopar.cost.messages import joined_layers
 from autopar.program.calls import module_of, source_of
 from autopar.program.paths import layer_of
-from autopar.program.recompute_segments import RECOMPUTATIONS, Recomputation, leaving, recomputation, segments_of
+from autopar.program.recompute_segments import MODES, RECOMPUTATIONS, Recomputation, leaving, recomputation, segments_of
 from autopar.program.saved_tensors import Saved, saved_in
 from autopar.space.space import Decision, Space, Wire
 from autopar.strategies.roles import RoledProgram
@@ -64,6 +65,10 @@ class Lifetimes:
             self._segment_of_node.get(self._first_call(number).node, "") if d.kind in ("call", "hub") else ""
             for number, d in enumerate(self.space.decisions)
         ]
+
+    def mode_of(self, number: int, modes: Mapping[str, str]) -> int:
+        """The number of the mode of a decision's segment, where segments have these modes."""
+        return MODES.index(modes.get(self.segment[number], MODES[0]))
 
     @cached_property
     def layer(self) -> list[str]:

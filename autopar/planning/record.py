@@ -21,7 +21,7 @@ from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
-from autopar.program.recompute_segments import MODES, OFFLOAD
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
 
@@ -83,7 +83,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         copied[wire.target] += context.memory_model.host_copies.exposed_on(wire, choices, answer.modes)
         kept = context.memory_model.wire(wire)
         if kept is not None:
-            mode = _mode(context.memory_model, answer, wire.target) if len(kept) > 1 else 0
+            mode = context.memory_model.lifetimes.mode_of(wire.target, answer.modes) if len(kept) > 1 else 0
             held[wire.target] += math.ceil(int(kept[mode][ends]) * share)
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
@@ -152,11 +152,6 @@ def _on_host(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, st
     return {**found, "activations": leaving} if leaving else found
 
 
-def _mode(model: MemoryModel, answer: Answer, number: int) -> int:
-    """The number of the mode of a decision's segment."""
-    return MODES.index(answer.modes.get(model.lifetimes.segment[number], MODES[0]))
-
-
 def _row(
     context: PlanContext,
     answer: Answer,
@@ -172,7 +167,7 @@ def _row(
     strategy, call = decision.menu.strategies[choice], decision.menu.call
     share = space.share(space.rows.get(number), answer.choices)
     forward = float(decision.menu.forward_seconds[choice]) * share
-    mode = _mode(model, answer, number)
+    mode = model.lifetimes.mode_of(number, answer.modes)
     again, own = model.recompute_seconds(number), model.own(number)
     gradients = None if space.optimizer.in_backward else model.gradients(number)
     recomputed = (float(again[mode][choice]) * share if again else 0.0) + copied

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from autopar.hardware.beside import Message
 from autopar.hardware.collectives import Transfer, transfer_seconds
 from autopar.memory.model import MemoryModel
-from autopar.program.recompute_segments import MODES
 
 
 class StepSeconds(NamedTuple):
@@ -60,9 +59,7 @@ def parts_by_decision(
 
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
         again = memory.recompute_seconds(number)
-        recomputed = (
-            float(again[MODES.index(modes.get(memory.lifetimes.segment[number], MODES[0]))][choice]) if again else 0.0
-        )
+        recomputed = float(again[memory.lifetimes.mode_of(number, modes)][choice]) if again else 0.0
         share = space.share(space.rows.get(number), choices, imbalance)
         whole = float(decision.menu.seconds[choice])
         if more.once(number):

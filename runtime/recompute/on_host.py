@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.optim.staging import Link
-from autopar.runtime.recompute.marks import LEAVES, is_offloaded
+from autopar.runtime.recompute.marks import LEAVES
 
 Hold = Callable[[Tensor], object]
 """How autograd holds what does not leave."""
@@ -152,18 +152,17 @@ class OnHost:
         self._last: tuple[Any, ...] = ()
         """The autograd nodes of what the stretch has given last."""
 
-    def enter(self, node: fx.Node, stretch: int, values: Mapping[fx.Node, Any]) -> None:
-        """A call runs next, in the stretch of that number."""
+    def enter(self, node: fx.Node, stretch: int, sends: bool, values: Mapping[fx.Node, Any]) -> None:
+        """A call runs next, in the stretch of that number; whether what it saves is sent to the host is given."""
         if stretch != self._number:
             self._end_stretch()
             self._number = stretch
-        if self._own is None and is_offloaded(node):
+        if self._own is None and sends:
             self._own = Stretch()
-        self._makes_leaving = bool(node.meta.get(LEAVES))
+        self._sends, self._makes_leaving = sends, bool(node.meta.get(LEAVES))
         self._entered = frozenset(
             x.untyped_storage()._cdata for each in node.all_input_nodes for x in _tensors(values[each])
         )
-        self._sends = is_offloaded(node)
 
     def leave(self, result: Any) -> None:
         """The call has run."""

@@ -32,6 +32,8 @@ class RunCall:
     ends_segment: bool
     stretch: int
     """The number of the calls one after the other, all of one segment or of none, to which it belongs."""
+    is_offloaded: bool
+    """Whether what it saves for its backward leaves for the host."""
 
 
 def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
@@ -48,7 +50,7 @@ def steps_of(graph: fx.Graph) -> tuple[RunCall, ...]:
                 last_uses[node].append(each)
     stretches = _stretches(calls)
     return tuple(
-        RunCall(node, role_of(node), tuple(last_uses[node]), node in ends, stretch)
+        RunCall(node, role_of(node), tuple(last_uses[node]), node in ends, stretch, is_offloaded(node))
         for node, stretch in zip(calls, stretches, strict=True)
     )
 
@@ -73,7 +75,7 @@ def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
     with claims, contextlib.ExitStack() as stack:
         if ranges is not None:
             stack.callback(ranges.close)
-        if torch.is_grad_enabled() and any(is_offloaded(step.node) for step in steps):
+        if torch.is_grad_enabled() and any(step.is_offloaded for step in steps):
             on_host = OnHost(claims.hold)
             stack.callback(on_host.close)
             claims.hold_saved = on_host.hold
@@ -81,8 +83,8 @@ def run(graph: fx.Graph, steps: Sequence[RunCall], *inputs: Any) -> Any:
             if ranges is not None:
                 ranges.enter(step.node)
             if on_host is not None:
-                on_host.enter(step.node, step.stretch, values)
-            if step.role is None or is_offloaded(step.node):
+                on_host.enter(step.node, step.stretch, step.is_offloaded, values)
+            if step.role is None or step.is_offloaded:
                 values[step.node] = call(step.node, values.__getitem__)
             elif step.role.weight:
                 values[step.node] = claims.run_alone(step.node, step.role, values)
