@@ -34,6 +34,7 @@ from autopar.solver.min_marginals import cheapest
 from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.fixing import Remaining
 from autopar.solver.reductions.reduction import prune
 from autopar.solver.relaxation.prices import NEARER, best_prices
 from autopar.solver.rows import Rows, WideRows, constant_of
@@ -119,11 +120,7 @@ def _best_of_narrow(
             rows = Rows.of([each.problem for each in left], deadline, math.inf)
             assert rows is not None, "an elimination that has become wider"
             found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known)
-            if found.choices is not None:
-                choices = left[0].extend(found.choices)
-                seconds = whole.problems[0].seconds_of(choices)
-                if seconds < known:
-                    best, known = choices, seconds
+            best, known = _faster(whole.problems[0], left, found, best, known)
             bound = max(bound, min(found.bound, below, known))
             is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more
             is_widest = share > (WIDEST if known < math.inf else WIDE)
@@ -180,11 +177,7 @@ def _best_of_wide(
             # What is left may have the best answer that is found, though it is not within the margin.
             below = min(known, reached + WIDER * margin)
             found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known)
-            if found.choices is not None:
-                choices = left[0].extend(found.choices)
-                seconds = problems[0].seconds_of(choices)
-                if seconds < known:
-                    best, known = choices, seconds
+            best, known = _faster(problems[0], left, found, best, known)
             bound = max(bound, min(found.bound, reached + margin, known))
             if not found.is_searched or margin >= known - reached:
                 break
@@ -192,6 +185,17 @@ def _best_of_wide(
     except TimeLimitError:
         pass
     return Best(best, bound, prices)
+
+
+def _faster(
+    problem: Problem, left: Sequence[Remaining], found: Best, best: tuple[int, ...] | None, known: float
+) -> tuple[tuple[int, ...] | None, float]:
+    """The best choices of the whole so far and the seconds known, or those found of what is left if they are faster."""
+    if found.choices is None:
+        return best, known
+    choices = left[0].extend(found.choices)
+    seconds = problem.seconds_of(choices)
+    return (choices, seconds) if seconds < known else (best, known)
 
 
 def _best_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,10 +53,15 @@ def share(answer: Answer) -> float:
     return share if share > ROUNDING else 0.0
 
 
+def choices_of_nodes(choices: Sequence[int], modes: Iterable[str]) -> tuple[int, ...]:
+    """The choices of a problem's nodes: those of decisions, and the modes of segments."""
+    return (*choices, *(MODES.index(mode) for mode in modes))
+
+
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
     """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
     count = len(memory.space.decisions)
-    own = (*answer.choices, *(MODES.index(mode) for mode in answer.modes.values()))
+    own = choices_of_nodes(answer.choices, answer.modes.values())
     for number, known in enumerate((own, *answer.smaller)):
         choices = known[:count]
         modes = {name: MODES[mode] for name, mode in zip(answer.modes, known[count:], strict=True)}

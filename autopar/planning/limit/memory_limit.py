@@ -32,7 +32,7 @@ from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitErr
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, full, share, smaller_ones
+from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, share, smaller_ones
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
@@ -208,7 +208,7 @@ class _Search(Asked):
             raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
         modes = smallest.modes or None
         problem = self._problem(None, limit, modes)
-        choices = (*smallest.choices, *(MODES.index(mode) for mode in smallest.modes.values()))
+        choices = choices_of_nodes(smallest.choices, smallest.modes.values())
         seconds, num_bytes = problem.cost_of(choices)
         return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)
 
@@ -260,13 +260,13 @@ class _Search(Asked):
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
-        """Look for the best with a row for every moment; False where the graph is too wide for that."""
+        """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
         row = found.proof.row or MemoryRow(((last, 1),))
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
-        met = [(*found.first.choices, *(MODES.index(found.first.modes.get(name, MODES[0])) for name in modes or ()))]
+        met = [choices_of_nodes(found.first.choices, (found.first.modes.get(name, MODES[0]) for name in modes or ()))]
         for _ in range(MAX_MOMENTS):
             if is_over(self.deadline if found.fitting else halfway):
                 return bool(found.fitting)

@@ -73,8 +73,7 @@ def best_prices(
     With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
     share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
     ones could prove less than a `worthwhile` share. `met` are seconds of known choices, and their bytes over each
-    budget: where nothing is known of prices, they say where to begin. A bound as high as
-    the `cutoff` ends the search.
+    budget: where nothing is known of prices, they say where to begin. A bound as high as the `cutoff` ends the search.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
@@ -97,10 +96,8 @@ def best_prices(
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.
-            best, open_there = (
-                replace(best, prices=prices, bound=reached),
-                seconds + float(np.dot(prices, over)) - reached,
-            )
+            best = replace(best, prices=prices, bound=reached)
+            open_there = seconds + float(np.dot(prices, over)) - reached
         if (over <= 0).all() and seconds < best.seconds:
             best = replace(best, choices=choices, seconds=seconds)
         if best.choices is not None and radius < math.inf:  # evaluations are dear
