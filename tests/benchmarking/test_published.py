@@ -1,10 +1,8 @@
-"""Rows of tables become plans pinned to their strategies; few layers stand for all; figures and folds are right."""
+"""Rows of tables become plans pinned to their strategies; few layers stand for all; memory is that of frameworks."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,7 @@ from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.timeline.values import COMPUTE, Task
 from benchmarks import published
-from benchmarks.publications import prediction, report
-from benchmarks.publications.accuracy import confusion, errors, pairs_in_order
-from benchmarks.publications.choice import cells, share_within
-from benchmarks.publications.contradicted import TIMES, contradicted, enough
-from benchmarks.publications.folds import both, by_model, by_nodes, folds, of_cells, sampled
+from benchmarks.publications import prediction
 from benchmarks.publications.kernels import causal_softmax, rms_norm, rotary
 from benchmarks.publications.memory import (
     CAPACITY,
@@ -40,14 +34,13 @@ from benchmarks.publications.memory import (
 )
 from benchmarks.publications.parts import is_of_parts, parts
 from benchmarks.publications.planning import Predicted, predicted, waited
-from benchmarks.publications.prediction import Outcome, outcomes
+from benchmarks.publications.prediction import outcomes
 from benchmarks.publications.repeated import NotRepeated, extended
-from benchmarks.publications.rows import GIB, Row, Shape
+from benchmarks.publications.rows import GIB, Shape
 from benchmarks.publications.strategies import Unexpressed, by_cost, cuts, less_at_the_ends, pinned
 from benchmarks.publications.tables import read_table
+from tests.support.published_rows import LARGE, LLAMA, outcome, row
 
-LLAMA = Shape("llama", 5, 64, 4, 2, 128, 256, tied=True)
-LARGE = Shape("llama", 5, 2048, 16, 8, 8192, 32000)  # whose messages are its own, as those of all tables are
 NANOTRON = (
     "run,gpus,dp,tp,pp,zero_stage,micro_batch,accumulation,global_batch,sequence,layers,hidden,heads,kv_heads,ffn,"
     "vocabulary,tied,status,tokens_per_s_per_gpu,step_seconds,allocated_GB,reserved_GB,all_reduce_GBps,"
@@ -71,23 +64,6 @@ VTRAIN = (
     "model,params_B,layers,hidden,heads,ffn,seq,global_batch,micro_batch,gpus,gpu_type,tp,pp,dp,recompute,precision,"
     "step_seconds\nGPT,0.3,4,64,4,256,128,16,2,8,A100,2,2,2,full,fp16,0.14\n"
 )
-
-
-def row(**changes: object) -> Row:
-    """A run of nanotron of made-up sizes."""
-    given = {
-        "source": "nanotron",
-        "label": "a run",
-        "framework": "nanotron",
-        "shape": LLAMA,
-        "sequence": 128,
-        "micro_batch": 2,
-        "accumulation": 3,
-        "device": "h100_80gb",
-        "seconds": 1.0,
-        "sequence_parallel": True,
-    }
-    return Row(**{**given, **changes})  # type: ignore[arg-type]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -280,12 +256,6 @@ def test_a_message_that_would_take_less_than_nothing_is_of_no_repeated_layer() -
 # Predictions.
 
 
-def outcome(predicted_seconds: float, peak: float = 1.0, **changes: object) -> Outcome:
-    """A row with a prediction that is made up."""
-    given = row(**{"accumulation": 1, **changes})
-    return Outcome(given, Predicted(predicted_seconds, 0.0, round(peak), round(peak / 2), True))
-
-
 def test_what_was_planned_is_kept_until_a_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Hardware] = []
 
@@ -403,125 +373,6 @@ def test_a_wait_is_half_of_each_message_and_no_message_is_longer_on_its_way() ->
     assert held.forward + held.send_forward == stage.forward + stage.send_forward
     schedule = Schedule("interleaved_1f1b", 2, 4, 2)
     assert simulate(schedule, [held] * 4).seconds > simulate(schedule, [stage] * 4).seconds
-
-
-# Figures.
-
-
-def test_errors_are_shares_of_what_was_measured() -> None:
-    found = errors([1.0, 2.0, 6.0], [2.0, 2.0, 4.0])
-    assert (found.count, found.median, found.median_absolute) == (3, 0.0, 0.5)
-    assert found.mean == pytest.approx(1 / 3)
-    assert found.spearman == pytest.approx(math.sqrt(3) / 2)
-
-
-def test_out_of_memory_is_told_right_where_runs_fail_and_where_they_do_not() -> None:
-    found = confusion([True, True, False, False], [True, False, False, False])
-    assert (found.failing_told, found.failing, found.fitting_told, found.fitting) == (1, 2, 2, 2)
-    assert found.share == 0.75
-
-
-def test_pairs_in_order_leave_out_equal_ones() -> None:
-    assert pairs_in_order([1.0, 3.0, 2.0], [1.0, 2.0, 3.0]) == (2, 3)
-    assert pairs_in_order([1.0, 2.0], [5.0, 5.0]) == (0, 0)
-
-
-def test_regret_is_of_the_run_that_is_predicted_fastest_and_fits() -> None:
-    runs = [outcome(seconds, label=str(measured), seconds=measured) for seconds, measured in ((3, 1), (2, 2), (9, 3))]
-    failed = outcome(1.0, 1e12, seconds=None, out_of_memory=True)  # fastest, and predicted to fail
-    (cell,) = cells([*runs, failed], runs_out, least=3)
-    assert (cell.chosen, cell.fastest, cell.runs) == ("2", "1", 3)
-    assert cell.regret == 1.0 and cell.by_chance == pytest.approx(1.0)
-    assert cells([*runs, failed], runs_out, least=4) == ()
-    assert share_within((cell,), 0.15) == 0 and share_within((cell,), 1.0) == 1
-
-
-def test_choosing_a_run_that_fails_costs_all() -> None:
-    runs = [outcome(2.0, seconds=1.0), outcome(3.0, seconds=1.0), outcome(1.0, seconds=None, out_of_memory=True)]
-    (cell,) = cells(runs, runs_out, least=2)
-    assert cell.regret == math.inf
-
-
-# Runs that others contradict.
-
-NETWORK = {"intra_all_reduce": 450e9, "all_gather": 1e9}
-OTHER = {"tp": 2, "dp": 2, "micro_batch": 4, "accumulation": 2, "seconds": 1.0, "bandwidths": NETWORK}
-
-
-def test_what_another_run_took_is_enough_for_its_slots_its_share_and_its_gradients() -> None:
-    other = row(**OTHER, pp=2)  # three slots of the pipeline
-    assert enough(row(**{**OTHER, "pp": 2, "dp": 1}), other) == 1.0
-    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "accumulation": 4}), other) == pytest.approx(5 / 3)
-    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "tp": 1}), other) == 2.0
-    assert enough(row(**{**OTHER, "pp": 2, "dp": 1, "micro_batch": 1}), other) == 1.0, "as many launches"
-    gradients = 8 * LLAMA.parameters / 4 / 1e9
-    assert enough(row(**OTHER, pp=2), other) == pytest.approx(1.0 + gradients)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"tp": 1, "dp": 4}, {"dp": 1}, {"bandwidths": {"intra_all_reduce": 4e11}}, {"pp": 2}, {"shape": LARGE}],
-)
-def test_only_runs_of_as_many_pieces_in_the_same_state_contradict(changes: dict[str, object]) -> None:
-    slow = row(**{**OTHER, "seconds": 3.0})
-    (found,) = contradicted([slow, row(**OTHER)])
-    assert (found.row, found.by.seconds) == (slow, 1.0)
-    assert contradicted([slow, row(**{**OTHER, **changes})]) == []
-
-
-def test_a_run_that_takes_less_than_twice_what_is_enough_is_not_contradicted() -> None:
-    assert contradicted([row(**{**OTHER, "seconds": 0.99 * TIMES}), row(**OTHER)]) == []
-
-
-def test_figures_are_given_with_and_without_contradicted_runs() -> None:
-    runs = [outcome(1.0, **{**OTHER, "seconds": seconds}) for seconds in (1.0, 1.1, 5.0)]
-    contradictions = contradicted([each.row for each in runs])
-    assert "nanotron pp = 1, not contradicted" in report.times(runs, contradictions)
-    assert "not contradicted" not in report.times(runs)
-    assert "5 " in report.contradicted_runs(contradictions) and report.contradicted_runs([]) == ""
-    said = report.choices(cells(runs, runs_out, least=3), cells(runs[:2], runs_out, least=2))
-    assert "without contradicted runs regret of at most 5% in 100%" in said
-
-
-# Folds.
-
-
-def many() -> list[Row]:
-    return [
-        row(shape=dataclasses.replace(LLAMA, layers=layers), dp=dp, accumulation=more)
-        for layers in (2, 3, 4)
-        for dp in (8, 16)
-        for more in range(1, 1 + layers)
-    ]
-
-
-@pytest.mark.parametrize("group", [by_model, by_nodes])
-def test_a_fold_never_fits_what_it_asks_about(group: Callable[[Row], str]) -> None:
-    rows = many()
-    made = folds(rows, group)
-    for each in made:
-        assert not {group(rows[n]) for n in each.fitted} & {group(rows[n]) for n in each.held_out}
-        assert sorted((*each.fitted, *each.held_out)) == list(range(len(rows)))
-    assert sorted(n for each in made for n in each.held_out) == list(range(len(rows)))
-
-
-def test_folds_leave_out_models_and_nodes_and_one_group_has_none() -> None:
-    assert [name for name, _ in both(many())] == ["models"] * 3 + ["nodes"] * 2
-    assert folds([row(), row(accumulation=2)], by_model) == ()
-    assert len(folds(many(), by_model, most=2)) == 2
-
-
-def test_a_sample_is_the_same_whatever_the_order() -> None:
-    rows = many()
-    assert sampled(rows, 4) == [each for each in rows if each in sampled(rows[::-1], 4)]
-    assert sampled(rows, None) == rows and len(sampled(rows, 4)) == 4
-
-
-def test_whole_cells_with_enough_runs_are_chosen() -> None:
-    rows = many()
-    (chosen,) = {(each.model, each.devices) for each in of_cells(rows, 1, least=4)}
-    assert chosen[0] == by_model(row(shape=dataclasses.replace(LLAMA, layers=4)))
-    assert len(of_cells(rows, 1, least=4)) == 4 and of_cells(rows, 5, least=5) == []
 
 
 # The command.

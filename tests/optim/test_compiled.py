@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.optim import GaLoreAdamW, Muon
 from tests.support.families import FAMILIES
+from tests.support.optimizing import planned_for
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -57,10 +58,6 @@ class _Run:
     planned: dict[str, int] | None = None
 
 
-def _optimizer(kind: str) -> autopar.Optimizer:
-    return autopar.Optimizer(kind, rank=RANK) if kind == "galore" else autopar.Optimizer(kind)
-
-
 def _train(model: nn.Module, kind: str, in_backward: bool = False) -> _Run:
     made_by, settings = KINDS[kind]
     optimizer = made_by(model.named_parameters(), **settings)
@@ -90,7 +87,7 @@ def _compiled(kind: str, shape: tuple[int, ...], strategy: str, in_backward: boo
         mesh(shape, ("dp", "tp")[: len(shape)]),
         kwargs or args,
         strategy=strategy,
-        optimizer=_optimizer(kind),
+        optimizer=planned_for(kind, RANK),
         hardware=SLOW_DEVICES,
     )
     found = _train(model, kind, in_backward)

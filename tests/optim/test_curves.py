@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.optim import GaLoreAdamW, Muon
+from tests.support.optimizing import losses_of, planned_for
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -69,24 +69,16 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss: Any = model(**_batch(step))[0]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(optimizer, STEPS, lambda step: model(**_batch(step))[0])
 
 
 def _on_ranks(kind: str, adapted: bool, shape: tuple[int, ...], strategy: str) -> list[float]:
-    asked = autopar.Optimizer(kind, rank=RANK) if kind == "galore" else autopar.Optimizer(kind)
     model = autopar.compile(
         _model(adapted),
         mesh(shape, AXES[: len(shape)]),
         _batch(0),
         strategy=strategy,
-        optimizer=asked,
+        optimizer=planned_for(kind, RANK),
         hardware=SLOW_DEVICES,
     )
     return _losses(model, MADE_BY[kind](model))

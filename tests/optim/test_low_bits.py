@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.optim import GaLoreAdamW, Muon
 from autopar.optim.parts import local, whole
+from tests.support.optimizing import losses_of, planned_for
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
 
@@ -82,13 +82,7 @@ MADE_BY: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def _trained(model: nn.Module, kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer, losses = MADE_BY[kind](model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss: Any = model(*_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(MADE_BY[kind](model), STEPS, lambda step: model(*_batch(step)))
     return losses, {name: whole(each) for name, each in model.named_parameters()}
 
 
@@ -96,13 +90,12 @@ def _on_ranks(
     kind: str, as_parameter: bool, shape: tuple[int, ...], strategy: str
 ) -> tuple[list[float], dict[str, Tensor], bool]:
     """Losses, parameters, and whether parameters have the bytes of the plan, those of a base in parts."""
-    optimizer = autopar.Optimizer(kind, rank=RANK) if kind == "galore" else autopar.Optimizer(kind)
     model = autopar.compile(
         _model(as_parameter),
         mesh(shape, AXES[: len(shape)]),
         _batch(0),
         strategy=strategy,
-        optimizer=optimizer,
+        optimizer=planned_for(kind, RANK),
         hardware=SLOW_DEVICES,
         outputs="full",
     )

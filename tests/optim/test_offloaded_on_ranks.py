@@ -18,6 +18,7 @@ from autopar.benchmarking.meters import peak_bytes
 from autopar.models.named import named
 from autopar.optim import OffloadedAdamW
 from tests.support.families import FAMILIES
+from tests.support.optimizing import losses_of
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
@@ -43,16 +44,15 @@ def _bytes(tensor: Tensor | None) -> int:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False) -> _Run:
-    losses = []
-    for step in range(STEPS):
+    def loss_of(step: int) -> Tensor:
         args, kwargs = FAMILIES["llama"].inputs(step)
-        optimizer.zero_grad()
-        loss = FAMILIES["llama"].loss(model(*args, **kwargs))
-        loss.backward()
+        return FAMILIES["llama"].loss(model(*args, **kwargs))
+
+    def clipped() -> None:
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
+
+    losses = losses_of(optimizer, STEPS, loss_of, clipped)
     return _Run(losses, {name: whole(each) for name, each in model.named_parameters()})  # pyright: ignore[reportArgumentType]
 
 

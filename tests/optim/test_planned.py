@@ -11,6 +11,7 @@ import autopar
 from autopar.cli import main
 from autopar.plans.plan import Plan
 from tests.support.families import BATCH, FAMILIES
+from tests.support.optimizing import planned_for
 
 CASES = [
     ("muon", "zero3"),
@@ -29,7 +30,7 @@ def _planned(kind: str, strategy: str, dp: int = 2, batches: int = 1) -> Plan:
         autopar.Mesh({"dp": dp, "tp": 2}, hardware="h100"),
         {name: torch.cat([each] * batches) for name, each in inputs.items()},
         strategy=strategy,
-        optimizer=autopar.Optimizer("galore", rank=8) if kind == "galore" else kind,
+        optimizer=planned_for(kind, 8),
     )
     assert isinstance(plan, Plan)
     return plan
