@@ -28,9 +28,10 @@ ORDER = (
     ("program.operators.attention",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models", "optim"),
-    ("strategies.rules.products",),
+    ("capture.inlining", "strategies.rules.products"),
     (
         "capture.experts",
+        "capture.layers",
         "capture.masks",
         "hardware",
         "lengths",

@@ -24,9 +24,9 @@ from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
+from autopar.capture.inlining.inline import inline
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
-from autopar.capture.passes.inline import inline
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.recorder import Recorder, check_settled
@@ -170,7 +170,9 @@ def _traced(
     observed = Observed.of(traced, model, assume)
     exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
     sources, values, tied = _sources(exported, traced, used)
-    draft = inline(exported.graph_module, sources, mode, values, autocast, observed.functions, kind)
+    draft = inline(
+        exported.graph_module, sources, mode, values, autocast, observed.functions, observed.layers.bodies, kind
+    )
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]

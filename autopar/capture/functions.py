@@ -18,7 +18,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.passes.functions import KEPT, KeptUse
+from autopar.capture.inlining.functions import KEPT, KeptUse
 from autopar.errors import CaptureError
 
 OF_CUSTOM_OPERATORS = "torch._library.autograd"

@@ -19,8 +19,10 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
 from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
+from autopar.capture.inlining.functions import KeptUse
+from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
-from autopar.capture.passes.functions import KeptUse
+from autopar.capture.python.assigned_buffers import assigned_buffers
 from autopar.capture.python.globals_read import called_functions, globals_read
 from autopar.capture.python.grad_mode import asked_modes
 from autopar.capture.python.outside import refuse_outside_sources
@@ -45,6 +47,11 @@ class Observed:
     """Uses of autograd.Functions, in order."""
     modes: dict[str, bool] = field(default_factory=dict)
     """What the forward asks of PyTorch's own state."""
+    layers: EqualLayers = field(init=False)
+    """Those that are traced once."""
+
+    def __post_init__(self) -> None:
+        self.layers = EqualLayers(self.recorder, self._noticed)
 
     @classmethod
     def of(cls, traced: nn.Module, model: nn.Module, assume: Sequence[Assumption]) -> Observed:
@@ -61,9 +68,17 @@ class Observed:
             stack.enter_context(decided_branches(self.branches))
             self.modes = stack.enter_context(asked_modes())
             stack.enter_context(refuse_outside_sources(traced, self.called))
+            stack.enter_context(assigned_buffers(traced))
             stack.enter_context(self.hooks.recording())
             stack.enter_context(self.recorder.recording())
+            stack.enter_context(self.layers.once(traced))
             yield
+
+    def _noticed(self) -> tuple[int, ...]:
+        """How much has been noticed that is not in the graph."""
+        branches = self.branches
+        of_branches = len(branches.taken), len(branches.open), len(branches.origins)
+        return *of_branches, len(self.functions), len(self.hooks.hooks)
 
 
 def export(

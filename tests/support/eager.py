@@ -24,7 +24,10 @@ def run(
     """Run a program as it is, on one device: the user's outputs; mutated buffers are written into `buffers`."""
     values: dict[str, Any] = {
         **{placeholder: parameters[name] for name, placeholder in program.parameters.items()},
-        **{placeholder: buffers[name] for name, placeholder in program.buffers.items()},
+        **{
+            placeholder: buffers[name].clone() if name in program.mutations else buffers[name]
+            for name, placeholder in program.buffers.items()
+        },
         **program.constants,
         **{name: leaf for name, leaf in zip(program.inputs, flat_inputs, strict=True) if name is not None},
     }

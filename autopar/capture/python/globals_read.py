@@ -35,11 +35,17 @@ def globals_read(model: nn.Module, functions: Sequence[types.FunctionType]) -> t
 
 
 def _class_places(cls: type) -> Iterator[Place]:
-    """The data of a module's class that its forward names, as `type(self).calls`."""
+    """The data of a module's class, its own or inherited, that its forward names, as `type(self).calls`."""
     forward = vars(cls)["forward"]
     if not is_installed(forward.__code__):
-        for name in sorted(_names(forward.__code__) & vars(cls).keys()):
-            if _is_data(vars(cls)[name]) and not name.startswith("__"):
+        known = {
+            name: value
+            for base in reversed(cls.__mro__)
+            if is_users(base.__module__)
+            for name, value in vars(base).items()
+        }
+        for name in sorted(_names(forward.__code__) & known.keys()):
+            if _is_data(known[name]) and not name.startswith("__"):
                 yield Place(cls, (("attribute", name),), f"{cls.__name__}.{name}")
 
 

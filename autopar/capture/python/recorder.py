@@ -11,28 +11,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import types
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
+from autopar.capture.python.attributes import (
+    Read,
+    Write,
+    is_computed,
+    is_plain,
+    is_registered,
+    is_unchanged,
+    items_of,
+    only_cached,
+    own_attributes,
+    tensors_in,
+    value_at,
+)
 from autopar.capture.python.cone import comes_from, depends_on_call
 from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 from autopar.program.python_state import (
     ATOMS,
-    CONTAINERS,
     INTERNALS,
     MAX_ITEMS,
     MISSING,
     Place,
     PythonState,
-    contents,
     equal,
     is_observable,
 )
@@ -43,30 +50,7 @@ ADVICE = (
 )
 
 
-@dataclass(slots=True)
-class Read:
-    """The first time that a forward asks for an attribute or a global, before anything is written there."""
-
-    place: Place
-    before: Any
-    items: list[Any] | None
-    """Of a container, before the forward has changed it."""
-    location: str
-    own: dict[str, Any] = field(default_factory=dict)
-    """The attributes of the object that has this one."""
-
-
-@dataclass(slots=True)
-class Write:
-    """The last time that a forward sets an attribute."""
-
-    place: Place
-    value: Any
-    location: str
-    dependent: bool
-    """Whether it holds a tensor that is computed from inputs, parameters or random numbers."""
-
-
+Held = tuple[int, dict[int, tuple[Read, Any, list[Any] | None]]]
 HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -89,6 +73,8 @@ class Recorder:
         self._inner: list[Read] = []
         """Of containers in containers."""
         self._writes: dict[tuple[int, str], Write] = {}
+        self._sets = 0
+        """How often the forward has set an attribute."""
         self._kept: list[Any] = []  # an object that goes would leave its id to another
         self._patched: set[type] = set()
         self._stack = contextlib.ExitStack()
@@ -108,13 +94,56 @@ class Recorder:
             yield
             assert self._ended, "a traced forward ends"
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing inside is recorded: it is no part of the forward."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def held(self) -> Held:
+        """What is now in all places that were read, and how often an attribute was set."""
+        with self.aside():
+            reads = ((read, read.own.get(name, read.before)) for (_, name), read in self._reads.items())
+            outside = ((read, value_at(read.place, self._traced)) for read in self._globals)
+            inner = ((read, read.before) for read in self._inner)
+            return self._sets, {id(read): (read, v, items_of(v)) for read, v in (*reads, *inner, *outside)}
+
+    def changed_since(self, earlier: Held) -> bool:
+        """Whether the forward has changed any of that since, or what it has first read since."""
+        sets, now = self.held()
+        if sets != earlier[0]:
+            return True
+        for key, (read, value, items) in now.items():
+            _, before, held = earlier[1].get(key, (read, read.before, read.items))
+            if not equal(before, value) or not all(map(equal, held or (), items or ())):
+                return True
+            if len(held or ()) != len(items or ()):
+                return True
+        return False
+
+    def has_read(self, holder: Any, name: str) -> bool:
+        """Whether the forward has read or written an attribute, as far as it has come."""
+        return (id(holder), name) in self._reads or (id(holder), name) in self._writes
+
+    def read_alike(self, one: nn.Module, other: nn.Module) -> None:
+        """Record for a module the reads of another, whose forward stands for its own."""
+        for (holder, name), read in list(self._reads.items()):
+            if holder != id(one) or (id(other), name) in self._reads:
+                continue
+            value = vars(other).get(name, read.before)
+            own = own_attributes(other)
+            self._reads[id(other), name] = Read(self._place(other, name), value, items_of(value), read.location, own)
+
     def state(self, settled: bool) -> PythonState:
         """What this trace has read and written; `settled`, as in `PythonState`."""
         reads = (*self._reads.values(), *self._globals)
         fresh = [write for key, write in self._writes.items() if key not in self._reads]
         evolved = [write for write in self.evolved if isinstance(write.place.owner, str)]
-        plain = [write for write in fresh if _is_plain(write.value)]
-        lost = [write for write in fresh if not _is_plain(write.value)]
+        plain = [write for write in fresh if is_plain(write.value)]
+        lost = [write for write in fresh if not is_plain(write.value)]
         return PythonState(
             tuple(read.place for read in reads),
             tuple((write.place, write.value) for write in (*plain, *evolved)),
@@ -142,8 +171,8 @@ class Recorder:
                 read.place.set(self._traced, read.before)
 
     def _global(self, place: Place) -> Read:
-        value = _value(place, self._traced)
-        return Read(place, value, _items(value), "")
+        value = value_at(place, self._traced)
+        return Read(place, value, items_of(value), "")
 
     def _patch(self, cls: type) -> None:
         """Record reads and writes of attributes of a class's objects."""
@@ -173,7 +202,7 @@ class Recorder:
         key = id(holder), name
         if name in INTERNALS or key in self._reads or key in self._writes or key[0] not in self._places:
             return
-        if name not in _own(holder) and _is_computed(type(holder), name):
+        if name not in own_attributes(holder) and is_computed(type(holder), name):
             return
         self._on = False  # what looks at the value is no part of the forward
         try:
@@ -189,7 +218,7 @@ class Recorder:
                     f"the forward reads {place.name} ({location}), a {type(value).__name__}, which gives another value "
                     f"in every call. {ADVICE}"
                 )
-            self._reads[key] = Read(place, value, _items(value), location, _own(holder))
+            self._reads[key] = Read(place, value, items_of(value), location, own_attributes(holder))
             self._observe(value, place)
         finally:
             self._on = True
@@ -198,18 +227,21 @@ class Recorder:
         key = id(holder), name
         if name in INTERNALS or name.startswith("__") or key in self._reads or key in self._writes:
             return
-        if key[0] not in self._places or _is_registered(holder, name):
+        if key[0] not in self._places or is_registered(holder, name):
             return
         self._reads[key] = Read(self._place(holder, name), MISSING, None, where(sys._getframe(2)))
 
     def _note_write(self, holder: Any, name: str, value: Any) -> None:
         key = id(holder), name
-        if name in INTERNALS or key[0] not in self._places or _is_registered(holder, name):
+        if name in INTERNALS or key[0] not in self._places:
+            return
+        self._sets += 1
+        if is_registered(holder, name):
             return
         self._on = False
         try:
             before = self._reads[key].before if key in self._reads else MISSING
-            written = _tensors(value) if value is not before else []
+            written = tensors_in(value) if value is not before else []
             dependent = any(depends_on_call(x, self._traced) or comes_from(x, before) for x in written)
             self._writes[key] = Write(self._place(holder, name), value, where(sys._getframe(2)), dependent)
         finally:
@@ -229,7 +261,7 @@ class Recorder:
         for key, item in pairs[:MAX_ITEMS]:
             if not isinstance(item, ATOMS):
                 self._observe(item, place.item(key))
-                self._inner.append(Read(place.item(key), item, _items(item), ""))
+                self._inner.append(Read(place.item(key), item, items_of(item), ""))
         cls = type(value)
         if pairs or id(value) in self._places or not (is_observable(value) and is_users(cls.__module__)):
             return
@@ -245,13 +277,13 @@ class Recorder:
         for key, read in self._reads.items():
             now = read.own.get(key[1], read.before)
             if now is not read.before and key not in self._writes:  # behind the back of __setattr__
-                dependent = any(depends_on_call(x, self._traced) for x in _tensors(now))
+                dependent = any(depends_on_call(x, self._traced) for x in tensors_in(now))
                 self._writes[key] = Write(read.place, now, read.location, dependent)
         containers = self._changed_containers()
         self._check()
         pairs = [(self._reads[key], write) for key, write in self._writes.items() if key in self._reads]
-        evolved = [w for read, w in pairs if not equal(read.before, w.value) and _is_plain(w.value)]
-        now = [Write(read.place, _value(read.place, self._traced), read.location, False) for read in self._globals]
+        evolved = [w for read, w in pairs if not equal(read.before, w.value) and is_plain(w.value)]
+        now = [Write(read.place, value_at(read.place, self._traced), read.location, False) for read in self._globals]
         evolved += [w for read, w in zip(self._globals, now, strict=True) if not equal(read.before, w.value)]
         self.evolved = (*evolved, *containers)
         self._ended = True
@@ -272,11 +304,11 @@ class Recorder:
         """Those whose items are plain, as they are now; CaptureError for others, but for caches of constants."""
         found = []
         for read in (*self._reads.values(), *self._inner, *self._globals):
-            if read.items is None or _is_unchanged(read):
+            if read.items is None or is_unchanged(read):
                 continue
-            if isinstance(read.place.owner, str) and _is_plain(read.before) and all(map(_is_plain, read.items)):
+            if isinstance(read.place.owner, str) and is_plain(read.before) and all(map(is_plain, read.items)):
                 found.append(Write(read.place, copy.deepcopy(read.before), read.location, False))
-            elif not _only_cached(read, self._traced):
+            elif not only_cached(read, self._traced):
                 raise CaptureError(
                     f"the forward changes the {type(read.before).__name__} {read.place.name}"
                     f"{f' ({read.location})' if read.location else ''}. {ADVICE}"
@@ -308,69 +340,6 @@ def _replaced(cls: type, name: str, function: Any) -> Iterator[None]:
             delattr(cls, name)
         else:
             setattr(cls, name, had)
-
-
-def _is_computed(cls: type, name: str) -> bool:
-    """Whether a class computes an attribute when it is asked for: its own code is recorded instead."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            found = vars(base)[name]
-            kept = isinstance(found, types.FunctionType | types.MemberDescriptorType)
-            return hasattr(type(found), "__get__") and not kept
-    return False
-
-
-def _own(holder: Any) -> dict[str, Any]:
-    try:
-        return object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return {}
-
-
-def _is_registered(holder: Any, name: str) -> bool:
-    """Whether a module has a parameter, buffer or module of this name."""
-    own = vars(holder) if isinstance(holder, nn.Module) else {}
-    return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is an atom, or a container of such."""
-    return isinstance(value, ATOMS) or (isinstance(value, CONTAINERS) and all(map(_is_plain, contents(value))))
-
-
-def _items(value: Any) -> list[Any] | None:
-    """What a container holds that can change; of an array its bytes."""
-    if isinstance(value, list | dict | set | deque):
-        return contents(value)
-    return [value.tobytes()] if type(value).__module__ == "numpy" and hasattr(value, "tobytes") else None
-
-
-def _value(place: Place, root: nn.Module) -> Any:
-    holder, (kind, key) = place.holder(root), place.steps[-1]
-    if kind == "item":
-        return holder.get(key, MISSING)
-    return getattr(holder, key, MISSING)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _is_unchanged(read: Read) -> bool:
-    """Whether a container holds what it held."""
-    now, before = _items(read.before) or [], read.items or []
-    return len(now) == len(before) and all(map(equal, now, before))
-
-
-def _only_cached(read: Read, traced: nn.Module) -> bool:
-    """Whether a container is a dict that only got more items, which are the same in every call."""
-    if not isinstance(read.before, dict) or read.items is None or len(read.items) == 2 * len(read.before):
-        return False
-    half = len(read.items) // 2
-    old = dict(zip(read.items[:half], read.items[half:], strict=True))
-    new = [value for key, value in read.before.items() if key not in old]
-    kept = all(key in read.before and equal(read.before[key], value) for key, value in old.items())
-    return kept and not any(depends_on_call(x, traced) for value in new for x in _tensors(value))
 
 
 def _short(value: Any) -> str:

@@ -17,8 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from autopar.capture.inlining.functions import KEPT, KeptUse
+from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
-from autopar.capture.passes.functions import KEPT, KeptUse
 from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
 from autopar.errors import CaptureError
@@ -39,6 +40,10 @@ class Region:
 
     grad: bool = True
     casts: Casts | None = None
+    path: str = ""
+    """Of the module that the paths of its calls begin at."""
+    own: bool = False
+    """Whether all of its values belong to one call alone, as `TracedGraph.evaluate` says."""
 
 
 @dataclass(slots=True)
@@ -48,13 +53,15 @@ class Inliner:
     draft: TracedGraph
     functions: Sequence[KeptUse]
     """What the calls of KEPT stand for."""
+    bodies: Sequence[Body] = ()
+    """What the calls of LAYER stand for."""
     written: frozenset[int] = frozenset()
     """Storages of the exported values that a call writes into."""
     device: str | None = None
     """The type of device that the program is for; None: any."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def copy(self, module: fx.GraphModule, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
+    def copy(self, module: fx.GraphModule | Body, inputs: Sequence[Any], region: Region) -> tuple[Any, ...]:
         """Append the calls of `module`'s graph, and return its outputs."""
         values: dict[fx.Node, Any] = {}
         given = iter(inputs)
@@ -62,6 +69,7 @@ class Inliner:
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "get_attr":
+                assert isinstance(module, fx.GraphModule), "a body reads what it is given"
                 values[node] = self._attribute(module, str(node.target))
             elif node.op == "call_function" and node.target not in DROPPED:
                 args, kwargs = map_aggregate(
@@ -87,6 +95,11 @@ class Inliner:
             return self.copy(body, inputs, replace(region, casts=Casts(self.draft, there) if enabled else None))
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
+        path = joined(region.path, module_path(node))
+        if target is LAYER:
+            number, *inputs = args
+            shared = region.own or self._is_written(node, *node.all_input_nodes)
+            return self.copy(self.bodies[number], inputs, replace(region, path=path, own=shared))
         if target is KEPT:
             number, *tensors = args
             target, args = self.functions[number].call(tensors, region.casts and region.casts.region.dtype)
@@ -95,7 +108,6 @@ class Inliner:
                 f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
                 "cannot be captured as plain calls; use ordinary operations in its place."
             )
-        path = module_path(node)
         check_call(target, args, kwargs, path)
         if not region.grad:
             _check_writes_without_gradient(target, args, kwargs, path)
@@ -103,8 +115,12 @@ class Inliner:
             args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
         if region.casts is not None:
             args, kwargs = region.casts.applied(target, args, kwargs, path)
-        own = not self.written.isdisjoint(_storages(node.meta.get("val")))
+        own = region.own or self._is_written(node)
         return self.draft.call(target, *args, module=path, own=own, **kwargs)
+
+    def _is_written(self, *nodes: fx.Node) -> bool:
+        """Whether a call writes into the memory of what one of the nodes gave when it was exported."""
+        return any(not self.written.isdisjoint(_storages(node.meta.get("val"))) for node in nodes)
 
     def _without_gradient(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
@@ -127,6 +143,7 @@ def inline(
     values: Mapping[str, Any],
     autocast: Autocast | None,
     functions: Sequence[KeptUse] = (),
+    bodies: Sequence[Body] = (),
     device: str | None = None,
 ) -> TracedGraph:
     """A draft of an exported graph.
@@ -136,6 +153,7 @@ def inline(
         values: fake value of every tensor placeholder.
         autocast: the autocast region around the whole graph, if any.
         functions: uses of autograd.Functions, by the number that stands for them.
+        bodies: of layers that are equal to others, by the number that stands for them.
         device: the type of device that the program is for, whose autocast regions count; None: any.
     """
     draft = TracedGraph(fx.Graph(), mode)
@@ -151,7 +169,9 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    outputs = Inliner(draft, functions, _written(module), device).copy(module, inputs, Region(casts=casts))
+    outputs = Inliner(draft, functions, bodies, _written(module, bodies), device).copy(
+        module, inputs, Region(casts=casts)
+    )
     draft.graph.output(outputs)
     return draft
 
@@ -171,9 +191,9 @@ def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake.requires_grad_(value.requires_grad)
 
 
-def _written(module: fx.GraphModule) -> frozenset[int]:
-    """Storages of the values that calls of a graph and its regions write into, as they were exported."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+def _written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
+    """Storages of the values that calls of a graph, its regions and bodies write into, as they were exported."""
+    graphs = [part.graph for part in (*module.modules(), *bodies) if isinstance(part, fx.GraphModule | Body)]
     writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]
     changed = (value for node in writes for value in _written_arguments(node.target, node.args, node.kwargs))
     values = (value.meta.get("val") for value in pytree.tree_leaves(list(changed)) if isinstance(value, fx.Node))

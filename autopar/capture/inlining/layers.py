@@ -1,0 +1,61 @@
+"""What stands for a layer in an exported graph that is equal to one before it, until it becomes calls of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+
+from autopar.capture.passes.traced_graph import module_path
+
+
+class _Layer(HigherOrderOperator):
+    """The operator itself, of the number of a body and the tensors that it reads: recorded, and never run."""
+
+    def __init__(self) -> None:
+        super().__init__("autopar_equal_layer")
+
+    def __call__(self, number: int, *tensors: Tensor) -> Any:
+        raise AssertionError("an exported graph is rewritten before it runs")
+
+
+LAYER = _Layer()
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What one layer was traced to: its placeholders are what it reads, its module paths begin at the layer."""
+
+    graph: fx.Graph
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node], read: Sequence[fx.Node], outputs: Sequence[fx.Node], path: str) -> Body:
+        """Of the nodes that a layer at `path` has made, which read others beside their own."""
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        for node in read:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta["val"] = node.meta.get("val")
+        for node in nodes:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+            inside = path_within(node, path)
+            assert inside is not None, "a body is made of what its layer calls"
+            copied[node].meta = {"val": node.meta.get("val"), "nn_module_stack": {"": (inside, "")}}
+        graph.output(tuple(copied[node] for node in outputs))
+        return cls(graph)
+
+
+def path_within(node: fx.Node, path: str) -> str | None:
+    """The path of the module that made a call, from the module at `path` on; None where it is not inside of that."""
+    found = module_path(node)
+    if found == path:
+        return ""
+    return found.removeprefix(f"{path}.") if found.startswith(f"{path}.") else None
+
+
+def joined(outer: str, inner: str) -> str:
+    """A path from a module on, from where that one's own begins."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
