@@ -74,21 +74,24 @@ def solve_rows(
     gap: float = 0.0,
     enough: Enough = EXACT,
     met: Sequence[Sequence[int]] = (),
-    is_wide: bool = False,
+    is_wide: bool | None = None,
 ) -> Best:
     """The best choice per node within all budgets, or better than `known` seconds.
 
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
     the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
-    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination; there a
-    bound as high as the cut-off of `enough` ends the search.
+    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination, one that is
+    not by nothing else: with too many rows for that nothing is found (None: either is tried). By messages a bound as
+    high as the cut-off of `enough` ends the search.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
     contracted = [contract(each.problem) for each in pruned]
     smaller = [each.problem for each in contracted]
     whole = None if is_wide else Rows.of(smaller, deadline, MAX_WORK)
+    if whole is None and is_wide is False:
+        return Best(None, -math.inf, tuple(prices), is_searched=False)
     if whole is None:
         budgets = np.array([each.budget for each in problems], dtype=np.float64)
         planes = [(problems[0].seconds_of(x), np.array([each.bytes_of(x) for each in problems]) - budgets) for x in met]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver import several_rows
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
@@ -67,6 +68,14 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
     assert best < math.inf
     found = solve_rows(problems, [0.0, 0.0], 0.999 * best, 60.0)
     assert found is not None and found.choices is None and found.bound >= 0.999 * best * (1 - 1e-9)
+
+
+def test_a_narrow_graph_with_too_many_rows_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = _rows(3, 3, 2)
+    monkeypatch.setattr(several_rows, "MAX_WORK", 0)
+    left = solve_rows(problems, [0.0, 0.0], math.inf, 60.0, is_wide=False)
+    assert left.choices is None and left.bound == -math.inf and not left.is_searched
+    assert solve_rows(problems, [0.0, 0.0], math.inf, 60.0).bound > 0
 
 
 def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_budgets() -> None:

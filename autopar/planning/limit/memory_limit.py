@@ -7,6 +7,7 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
 2. Solve with a row for each of the moments that an answer was over the limit at, until one fits (`several_rows`).
+   Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out.
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
    answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
    limit of the row: so answers are found that fit, and cost little more.
@@ -33,12 +34,15 @@ from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, share, smaller_ones
+from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
+from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
 from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem, Solution
+from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
 from autopar.solver.solve import solve, solve_narrow, solve_prepared
@@ -154,7 +158,6 @@ class _Search(Asked):
         """The best answer that fits, where `first`, which lacks the limit or has it at one moment, does not."""
         found = Found(first)
         found.meet(self._bytes_of(first))
-        is_narrow = first.row is not None
         found.fitting += self.of_fewer_bytes(first, limit)
         if self.gap and not found.is_proven(self.gap):  # many answers are near enough
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
@@ -166,8 +169,8 @@ class _Search(Asked):
             found.fitting += far
         self.check(found.proof.bound)
         # Of a wide graph sums prove no more than all rows did.
-        near = self.enough if is_narrow or not self.enough else max(self.enough, WIDELY)
-        if found.is_proven(max(near, ROUGHLY)):
+        near = self.enough if first.row is not None or not self.enough else max(self.enough, WIDELY)
+        if found.is_proven(max(near, ROUGHLY)) or (found.fitting and self._is_dear(first)):
             return found.best
         try:
             self.by_sums(found, limit, modes)
@@ -267,22 +270,28 @@ class _Search(Asked):
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         met = [choices_of_nodes(found.first.choices, (found.first.modes.get(name, MODES[0]) for name in modes or ()))]
+        narrowed = self._narrowed(found.first, limit, modes)
+        enough = Enough(self.enough, self.counted, self.cutoff)
         for _ in range(MAX_MOMENTS):
-            if is_over(self.deadline if found.fitting else halfway):
+            if is_over(until := self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
             rows = tuple(MemoryRow(((place, 1),)) for place in sorted(places))
             problems = self.formulation.problems(self.pins, rows, limit, modes)
             at = [prices.get(place, 0.0) for place in sorted(places)]
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
-            until = self.deadline if found.fitting else halfway
             left = max(seconds_until(until), LEAST_SECONDS)
-            enough = Enough(self.enough, self.counted, self.cutoff)
-            best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
+            if narrowed is None:
+                best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
+            else:
+                best = narrowed.best(problems, at, known, after(left), max(self.gap, self.enough), enough)
             self.check(best.bound)
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
             if best.choices is None:
-                return bool(found.fitting)
+                if narrowed is None or not narrowed.may_be_further(known):
+                    return bool(found.fitting)
+                narrowed = None
+                continue
             seconds, num_bytes = problems[0].cost_of(best.choices)
             bound = min(best.bound, seconds)
             solution = Solution(best.choices, seconds, num_bytes, bound, "multipliers + counts", found.proof.multiplier)
@@ -294,6 +303,20 @@ class _Search(Asked):
             found.meet(self._bytes_of(answer))
             places |= full(found.taken[-1], limit)
         return True
+
+    def _is_dear(self, first: Answer) -> bool:
+        """Whether elimination of the first answer's problem takes seconds: sums of moments take many of them."""
+        prepared = self.prepared.get(first.row)
+        return prepared is not None and prepared.elimination is not None and prepared.elimination.work > CHEAP_WORK
+
+    def _narrowed(self, first: Answer, limit: int, modes: Modes | None) -> Narrowed | None:
+        """What the first answer's bound leaves of the problem, where elimination takes seconds; else None."""
+        if first.row is None or not first.multiplier or not self._is_dear(first):
+            return None
+        try:
+            return Narrowed(Cuts(self._prepared(first.row, limit, modes), first.multiplier, self.deadline))
+        except TimeLimitError:
+            return None
 
     def _proven(
         self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None

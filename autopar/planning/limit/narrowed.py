@@ -1,0 +1,56 @@
+"""Searches with many rows in what one row leaves of a problem, where elimination of the whole takes seconds.
+
+What the bound of one row leaves within a thousandth of it is soon searched, however many rows are added; where nothing
+is found there, what is left within more is. No choices are proven to be nearer than that then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.narrow import Enough
+from autopar.solver.problem import Problem
+from autopar.solver.reductions.cuts import Cut, Cuts
+from autopar.solver.several_rows import Best, solve_rows
+
+SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all rows are looked for
+
+
+class Narrowed:
+    """The cuts of a problem with one row, from the narrowest on."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts: Cuts | None = cuts
+        self._wider = list(SHARES)
+        self._cut = self._widened()
+
+    def best(
+        self,
+        problems: Sequence[Problem],
+        prices: Sequence[float],
+        known: float,
+        deadline: float,
+        gap: float,
+        enough: Enough,
+    ) -> Best:
+        """As `solve_rows`, within the narrowest cut that may have something better than is known."""
+        while True:
+            left, limit = [self._cut.of(each) for each in problems], self._cut.limit
+            found = solve_rows(left, prices, min(known, limit), seconds_until(deadline), gap, enough)
+            found = replace(found, bound=min(found.bound, limit))
+            if found.choices is not None or known <= limit or not self._wider or is_over(deadline):
+                return found
+            self._cut = self._widened()
+
+    def may_be_further(self, known: float) -> bool:
+        """Whether something better than is known may be beyond the widest cut, where all that is nearer was tried."""
+        return not self._wider and self._cut.limit < known
+
+    def _widened(self) -> Cut:
+        assert self._cuts is not None, "no wider cut"
+        cut = self._cuts.within(self._wider.pop(0))
+        if not self._wider:
+            self._cuts = None  # its tables are large
+        return cut

@@ -1,0 +1,69 @@
+"""What is left of a problem below so many seconds, whatever further memory rows it gets.
+
+A strategy whose excess at a price of memory (`min_marginals`) is above what a limit on the seconds leaves is in no
+choice within that limit and the budget. Further rows only forbid choices: it is in none of theirs either. So what is
+found with one row makes the problem smaller for all the searches that add others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver.deadline import NEVER
+from autopar.solver.elimination import evaluate, optimum
+from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.problem import Floats, Node, Problem
+from autopar.solver.reductions.prepared import Prepared
+
+ROUNDING = 1e-9  # of the seconds: excesses carry that of long sums; a strategy too many does no harm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """The strategies of each node that choices of at most `limit` seconds take."""
+
+    kept: tuple[NDArray[np.bool_], ...]
+    limit: float
+
+    def of(self, problem: Problem) -> Problem:
+        """A problem with these nodes, in which the other strategies are forbidden; equal menus stay one array."""
+        shared: dict[tuple[int, int], Floats] = {}
+        nodes = []
+        for node, kept in zip(problem.nodes, self.kept, strict=True):
+            key = id(node.seconds), id(kept)
+            if key not in shared:
+                shared[key] = np.where(kept, node.seconds, np.inf)
+            nodes.append(Node(node.name, shared[key], node.num_bytes))
+        return Problem(tuple(nodes), problem.edges, problem.budget)
+
+
+class Cuts:
+    """A problem with a memory row, evaluated at a price of its bytes, and what is left of it within margins of that.
+
+    Its graph is narrow. Raises TimeLimitError where an evaluation takes until the deadline.
+    """
+
+    def __init__(self, prepared: Prepared, price: float, deadline: float = NEVER) -> None:
+        assert prepared.elimination is not None, "a wide graph"
+        self._prepared, self._elimination, self._deadline = prepared, prepared.elimination, deadline
+        self._evaluated = evaluate(self._elimination, prepared.tables.weighted(price), deadline)
+        paid = price * (prepared.smaller.budget or 0)
+        self.bound = optimum(self._elimination, self._evaluated) - paid
+        """No choices within the budget take less."""
+
+    def within(self, share: float) -> Cut:
+        """What choices take that cost no more than a share above the bound."""
+        prepared, limit = self._prepared, self.bound + share * abs(self.bound)
+        margin = limit - self.bound + ROUNDING * abs(self.bound)
+        tables, evaluated = prepared.tables, self._evaluated
+        found = shared_excesses(prepared.smaller, self._elimination, tables, evaluated, margin, self._deadline)
+        kept = [np.zeros(node.num_strategies, dtype=bool) for node in prepared.problem.nodes]
+        for excess, members in zip(found.of_node, prepared.contracted.members, strict=True):
+            near = np.flatnonzero(excess <= margin)
+            for node, strategies in members.items():
+                kept[node][prepared.pruned.kept[node][strategies[near]]] = True
+        equal: dict[bytes, NDArray[np.bool_]] = {}
+        return Cut(tuple([equal.setdefault(each.tobytes(), each) for each in kept]), limit)
