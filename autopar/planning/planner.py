@@ -83,7 +83,7 @@ class Solved:
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
-    model = MemoryModel(space, microbatches, offloads=settings.activations != "stay")
+    model = MemoryModel(space, microbatches, offloads=settings.offloads)
     formulation = formulation_of(model, settings)
     return Solved(formulation, pins, settings, _best(formulation, pins, settings))
 

@@ -63,6 +63,11 @@ class Settings:
         return "" if self.recompute == "auto" else self.recompute
 
     @property
+    def offloads(self) -> bool:
+        """Whether what segments save for their backward may leave for the host."""
+        return self.activations != "stay"
+
+    @property
     def least_prefetch(self) -> int:
         """The depth that a plan must have room for: where "auto" has a limit, layouts come first."""
         if self.prefetch == "auto":

@@ -14,7 +14,7 @@ import torch
 
 import autopar
 from autopar.cli import main
-from autopar.errors import InfeasibleError, PipelineError, PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware.load import load
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
@@ -206,15 +206,6 @@ def test_layers_alone_leave_what_they_alone_use() -> None:
     mesh = autopar.Mesh({"dp": 2}, hardware="h100")
     plan = autopar.plan(model, mesh, (torch.zeros(64, 64),), offload="activations", optimizer="sgd")
     assert plan.offload == "activations" and plan.host_bytes == 0
-
-
-def test_stages_of_a_pipeline_refuse_by_name() -> None:
-    mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
-    for offload in ("activations", "both"):
-        with pytest.raises(
-            PipelineError, match=f"offload='{offload}' sends what layers keep .* stages of a pipeline do"
-        ):
-            autopar.plan(tower(4, 64, "meta"), mesh, (torch.zeros(64, 64),), offload=offload, microbatches=2)
 
 
 def test_a_profile_without_its_host_plans_nothing_for_it() -> None:
