@@ -129,3 +129,32 @@ def test_ranks_and_hosts_hold_what_the_plan_predicts(
             assert found.device[1] == pytest.approx(found.device[0], rel=0.1)
         assert found.host[0] == found.host[1] > 0 and found.left == 0
         assert found.device[0] < 0.75 * before.device[0]
+
+
+def by_layers() -> tuple[list[float], list[float], int]:
+    """Losses of stages whose layers are compiled, and of plain ones; bytes of the first on the host."""
+    x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(1))
+
+    def trained(compiles: bool) -> tuple[list[float], int]:
+        said: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "optimizer": "sgd", "hardware": HOSTED}
+        model: Any = autopar.compile(Scored(), mesh((2,), ("pp",)), (x,), offload="activations", **said)
+        if compiles:
+            model.compile(backend="aot_eager", fullgraph=True, regional=True)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with counted() as host:
+            for _ in range(2):
+                optimizer.zero_grad()
+                losses.append(model.train_step(x).item())
+                optimizer.step()
+        return losses, host.highest
+
+    torch._dynamo.reset()
+    (found, sent), (expected, _) = trained(True), trained(False)
+    torch._dynamo.reset()
+    return found, expected, sent
+
+
+@pytest.mark.slow
+def test_stages_whose_layers_are_compiled_leave_what_they_save(ranks: Ranks) -> None:
+    for found, expected, sent in ranks.run(by_layers, world_size=2, timeout=240):
+        assert found == pytest.approx(expected, rel=1e-5) and sent > 0
