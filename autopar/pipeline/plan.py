@@ -7,7 +7,7 @@ plan it is plain JSON; the timeline is not saved but simulated again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -160,24 +160,30 @@ class PipelinePlan:
         return self.stages[0].plan.offloads_optimizer
 
     @property
+    def host(self) -> Mapping[str, int]:
+        """What takes memory of the host → bytes for each device of the rank that takes the most."""
+        return max(map(self.rank_host, range(self.schedule.num_ranks)), key=lambda host: sum(host.values()))
+
+    @property
     def host_bytes(self) -> int:
         """Predicted bytes of host memory for each device of the rank that takes the most."""
-        return max(map(self.rank_host_bytes, range(self.schedule.num_ranks)))
+        return sum(self.host.values())
 
-    def rank_host_bytes(self, rank: int) -> int:
-        """Predicted bytes of host memory for each device of a rank of the pipeline, whose stages one optimizer steps.
+    def rank_host(self, rank: int) -> Mapping[str, int]:
+        """What takes memory of the host → bytes for each device of a rank, whose stages one optimizer steps.
 
         Activations are those of the micro-batches that its stages have in flight together, where that is most.
         """
         numbers = self.schedule.stages_of(rank)
-        hosts = [self.stages[number].plan.host for number in numbers]
-        lasting = sum(n for host in hosts for name, n in host.items() if name not in (STAGING, ACTIVATIONS))
-        staging = max(host.get(STAGING, 0) for host in hosts)
-        waiting = {
-            number: host.get(ACTIVATIONS, 0) // self.schedule.in_flight(number)
-            for number, host in zip(numbers, hosts, strict=True)
-        }
-        return lasting + staging + self.schedule.most_waiting(rank, waiting)
+        hosts = {number: self.stages[number].plan.host for number in numbers}
+        names = dict.fromkeys(name for host in hosts.values() for name in host)
+        found = {name: sum(host.get(name, 0) for host in hosts.values()) for name in names}
+        if STAGING in found:
+            found[STAGING] = max(host.get(STAGING, 0) for host in hosts.values())
+        if ACTIVATIONS in found:
+            each = {n: host.get(ACTIVATIONS, 0) // self.schedule.in_flight(n) for n, host in hosts.items()}
+            found[ACTIVATIONS] = self.schedule.most_waiting(rank, each)
+        return found
 
     def idle(self, rank: int) -> float:
         """The share of the step in which a rank waits."""

@@ -59,6 +59,7 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
         *(space, pins, None, settings.solver, settings.time_limit, recompute),
         microbatches=runs,
         activations=activations,
+        leaving=settings.leaving,
     )
     whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "leave"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)

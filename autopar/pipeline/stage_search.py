@@ -133,8 +133,7 @@ class StageSearch:
         space = self.space(program)
         settings = self.settings(stage)
         formulation = formulation_of(self.memory_of(space, stage), settings)
-        said, segments = settings.mode, formulation.memory.lifetimes.segments
-        modes = None if said is None else dict.fromkeys(segments, said) or None
+        modes = settings.modes(formulation.memory.lifetimes.segments) or None
         pins = masks_of(self.planned, space, self.planned.request.storage)
         return least_peak(formulation, pins, modes, self.deadline).peak_bytes
 

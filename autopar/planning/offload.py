@@ -1,5 +1,8 @@
 """Whether what an optimizer keeps goes to the host, and whether there is room there for it and for activations.
 
+Where a plan takes more of a host than it may, it is made anew with the activations of so many layers there, the first
+ones, as have room, and refused only where what remains has none.
+
 Asked for "auto" under a memory limit, a model is planned with all of it on the device, but for the activations of
 layers, which the search may send to the host. Where memory costs time there, or nothing fits, it is planned with state
 and master copies on the host, too, and the faster plan is kept: that search ends once it proves that it finds none.
@@ -12,18 +15,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from autopar.cost.offload import ACTIVATIONS
 from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning.planner import is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Offloaded, Plan
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.solver.deadline import after, seconds_until
-from autopar.space.space import Space
 from autopar.units import format_bytes, format_seconds
 
 ON_HOST = {
@@ -42,6 +46,8 @@ class AnyPlan(Protocol):
     def peak_bytes(self) -> int: ...
     @property
     def offload(self) -> Offloaded: ...
+    @property
+    def host(self) -> Mapping[str, int]: ...
     @property
     def host_bytes(self) -> int: ...
     @property
@@ -81,7 +87,11 @@ def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> 
 
 
 class _NoRoomError(InfeasibleError):
-    """What is offloaded takes more of a host than it may."""
+    """What is offloaded takes more of a host than it may, by so many bytes of each device."""
+
+    def __init__(self, message: str, over: int) -> None:
+        super().__init__(message)
+        self.over = over
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     if request.offload == "auto":
         try:
             _check_stored(plans.stored(), request.settings.memory)
-            best = _with_room(request.without_auto(offloads_optimizer=False), plans, True)
+            best = _with_room(request.without_auto(offloads_optimizer=False), plans, deadline)
         except (InfeasibleError, PipelineError) as error:
             refused = error
         if best is not None:
@@ -115,7 +125,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     found = best
     try:
         against = _against(request, math.inf if best is None else plans.cutoff(best.plan), deadline)
-        offloaded = _with_room(against, plans, request.offload == "auto")
+        offloaded = _with_room(against, plans, deadline)
     except (CutOffError, InfeasibleError, PipelineError, TimeLimitError) as error:
         if best is None:
             raise _both(refused, error) from None
@@ -130,17 +140,20 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     return _told(replace(found, plan=plans.noted(found.plan, notes, request)))
 
 
-def _check_host_memory(num_bytes: int, space: Space, asked: int | None) -> None:
-    """Raise InfeasibleError where devices, each with so many bytes, take more of their host than they may."""
+def _refusal(plan: AnyPlan, plans: Plans[Any], asked: int | None) -> _NoRoomError | None:
+    """Why a plan cannot be, whose devices take more of their host than they may; None where they do not."""
+    space = context_of(plans.pieces(plan)[0]).space
     hardware, devices = space.hardware, space.devices_on_host
-    limit, needed = hardware.host_memory_bytes if asked is None else asked, num_bytes * devices
-    if limit and needed > limit:
-        whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
-        raise _NoRoomError(
-            f"what is offloaded takes {format_bytes(num_bytes)} per device, and {format_bytes(needed)} ({needed} "
-            f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
-            'fewer devices of a host, or store parameters in parts (strategy="zero3").'
-        )
+    limit, needed = hardware.host_memory_bytes if asked is None else asked, plan.host_bytes * devices
+    if not limit or needed <= limit:
+        return None
+    whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
+    return _NoRoomError(
+        f"what is offloaded takes {format_bytes(plan.host_bytes)} per device, and {format_bytes(needed)} ({needed} "
+        f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
+        'fewer devices of a host, or store parameters in parts (strategy="zero3").',
+        plan.host_bytes - limit // devices,
+    )
 
 
 def _check_stored(stored: int, limit: int | None) -> None:
@@ -160,22 +173,43 @@ def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanReques
     return replace(request, settings=settings).without_auto(offloads_optimizer=True)
 
 
-def _with_room(request: PlanRequest, plans: Plans[P], is_free: bool) -> _Planned[P]:
-    """A plan that has room on the host; where it `is_free` to, without activations there."""
-    try:
-        return _made(request, plans)
-    except _NoRoomError:
-        if not is_free or request.offload not in ("activations", "both"):
-            raise
-        return _made(request.keeping_activations(), plans)
+def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P]:
+    """A plan that has room on the host: where it has not, of so many fewer layers as have room activations leave.
+
+    Where there is room for those of none, they stay, if a memory limit asks for anything to leave. Raises _NoRoomError
+    for a plan that has no room all the same, or of which all activations were to leave.
+    """
+    found, settings = _made(request, plans), request.settings
+    while (refusal := _refusal(found.plan, plans, request.host_memory)) is not None:
+        activations = found.plan.host.get(ACTIVATIONS, 0)
+        if not activations:
+            raise refusal
+        pieces = plans.pieces(found.plan)
+        leaving = max(list(each.recompute.values()).count(OFFLOAD) for each in pieces)
+        room = activations - refusal.over
+        fewer = min(leaving - 1, leaving * room // activations)
+        if fewer < 1 and settings.memory is None:
+            raise refusal
+        left = replace(settings, time_limit=seconds_until(deadline))
+        asked = replace(request, settings=replace(left, leaving=fewer))
+        if fewer < 1:
+            asked = replace(request, settings=left).keeping_activations()
+        try:
+            found = _made(asked, plans)
+        except (InfeasibleError, PipelineError) as error:
+            told = f"{error}\nWith more on the host: {refusal}"
+            least = error.least_bytes if isinstance(error, InfeasibleError) else None
+            raise InfeasibleError(told, least) from None
+        if ACTIVATIONS in found.plan.host and _refusal(found.plan, plans, request.host_memory) is None:
+            note = f"the host has room for what {fewer} layers{' of a stage' * (len(pieces) > 1)} keep, the first ones"
+            return replace(found, plan=plans.noted(found.plan, (*found.plan.notes, note), request))
+    return found
 
 
 def _made(request: PlanRequest, plans: Plans[P]) -> _Planned[P]:
-    """A plan that has room on the host."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         plan = plans.best(request)
-    _check_host_memory(plan.host_bytes, context_of(plans.pieces(plan)[0]).space, request.host_memory)
     return _Planned(plan, tuple(said))
 
 

@@ -100,7 +100,7 @@ def measured(schedule: str, options: dict[str, Any]) -> Measured:
         losses,
         {mode for plan in own for mode in plan.recompute.values()},
         (live.highest - whole, model.plan.rank_bytes(rank)),
-        (host.highest, model.plan.rank_host_bytes(rank)),
+        (host.highest, sum(model.plan.rank_host(rank).values())),
         host.now,
     )
 
