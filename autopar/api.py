@@ -154,7 +154,7 @@ def compile(
         offload: "optimizer": plan for AdamW's state and master copies on the host, where it steps, too, by
             `autopar.optim.OffloadedAdamW` (docs/offload.md); "activations": what layers save for their backward is
             copied there and back, where `memory` asks for it, or always; "both"; "auto": either where `memory` asks for
-            it. The last three are not for meshes with a pipeline; `model.plan.offload` says what was chosen.
+            it. `model.plan.offload` says what was chosen.
         host_memory: hard limit of what is offloaded to one host by all of its devices, in bytes or as text ("512GB");
             by default what the hardware profile says a host has.
         buckets: lengths and batch sizes to which inputs are padded, so that a new one is not planned anew: an

@@ -21,6 +21,7 @@ from autopar.errors import CaptureError, InputError, MeshError, PipelineError
 from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedules.schedule import HALVING
 from autopar.planning.request import Inputs, Offloaded, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
@@ -197,17 +198,13 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
         raise PipelineError(f"the plan is for the mesh {plan.mesh}, with a pipeline; this mesh is {mesh}.")
 
 
-def check_auto_of_stages(request: PlanRequest) -> None:
-    """Raise PipelineError where plans with and without something would have to be compared: not done of stages."""
-    if request.offload == "auto":
+def check_stages(request: PlanRequest) -> None:
+    """Raise PipelineError for what is asked and stages do not do."""
+    if request.offload in ("activations", "both") and request.schedule in HALVING:
         raise PipelineError(
-            'offload="auto" offloads where a plan of the whole model asks for it, and the mesh has a pipeline; give '
-            'offload="optimizer" or "none".'
-        )
-    if request.offload in ("activations", "both"):
-        raise PipelineError(
-            f"offload={request.offload!r} sends what layers keep for their backward to the host, which stages of a "
-            'pipeline do not do; give offload="optimizer" or "none", recompute=, or a mesh without a pipeline.'
+            f"offload={request.offload!r} sends what layers keep for their backward to the host, and "
+            f'schedule="{request.schedule}" makes gradients of inputs and of weights apart, between which all of it '
+            'would be back on the device; give schedule="1f1b" or "interleaved_1f1b", or offload="optimizer".'
         )
     if request.mlp_tiles == AUTO:
         raise PipelineError(

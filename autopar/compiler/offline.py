@@ -14,10 +14,10 @@ from autopar.capture.export import Traced, skeleton_of, trace
 from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import (
     ExampleInputs,
-    check_auto_of_stages,
     check_hooks,
     check_in_one_piece,
     check_no_pipeline,
+    check_stages,
     example_arguments,
 )
 from autopar.compiler.arranging import of_pipeline, of_plan
@@ -97,7 +97,6 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
             if (
                 request.pipeline is not None
                 or not request.training
-                or request.offload in ("activations", "both")  # which stages do not do
                 or not longer
                 or limit is None
                 or planner.stored / longer[0].num_devices > limit
@@ -172,9 +171,8 @@ class _Planner:
 
     def in_pipelines(self) -> _Planner:
         """The same for pipelines, whose axis has its usual name; what is captured serves both."""
-        other, request = copy.copy(self), self.request
-        request = request.offloading_as("none") if request.offload == "auto" else request
-        other.request = replace(request, pipeline=USUAL_PIPELINE)
+        other = copy.copy(self)
+        other.request = replace(self.request, pipeline=USUAL_PIPELINE)
         return other
 
     @property
@@ -279,7 +277,7 @@ class _Planner:
         CutOffError where every schedule takes longer than the cut-off without a memory limit.
         """
         request = (request or self.request).on(mesh)
-        check_auto_of_stages(request)
+        check_stages(request)
         inner = stage_mesh(mesh, axis)
 
         def requested(schedule: Schedule) -> PipelineRequest:

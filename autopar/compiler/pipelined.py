@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
-from autopar.compiler.arguments import RunOptions, check_auto_of_stages, check_buckets, check_hooks
+from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
@@ -56,8 +56,9 @@ def compile_pipeline(
     _check_not_deterministic(run)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     if plan is not None:
-        request = request.running(plan.implementations).offloading_as(plan.offload)
-    check_auto_of_stages(request)
+        offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
+        request = request.running(plan.implementations).offloading_as(offload)
+    check_stages(request)
     compiler = _Compiler(model, mesh, axis, request, plan, cache)
     compiler.module = PipelineModule(
         compiler.tree,
@@ -138,6 +139,7 @@ class _Compiler:
         assert self.schedule is not None, "the schedule is chosen for the first batch"
         request = self._requested(program, arguments, self.schedule)
         plan = self._plan(request, allowance)
+        self.request = self.request.without_auto(plan.offloads_optimizer)  # one optimizer steps, whatever the inputs
         pipeline = _realised(request, plan, self.stage_devices, self.mesh.get_local_rank(self.axis))
         self._lay_out(pipeline)
         if varying is not None and counted is not None:

@@ -37,7 +37,7 @@ from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.least_stored import least_stored
-from autopar.planning.offload import plan_as_offload_asks
+from autopar.planning.offload import of_whole, plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
@@ -130,7 +130,7 @@ def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mappin
     def plan_for(asked: PlanRequest) -> Plan:
         return plan_as_memory_asks(asked, priced(space, asked), lambda tiles: priced(spaces(tiles), asked), storage)
 
-    return plan_as_offload_asks(request, plan_for, lambda: least_stored(MemoryModel(space)))
+    return plan_as_offload_asks(request, of_whole(plan_for, lambda: least_stored(MemoryModel(space))))
 
 
 def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:

@@ -22,7 +22,8 @@ from autopar.optim.staging import Staged, staging_bytes
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 
-STAGING = "staging"
+STAGING, ACTIVATIONS = "staging", "activations"
+"""Of what is on the host: what a step passes through, and what waits there for a backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,22 @@ def step_peak(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> flo
     return hardware.flops_of(dtype) * hardware.product_efficiency
 
 
+def step_working_bytes(info: TensorInfo, optimizer: Optimizer, matrix: bool) -> int:
+    """The most bytes that a step of a matrix has at once beside what stays, whatever its layout.
+
+    muon     6 sl + 4 s², s ≤ l: the matrix whole three times in bfloat16, beside two squares
+    galore   a renewal: the gradient whole, as it is and in float32, and two factors in float32, sl and s²
+    """
+    if not matrix:
+        return 0
+    short, long = sorted(info.shape)
+    if optimizer.name == "muon":
+        return ITERATED.itemsize * (3 * short * long + 2 * short * short)
+    size, wide = info.dtype.itemsize, torch.float32.itemsize
+    whole = size + wide * (size != wide)
+    return whole * short * long + wide * (short * long + short * short)
+
+
 def step_transfers(
     info: TensorInfo, layout: Layout, mesh: Mesh, optimizer: Optimizer, matrix: bool
 ) -> tuple[Transfer, ...]:

@@ -114,11 +114,13 @@ class _Moment:
     def parts(self) -> dict[str, Polynomial]:
         """The bytes, by what they are."""
         for number, decision in enumerate(self.space.decisions):
-            if decision.kind == "call":
+            if decision.kind == "call" and not self.at.phase.steps:
                 self._call(number)
-            elif decision.kind != "hub":
+            elif decision.kind not in ("call", "hub"):
                 self._stored(number)
-        for wire in self.space.wires:
+        if self.at.phase.steps and self.memory.stepping is not None:
+            self._add("working set", Size.of(self.memory.stepping[1]), Polynomial.of(1))
+        for wire in () if self.at.phase.steps else self.space.wires:
             self._wire(wire)
         parts: dict[str, list[Polynomial]] = defaultdict(list)
         for (name, num_bytes, count), times in self._found.items():

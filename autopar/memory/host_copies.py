@@ -67,8 +67,7 @@ class HostCopies:
     def bytes_per_s(self) -> float:
         """What a device copies to its host, or back, each second."""
         hardware = self.space.hardware
-        devices = hardware.devices_on_host(self.space.mesh.num_devices)
-        return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / devices)
+        return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
     def leaving(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Bytes of what a call keeps by itself that leave under choices and modes."""

@@ -1,12 +1,13 @@
 """How many micro-batches one step of a stage runs, and how many of them are in flight at once.
 
 The graph, and with it the space of plans, is that of one micro-batch. In flight are those whose forward has run and
-whose backward has not. Three moments of a step can be the fullest:
+whose backward has not. Some moments of a step can be the fullest:
 
     first     the first backward, while in_flight - 1 other micro-batches wait: gradients are made for the first time
     later     a later backward: all gradients are there, and at most min(in_flight, count - 1) - 1 others wait
     end       gradients that were added up are reduced: they are there as they were added up, and as they are stored,
               where that differs
+    step      the optimizer works on more than it updates: gradients are there as they are stored, and what it works on
 
 Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller.
 """
@@ -25,6 +26,8 @@ class Phase:
     others: int
     first: bool
     end: bool = False
+    steps: bool = False
+    """Whether it is the end behind which the optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Microbatches:
     in_flight: int = 1
     reduce_each: bool = False
     """Whether each reduces the gradients of weights that are stored in parts (ZeRO-2), not the step (ZeRO-1)."""
+    works: bool = False
+    """Whether the optimizer works on more than it updates."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:
@@ -51,11 +56,13 @@ class Microbatches:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The backwards of a step, and its end, that can be its fullest moments."""
+        ends = (END,) * self.several + (STEP,) * self.works
         if not self.several:
-            return (Phase(0, True),)
+            return (Phase(0, True), *ends)
         if self.in_flight < self.count:
-            return (Phase(self.in_flight - 1, False), END)
-        return (Phase(self.count - 1, True), Phase(self.count - 2, False), END)
+            return (Phase(self.in_flight - 1, False), *ends)
+        return (Phase(self.count - 1, True), Phase(self.count - 2, False), *ends)
 
 
 END = Phase(0, False, end=True)
+STEP = Phase(0, False, end=True, steps=True)

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from autopar.cost.optimizer_step import step_working_bytes
 from autopar.memory.accumulation import Accumulation
 from autopar.memory.host_copies import HostCopies
 from autopar.memory.lifetimes import Lifetimes
@@ -50,7 +52,9 @@ class MemoryModel(TensorBytes):
     ) -> None:
         """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
-        self.microbatches = microbatches or Microbatches()
+        self.stepping = _stepping(space)
+        """The parameter whose step works on the most beside what it updates, and those bytes; None where none does."""
+        self.microbatches = replace(microbatches or Microbatches(), works=self.stepping is not None)
         self.prefetch = prefetch
         """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
@@ -90,6 +94,15 @@ class MemoryModel(TensorBytes):
         kept = {} if optimizer.offload is not None else optimizer.kept(info, self.space.is_matrix(number))
         each = {"parameters": info.dtype.itemsize, **kept}
         return {name: self.times(elements, size) for name, size in each.items()}
+
+    def stepped(self, number: int) -> list[Bytes]:
+        """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
+        gradients = self.gradients(number)
+        found = [] if gradients is None else [gradients]
+        if self.stepping is not None and number == self.stepping[0]:
+            shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[1]
+            found.append(self.cached(("stepped", shape, most), lambda: np.full(shape, most, dtype=np.int64)))
+        return found
 
     # What is held between forward and backward.
 
@@ -351,6 +364,22 @@ class MemoryModel(TensorBytes):
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
+
+
+def _stepping(space: Space) -> tuple[int, int] | None:
+    """The parameter whose step works on the most bytes beside what is there, and these; None where none does.
+
+    An optimizer that updates in the backward has no gradients of other layers then, and is left out.
+    """
+    if space.optimizer.in_backward or not space.program.learns:
+        return None
+    each = (
+        (step_working_bytes(decision.node.meta["tensor"], space.optimizer, space.is_matrix(number)), number)
+        for number, decision in enumerate(space.decisions)
+        if decision.kind == "parameter"
+    )
+    most, number = max(each, key=lambda pair: pair[0], default=(0, 0))
+    return (number, most) if most else None
 
 
 def _saves_otherwise(strategy: Strategy) -> bool:

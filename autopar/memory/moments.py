@@ -41,6 +41,9 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
+        if at.phase.steps:
+            moments.append((weight, [*parts, *((array,) for array in memory.stepped(number))]))
+            continue
         if at.phase.end:
             moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
             continue
@@ -69,6 +72,9 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
+        if at.phase.steps:
+            moments.append((weight, []))
+            continue
         parts: list[Modes] = [] if held is None else [(held,)]
         if accumulated is not None and (at.has_run(place) or not at.phase.first):
             parts.append((accumulated,))

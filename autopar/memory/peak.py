@@ -19,9 +19,10 @@ on from those of the first.
 A program without gradients has its forward alone: while a call runs, all that is stored, what is alive (`live`), and
 the weights of its layer; gathering before it, for the first call of a layer that takes weights, these twice.
 
-The optimizer's step works in place and is below the end of the backward; in the backward it leaves gradients of the
-layer that runs there, and of no other. The bytes at one moment are a sum over
-choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
+The optimizer's step works in place and is below the end of the backward, but for what Muon and GaLore work on: that has
+a moment of its own, with all that is stored, all gradients as they are stored, and what the largest matrix takes. In
+the backward a step leaves gradients of the layer that runs there, and of no other. The bytes at one moment are a sum
+over choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.memory.live import Interval, Live
-from autopar.memory.microbatches import END, Phase
+from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at, is_forward
 from autopar.memory.tensor_bytes import Modes
@@ -42,6 +43,7 @@ from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.space import Wire
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
+STEPPING = "optimizer"  # the instant of its step, where that works on more than it updates
 
 
 def memory_use(
@@ -58,15 +60,15 @@ def memory_use(
     phases = memory.microbatches.phases
     found = [_phase_use(memory, moments, number) for number, phase in enumerate(phases) if not phase.end]
     peak, use, moment = max(found, key=lambda each: each[0])
-    if not memory.microbatches.several:
-        return peak, use, moment
-    parts = {**moments.always, "gradients": int(moments.born.sum()) + moments.reduced}
-    parts = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
-    end = sum(parts.values())
-    timeline = (*use.timeline, Instant(END_OF_STEP, True, end))
-    if end <= peak:
-        return peak, MemoryUse(use.parts, timeline), moment
-    return end, MemoryUse(parts, timeline), phases.index(END) * len(memory.lifetimes.calls)
+    for number, phase in enumerate(phases):
+        if not phase.end:
+            continue
+        parts = {name: num_bytes for name, num_bytes in moments.ending(phase).items() if num_bytes}
+        end = sum(parts.values())
+        timeline = (*use.timeline, Instant(STEPPING if phase.steps else END_OF_STEP, True, end))
+        use = MemoryUse(use.parts if end <= peak else parts, timeline)
+        peak, moment = (peak, moment) if end <= peak else (end, number * len(memory.lifetimes.calls))
+    return peak, use, moment
 
 
 def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int, MemoryUse, int]:
@@ -90,7 +92,7 @@ def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[
     found = np.zeros((FORWARD + 1, len(phases), moments.count), dtype=np.int64)
     for number, phase in enumerate(phases):
         if phase.end:
-            found[COMPUTING, number, :1] = moments.always_total + int(moments.born.sum()) + moments.reduced
+            found[COMPUTING, number, :1] = sum(moments.ending(phase).values())
             continue
         for kind, parts in enumerate(moments.kinds(phase)):
             found[kind, number] = np.sum(list(parts.values()), axis=0)
@@ -128,6 +130,8 @@ class _Moments:
         self.gathers = np.isin(np.arange(count), list(arrive.values()))
         self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
         self.fresh = np.zeros(count, dtype=np.int64)
+        self.stepped = 0
+        """Bytes of gradients as they are stored, and of what the optimizer works on."""
         self.reduced = self.sent = 0
         """Bytes of gradients that are reduced at the end; of what one micro-batch has sent."""
         self.alive = np.zeros(count + 1, dtype=np.int64)
@@ -159,6 +163,8 @@ class _Moments:
             place = memory.lifetimes.position[number]
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
+            if memory.stepping is not None:
+                self.stepped += sum(int(array[choice]) for array in memory.stepped(number))
             gradients, own = more.gradients(number), memory.own(number)
             working, forward = memory.working(number), memory.working_forward(number)
             handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
@@ -231,6 +237,15 @@ class _Moments:
         self.unreduced[place] += unreduced
         self.sent_off[place] += sent_off
         self.last_made[place] += last_made
+
+    def ending(self, phase: Phase) -> dict[str, int]:
+        """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
+        if not phase.steps:
+            return {**self.always, "gradients": int(self.born.sum()) + self.reduced}
+        memory = self.memory
+        assert memory.stepping is not None, "an optimizer that works on nothing"
+        always = {name: num_bytes for name, num_bytes in self.always.items() if name != "moved weights"}
+        return {**always, "gradients": self.stepped - memory.stepping[1], "working set": memory.stepping[1]}
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
         """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""

@@ -50,7 +50,7 @@ class StageFinisher:
         assert made is not None
         space = search.space(program)
         settings = replace(search.settings(stage), time_limit=search.planned.request.settings.time_limit)
-        formulation = formulation_of(MemoryModel(space, search.microbatches(stage)), settings)
+        formulation = formulation_of(search.memory_of(space, stage), settings)
         own = Solved(
             formulation, masks_of(search.planned, space, search.planned.request.storage), settings, made.answer
         )

@@ -7,13 +7,13 @@ plan it is plain JSON; the timeline is not saved but simulated again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.offload import STAGING
+from autopar.cost.offload import ACTIVATIONS, STAGING
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
@@ -130,23 +130,60 @@ class PipelinePlan:
     def rank_bytes(self, rank: int) -> int:
         """Predicted bytes on each device of a rank of the pipeline: no less than its stages take together.
 
-        What stages hold only while they run counts once, for that of them which takes the most; all else as if each
-        of them were at its fullest at once.
+        What waits for a backward counts for the micro-batches that its stages have in flight together, where that is
+        most; what a stage holds only while it runs, for that of them which takes the most; all else as if each of them
+        were at its fullest at once.
         """
-        stages = [self.stages[number].plan for number in self.schedule.stages_of(rank)]
-        transient = [sum(plan.memory.parts.get(name, 0) for name in TRANSIENT) if plan.memory else 0 for plan in stages]
-        return sum(plan.peak_bytes for plan in stages) - sum(transient) + max(transient)
+        numbers = self.schedule.stages_of(rank)
+        plans = [self.stages[number].plan for number in numbers]
+        parts = [plan.memory.parts if plan.memory else {} for plan in plans]
+        kept = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
+        waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, kept, strict=True)]
+        running = [
+            sum(own.get(name, 0) for name in (*TRANSIENT, "activations")) - held
+            for own, held in zip(parts, waiting, strict=True)
+        ]
+        lasting = sum(plan.peak_bytes for plan in plans) - sum(running) - sum(waiting)
+        return lasting + max(running) + self.schedule.most_waiting(rank, dict(zip(numbers, kept, strict=True)))
 
     @property
     def offload(self) -> Offloaded:
-        """What stages have on the host, "none" or "optimizer"."""
-        return self.stages[0].plan.offload
+        """What stages have on the host, all of them or some."""
+        activations = any(ACTIVATIONS in stage.plan.host for stage in self.stages)
+        if self.offloads_optimizer:
+            return "both" if activations else "optimizer"
+        return "activations" if activations else "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is on the host, and `autopar.optim.OffloadedAdamW` is to step."""
+        return self.stages[0].plan.offloads_optimizer
+
+    @property
+    def host(self) -> Mapping[str, int]:
+        """What takes memory of the host → bytes for each device of the rank that takes the most."""
+        return max(map(self.rank_host, range(self.schedule.num_ranks)), key=lambda host: sum(host.values()))
 
     @property
     def host_bytes(self) -> int:
         """Predicted bytes of host memory for each device of the rank that takes the most."""
-        ranks = map(self.schedule.stages_of, range(self.schedule.num_ranks))
-        return max(host_bytes_of([self.stages[number].plan for number in numbers]) for numbers in ranks)
+        return sum(self.host.values())
+
+    def rank_host(self, rank: int) -> Mapping[str, int]:
+        """What takes memory of the host → bytes for each device of a rank, whose stages one optimizer steps.
+
+        Activations are those of the micro-batches that its stages have in flight together, where that is most.
+        """
+        numbers = self.schedule.stages_of(rank)
+        hosts = {number: self.stages[number].plan.host for number in numbers}
+        names = dict.fromkeys(name for host in hosts.values() for name in host)
+        found = {name: sum(host.get(name, 0) for host in hosts.values()) for name in names}
+        if STAGING in found:
+            found[STAGING] = max(host.get(STAGING, 0) for host in hosts.values())
+        if ACTIVATIONS in found:
+            each = {n: host.get(ACTIVATIONS, 0) // self.schedule.in_flight(n) for n, host in hosts.items()}
+            found[ACTIVATIONS] = self.schedule.most_waiting(rank, each)
+        return found
 
     def idle(self, rank: int) -> float:
         """The share of the step in which a rank waits."""
@@ -223,12 +260,6 @@ class PipelinePlan:
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted step as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         replace_text(path, view("PipelinePlan.to_trace")(self))
-
-
-def host_bytes_of(plans: Sequence[Plan]) -> int:
-    """Bytes of host memory for each device of a rank that has stages of these plans: one optimizer steps them all."""
-    staging = max(plan.host.get(STAGING, 0) for plan in plans)
-    return staging + sum(plan.host_bytes - plan.host.get(STAGING, 0) for plan in plans)
 
 
 def _check(num_ranks: int, schedule: Schedule, stages: tuple[StagePlan, ...], starts: Sequence[int]) -> None:

@@ -54,8 +54,14 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
     settings, runs = request.settings, Microbatches(request.num_microbatches, reduce_each=request.wanted.reduces_each)
     recompute = "none" if settings.recompute == "auto" else settings.recompute
-    plan, choices = make_plan(space, pins, None, settings.solver, settings.time_limit, recompute, microbatches=runs)
-    whole = PlannedWhole(MemoryModel(space, runs), choices, plan.recompute)
+    activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
+    plan, choices = make_plan(
+        *(space, pins, None, settings.solver, settings.time_limit, recompute),
+        microbatches=runs,
+        activations=activations,
+        leaving=settings.leaving,
+    )
+    whole = PlannedWhole(MemoryModel(space, runs, offloads=activations == "leave"), choices, plan.recompute)
     sent = cut_seconds(whole, blocks, request.mesh, request.axis, request.hardware)
     nodes = {node.name: node for node in request.program.graph.nodes}
     return PlannedBlocks(request, blocks, whole, pins, block_costs(whole, blocks), sent, nodes)

@@ -24,7 +24,7 @@ from autopar.errors import PipelineError
 from autopar.hardware.collectives import message_seconds
 from autopar.pipeline.block_costs import boundary_bytes
 from autopar.pipeline.finished_stages import StageFinisher
-from autopar.pipeline.plan import PipelinePlan, StagePlan, host_bytes_of
+from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.rooms import rooms_in_flight, rooms_of_least
@@ -34,9 +34,10 @@ from autopar.pipeline.stage_seconds import stage_seconds
 from autopar.pipeline.stages.cuts import CutProblem, StageCosts, best_cuts
 from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.structure import kinds
-from autopar.planning.offload import check_host_memory
+from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
+from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -54,12 +55,30 @@ FINISHING = 0.1
 """Of the time, at most, goes to the plans of the stages of the cut that was found."""
 
 
-def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> PipelinePlan:
-    """The best plan of a pipeline.
+def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
+    """The best plan of a pipeline; with offload="auto" the better of those with, and without it.
 
     Raises PipelineError and InfeasibleError where there is none, AnnotationError for pins that cannot hold, and
     TimeLimitError where none was found in time.
     """
+
+    def best(wanted: PlanRequest) -> PipelinePlan:
+        wanted = wanted.keeping_activations() if request.schedule.halves_backwards else wanted
+        return _planned(replace(request, wanted=wanted))
+
+    plans = Plans(
+        best,
+        pieces=lambda plan: tuple(stage.plan for stage in plan.stages),
+        seconds=lambda plan: plan.seconds,
+        cutoff=lambda plan: math.inf,
+        stored=lambda: 0,
+        noted=lambda plan, notes, _: replace(plan, notes=notes),
+    )
+    return plan_as_offload_asks(request.wanted, plans)
+
+
+def _planned(request: PipelineRequest) -> PipelinePlan:
+    """The best plan where it is said what is offloaded."""
     deadline = after(request.settings.time_limit)
     planned = planned_blocks(request, request.schedule.num_stages)
     starts, search = _cut(planned, deadline - FINISHING * seconds_until(deadline))
@@ -74,7 +93,6 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         names = tuple(block.name for block in blocks[first:end])
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
     contexts = [context_of(stage.plan) for stage in stages]
-    _check_hosts(request, stages)
     warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     return PipelinePlan(
@@ -85,17 +103,8 @@ def plan_pipeline(request: PipelineRequest, notes: Sequence[str] = ()) -> Pipeli
         starts=starts,
         timeline=simulate(request.schedule, [stage.seconds for stage in stages]),
         memory_limit=request.settings.memory,
-        notes=(*notes, *_notes_of(stages)),
+        notes=_notes_of(stages),
     )
-
-
-def _check_hosts(request: PipelineRequest, stages: Sequence[StagePlan]) -> None:
-    """Raise InfeasibleError where the stages of a rank take more of a host than they may."""
-    offload = context_of(stages[0].plan).space.optimizer.offload
-    if offload is not None:
-        on_ranks = map(request.schedule.stages_of, range(request.schedule.num_ranks))
-        most = max(host_bytes_of([stages[number].plan for number in numbers]) for numbers in on_ranks)
-        check_host_memory(most, offload.devices, request.hardware, request.wanted.host_memory)
 
 
 def _cut(planned: PlannedBlocks, deadline: float) -> tuple[tuple[int, ...], StageSearch]:

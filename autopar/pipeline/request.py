@@ -82,7 +82,8 @@ class PipelineRequest:
 
     @property
     def settings(self) -> Settings:
-        return self.wanted.settings
+        """How stages are planned, with what is said on activations."""
+        return self.wanted.searched
 
     @property
     def num_microbatches(self) -> int:

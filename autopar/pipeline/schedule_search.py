@@ -16,8 +16,8 @@ from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.planner import plan_pipeline
 from autopar.pipeline.request import PipelineRequest
-from autopar.pipeline.schedules.choice import MICROBATCHES_PER_STAGE, Option, chunks_of, recommend
-from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.choice import MICROBATCHES_PER_STAGE, RECOMMENDED, Option, chunks_of, recommend
+from autopar.pipeline.schedules.schedule import HALVING, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import stages_of_blocks
@@ -38,10 +38,15 @@ class Wish:
     name: str | None = None
     num_microbatches: int | None = None
     chunks: int | None = None
+    among: tuple[str, ...] = RECOMMENDED
+    """Names of schedules that are chosen among where none is said."""
 
     @classmethod
     def of(cls, request: PlanRequest) -> Wish:
-        return cls(request.schedule, request.microbatches, request.chunks)
+        """What is said; what halves backwards keeps activations that have come back, and is not chosen for them."""
+        leaves = request.offload in ("activations", "both")
+        among = tuple(each for each in RECOMMENDED if not (leaves and each in HALVING))
+        return cls(request.schedule, request.microbatches, request.chunks, among)
 
     def schedule(self, num_ranks: int) -> Schedule | None:
         """The schedule, where nothing is left open that matters."""
@@ -93,11 +98,9 @@ def recommended(wish: Wish, batch_size: int, num_ranks: int, request_of: Request
         cuts = best_cuts(CutProblem(tuple(costs), tuple(sent), schedule, places))
         return stages_of_blocks(costs, sent, cuts.starts)
 
-    kwargs = {} if wish.name is None else {"schedules": (wish.name,)}
+    schedules = wish.among if wish.name is None else (wish.name,)
     try:
-        return recommend(
-            num_ranks, batch_size, num_blocks, seconds_of, microbatches=asked, chunks=wish.chunks, **kwargs
-        )
+        return recommend(num_ranks, batch_size, num_blocks, seconds_of, schedules, asked, wish.chunks)
     except PipelineError:
         if refused:
             raise refused[0] from None
@@ -176,7 +179,7 @@ def best_schedule(
         if option.seconds >= cutoff:
             raise CutOffError(option.seconds)
         request = request_of(option.schedule)
-        left = replace(request.settings, time_limit=seconds_until(deadline))
+        left = replace(request.wanted.settings, time_limit=seconds_until(deadline))
         try:
             within = replace(request, wanted=replace(request.wanted, settings=left))
             return Chosen(option.schedule, plan_pipeline(within))

@@ -131,10 +131,9 @@ class StageSearch:
         """The least bytes that a stage takes at its fullest moment, as far as it is found."""
         program = self.program(first, end)[0]
         space = self.space(program)
-        formulation = formulation_of(MemoryModel(space, self.microbatches(stage)), self.settings(stage))
-        modes = dict.fromkeys(formulation.memory.lifetimes.segments, "") or None
-        if self.planned.request.settings.recompute != "auto":
-            modes = None if self.planned.request.settings.recompute == "none" else modes
+        settings = self.settings(stage)
+        formulation = formulation_of(self.memory_of(space, stage), settings)
+        modes = settings.modes(formulation.memory.lifetimes.segments) or None
         pins = masks_of(self.planned, space, self.planned.request.storage)
         return least_peak(formulation, pins, modes, self.deadline).peak_bytes
 
@@ -157,6 +156,10 @@ class StageSearch:
         gap = asked.gap if room is None else max(asked.gap or 0.0, TOLERANCE)
         left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
         return replace(asked, memory=room, time_limit=left, gap=gap, hurried=True)
+
+    def memory_of(self, space: Space, stage: int) -> MemoryModel:
+        """What a stage holds."""
+        return MemoryModel(space, self.microbatches(stage), offloads=self.planned.request.settings.offloads)
 
     def microbatches(self, stage: int) -> Microbatches:
         request = self.planned.request
@@ -190,7 +193,7 @@ class StageSearch:
             if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room:
                 return False  # far from it: memory need not be counted
             runs = replace(made.formulation.memory.microbatches, in_flight=held)
-            memory = MemoryModel(made.space, runs).fetching_ahead(made.settings.least_prefetch)
+            memory = MemoryModel(made.space, runs, made.settings.least_prefetch, made.settings.offloads)
             self.fits[key] = memory_use(memory, made.answer.choices, made.answer.modes)[0]
         return self.fits[key] <= room
 

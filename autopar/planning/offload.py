@@ -1,5 +1,8 @@
 """Whether what an optimizer keeps goes to the host, and whether there is room there for it and for activations.
 
+Where a plan takes more of a host than it may, it is made anew with the activations of so many layers there, the first
+ones, as have room, and refused only where what remains has none.
+
 Asked for "auto" under a memory limit, a model is planned with all of it on the device, but for the activations of
 layers, which the search may send to the host. Where memory costs time there, or nothing fits, it is planned with state
 and master copies on the host, too, and the faster plan is kept: that search ends once it proves that it finds none.
@@ -12,16 +15,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
-from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.hardware.profile import Hardware
+from autopar.cost.offload import ACTIVATIONS
+from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning.planner import is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Offloaded, Plan
+from autopar.program.recompute_segments import OFFLOAD
 from autopar.solver.deadline import after, seconds_until
 from autopar.units import format_bytes, format_seconds
 
@@ -31,73 +36,124 @@ ON_HOST = {
     "both": "what the optimizer and layers keep is",
 }
 
-PlanFor = Callable[[PlanRequest], Plan]
-"""The best plan as it is asked for, where it is said whether that offloads."""
+
+class AnyPlan(Protocol):
+    """A plan of a model in one piece, or of a pipeline."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def offload(self) -> Offloaded: ...
+    @property
+    def host(self) -> Mapping[str, int]: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
 
-class _NoRoomError(InfeasibleError):
-    """What is offloaded takes more of a host than it may."""
+P = TypeVar("P", bound=AnyPlan)
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class Plans(Generic[P]):
+    """How plans of one kind are made and looked at."""
+
+    best: Callable[[PlanRequest], P]
+    """The best plan as it is asked for, where it is said whether that offloads."""
+    pieces: Callable[[P], tuple[Plan, ...]]
+    """The plans that it is made of: itself, or one for each stage."""
+    seconds: Callable[[P], float]
+    """What a search makes least."""
+    cutoff: Callable[[P], float]
+    """What other plans are searched to be faster than; infinite where searches do not ask."""
+    stored: Callable[[], int]
+    """The least bytes that a device stores of a model whose optimizer is on the device, as far as that is known."""
+    noted: Callable[[P, tuple[str, ...], PlanRequest], P]
+    """A plan with other notes, as one that was asked for by itself."""
+
+
+def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> Plans[Plan]:
+    """Plans of a model in one piece."""
+
+    def noted(plan: Plan, notes: tuple[str, ...], request: PlanRequest) -> Plan:
+        made, said = context_of(plan), request.settings
+        settings = replace(made.settings, cutoff=said.cutoff, time_limit=said.time_limit)
+        return replace(plan, context=replace(made, settings=settings), notes=notes)
+
+    return Plans(best, lambda plan: (plan,), seconds_of_microbatch, seconds_of_microbatch, stored, noted)
+
+
+class _NoRoomError(InfeasibleError):
+    """What is offloaded takes more of a host than it may, by so many bytes of each device."""
+
+    def __init__(self, message: str, over: int) -> None:
+        super().__init__(message)
+        self.over = over
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned(Generic[P]):
     """A plan, and what was said while it was made."""
 
-    plan: Plan
+    plan: P
     said: tuple[warnings.WarningMessage, ...]
 
-    @property
-    def seconds(self) -> float:
-        return seconds_of_microbatch(self.plan)
 
+def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
+    """The best plan; with offload="auto" the better of those with, and without it.
 
-def plan_as_offload_asks(request: PlanRequest, plan_for: PlanFor, stored: Callable[[], int]) -> Plan:
-    """The best plan; with offload="auto" the better of those with, and without it. Raises InfeasibleError for none.
-
-    `stored` gives the least bytes that a device stores of a model whose optimizer is on the device.
+    Raises InfeasibleError, or PipelineError of stages, where there is none.
     """
     if request.offload == "none":
-        return plan_for(request)
+        return plans.best(request)
     if request.offload == "auto" and request.settings.memory is None:
-        return plan_for(request.offloading_as("none"))
+        return plans.best(request.offloading_as("none"))
     best, refused, deadline = None, None, after(request.settings.time_limit)
     if request.offload == "auto":
         try:
-            _check_stored(stored(), request.settings.memory)
-            best = _with_room(request.without_auto(offloads_optimizer=False), plan_for, True)
-        except InfeasibleError as error:
+            _check_stored(plans.stored(), request.settings.memory)
+            best = _with_room(request.without_auto(offloads_optimizer=False), plans, deadline)
+        except (InfeasibleError, PipelineError) as error:
             refused = error
-        if best is not None and not is_bounded(best.plan, context_of(best.plan).settings):
-            return _told(best)
+        if best is not None:
+            pieces = plans.pieces(best.plan)
+            if not any(is_bounded(each, context_of(each).settings) for each in pieces):
+                return _told(best)
     found = best
     try:
-        offloaded = _with_room(_against(request, best, deadline), plan_for, request.offload == "auto")
-    except (CutOffError, InfeasibleError, TimeLimitError) as error:
+        against = _against(request, math.inf if best is None else plans.cutoff(best.plan), deadline)
+        offloaded = _with_room(against, plans, deadline)
+    except (CutOffError, InfeasibleError, PipelineError, TimeLimitError) as error:
         if best is None:
             raise _both(refused, error) from None
     else:
-        found = offloaded if best is None or offloaded.seconds < best.seconds else best
+        found = offloaded if best is None or plans.seconds(offloaded.plan) < plans.seconds(best.plan) else best
     assert found is not None, "one of them is not refused"
     if found.plan.offload == "none":
         return _told(found)
     here = best if best is not None and best.plan.offload == "none" else None
-    beside = here or _without_limit(request.offloading_as("none"), plan_for, deadline)
-    made = context_of(found.plan)
-    settings = replace(made.settings, cutoff=request.settings.cutoff, time_limit=request.settings.time_limit)
+    beside = here or _without_limit(request.offloading_as("none"), plans, deadline)
     notes = (*found.plan.notes, *_note(found, beside, here is None))
-    return _told(replace(found, plan=replace(found.plan, context=replace(made, settings=settings), notes=notes)))
+    return _told(replace(found, plan=plans.noted(found.plan, notes, request)))
 
 
-def check_host_memory(num_bytes: int, devices: int, hardware: Hardware, asked: int | None) -> None:
-    """Raise InfeasibleError where so many devices, each with so many bytes, take more of their host than they may."""
-    limit, needed = hardware.host_memory_bytes if asked is None else asked, num_bytes * devices
-    if limit and needed > limit:
-        whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
-        raise _NoRoomError(
-            f"what is offloaded takes {format_bytes(num_bytes)} per device, and {format_bytes(needed)} ({needed} "
-            f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
-            'fewer devices of a host, or store parameters in parts (strategy="zero3").'
-        )
+def _refusal(plan: AnyPlan, plans: Plans[Any], asked: int | None) -> _NoRoomError | None:
+    """Why a plan cannot be, whose devices take more of their host than they may; None where they do not."""
+    space = context_of(plans.pieces(plan)[0]).space
+    hardware, devices = space.hardware, space.devices_on_host
+    limit, needed = hardware.host_memory_bytes if asked is None else asked, plan.host_bytes * devices
+    if not limit or needed <= limit:
+        return None
+    whose = f"hardware {hardware.name!r} has" if asked is None else "host_memory is"
+    return _NoRoomError(
+        f"what is offloaded takes {format_bytes(plan.host_bytes)} per device, and {format_bytes(needed)} ({needed} "
+        f"bytes) for the {devices} that share a host, but {whose} {format_bytes(limit)}; raise host_memory, use "
+        'fewer devices of a host, or store parameters in parts (strategy="zero3").',
+        plan.host_bytes - limit // devices,
+    )
 
 
 def _check_stored(stored: int, limit: int | None) -> None:
@@ -110,60 +166,76 @@ def _check_stored(stored: int, limit: int | None) -> None:
         )
 
 
-def _against(request: PlanRequest, best: _Planned | None, deadline: float) -> PlanRequest:
+def _against(request: PlanRequest, cutoff: float, deadline: float) -> PlanRequest:
     """What is asked for with state on the host: something faster than the best on the device."""
     settings = request.settings
-    if best is not None:
-        settings = replace(settings, cutoff=min(settings.cutoff, best.seconds))
-    settings = replace(settings, time_limit=seconds_until(deadline))
-    asked = replace(request, settings=settings)
-    return asked.without_auto(offloads_optimizer=True)
+    settings = replace(settings, cutoff=min(settings.cutoff, cutoff), time_limit=seconds_until(deadline))
+    return replace(request, settings=settings).without_auto(offloads_optimizer=True)
 
 
-def _with_room(request: PlanRequest, plan_for: PlanFor, is_free: bool) -> _Planned:
-    """A plan that has room on the host; where it `is_free` to, without activations there."""
-    try:
-        return _made(request, plan_for)
-    except _NoRoomError:
-        if not is_free or request.offload not in ("activations", "both"):
-            raise
-        return _made(request.offloading_as("optimizer" if request.offloads_optimizer else "none"), plan_for)
+def _with_room(request: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P]:
+    """A plan that has room on the host: where it has not, of so many fewer layers as have room activations leave.
+
+    Where there is room for those of none, they stay, if a memory limit asks for anything to leave. Raises _NoRoomError
+    for a plan that has no room all the same, or of which all activations were to leave.
+    """
+    found, settings = _made(request, plans), request.settings
+    while (refusal := _refusal(found.plan, plans, request.host_memory)) is not None:
+        activations = found.plan.host.get(ACTIVATIONS, 0)
+        if not activations:
+            raise refusal
+        pieces = plans.pieces(found.plan)
+        leaving = max(list(each.recompute.values()).count(OFFLOAD) for each in pieces)
+        room = activations - refusal.over
+        fewer = min(leaving - 1, leaving * room // activations)
+        if fewer < 1 and settings.memory is None:
+            raise refusal
+        left = replace(settings, time_limit=seconds_until(deadline))
+        asked = replace(request, settings=replace(left, leaving=fewer))
+        if fewer < 1:
+            asked = replace(request, settings=left).keeping_activations()
+        try:
+            found = _made(asked, plans)
+        except (InfeasibleError, PipelineError) as error:
+            told = f"{error}\nWith more on the host: {refusal}"
+            least = error.least_bytes if isinstance(error, InfeasibleError) else None
+            raise InfeasibleError(told, least) from None
+        if ACTIVATIONS in found.plan.host and _refusal(found.plan, plans, request.host_memory) is None:
+            note = f"the host has room for what {fewer} layers{' of a stage' * (len(pieces) > 1)} keep, the first ones"
+            return replace(found, plan=plans.noted(found.plan, (*found.plan.notes, note), request))
+    return found
 
 
-def _made(request: PlanRequest, plan_for: PlanFor) -> _Planned:
-    """A plan that has room on the host."""
+def _made(request: PlanRequest, plans: Plans[P]) -> _Planned[P]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plan = plan_for(request)
-    space = context_of(plan).space
-    if plan.host:
-        devices = space.hardware.devices_on_host(space.mesh.num_devices)
-        check_host_memory(plan.host_bytes, devices, space.hardware, request.host_memory)
+        plan = plans.best(request)
     return _Planned(plan, tuple(said))
 
 
-def _told(found: _Planned) -> Plan:
+def _told(found: _Planned[P]) -> P:
     for each in found.said:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return found.plan
 
 
-def _both(refused: InfeasibleError | None, error: InfeasibleError | CutOffError | TimeLimitError) -> Exception:
+def _both(refused: Exception | None, error: Exception) -> Exception:
     """Why there is no plan, neither on the device nor with state on the host."""
-    if refused is None or not isinstance(error, InfeasibleError):
+    if refused is None or isinstance(error, (CutOffError, TimeLimitError)) or str(refused) == str(error):
         return error
-    return InfeasibleError(f"{refused}\nWith what the optimizer keeps on the host: {error}", error.least_bytes)
+    told = f"{refused}\nWith what the optimizer keeps on the host: {error}"
+    return InfeasibleError(told, error.least_bytes) if isinstance(error, InfeasibleError) else PipelineError(told)
 
 
-def _without_limit(here: PlanRequest, plan_for: PlanFor, deadline: float) -> _Planned | None:
+def _without_limit(here: PlanRequest, plans: Plans[P], deadline: float) -> _Planned[P] | None:
     """The best plan that offloads nothing, whatever memory that takes; None where it is not found in time."""
     settings = replace(here.settings, memory=None, cutoff=math.inf, time_limit=seconds_until(deadline))
     with suppress(InfeasibleError, TimeLimitError):
-        return _made(replace(here, settings=settings), plan_for)
+        return _made(replace(here, settings=settings), plans)
     return None
 
 
-def _note(found: _Planned, beside: _Planned | None, is_free: bool) -> tuple[str, ...]:
+def _note(found: _Planned[P], beside: _Planned[P] | None, is_free: bool) -> tuple[str, ...]:
     if beside is None:
         return ()
     limit = " without a limit" if is_free else " within the limit"

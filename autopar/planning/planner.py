@@ -49,6 +49,7 @@ def make_plan(
     hurried: bool = False,
     cutoff: float = math.inf,
     activations: Activations = "stay",
+    leaving: int | None = None,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
@@ -57,12 +58,12 @@ def make_plan(
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
     layer where the best plan leaves room for it, or two where its timeline is shorter by that. No other seconds depend
-    on it. `activations` says whether what segments save goes to the host (see `Settings`).
+    on it. `activations` says whether what segments save goes to the host, `leaving` of how many (see `Settings`).
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
     """
-    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff, activations)
+    settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff, activations, leaving)
     return plan_of(solved(space, pins, settings, microbatches))
 
 
@@ -83,7 +84,7 @@ class Solved:
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
-    model = MemoryModel(space, microbatches, offloads=settings.activations != "stay")
+    model = MemoryModel(space, microbatches, offloads=settings.offloads)
     formulation = formulation_of(model, settings)
     return Solved(formulation, pins, settings, _best(formulation, pins, settings))
 
@@ -149,6 +150,7 @@ def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tu
         said.hurried,
         said.cutoff,
         said.activations,
+        said.leaving,
     )
 
 
@@ -230,7 +232,7 @@ def _searched(formulation: Formulation, pins: Pins, settings: Settings) -> tuple
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
-    modes = None if settings.mode is None else dict.fromkeys(formulation.memory.lifetimes.segments, settings.mode)
+    modes = settings.modes(formulation.memory.lifetimes.segments)
     limit, time_limit, gap = settings.memory, settings.time_limit, settings.gap
     return best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.offload import host_bytes
+from autopar.cost.offload import ACTIVATIONS, host_bytes
 from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
 from autopar.hardware.collectives import Transfer, transfer_seconds
@@ -149,7 +149,7 @@ def _on_host(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, st
     ]
     leaving = memory.host_copies.total(choices, modes) * memory.microbatches.in_flight
     found = host_bytes(parameters, space.mesh.sizes, space.optimizer)
-    return {**found, "activations": leaving} if leaving else found
+    return {**found, ACTIVATIONS: leaving} if leaving else found
 
 
 def _row(

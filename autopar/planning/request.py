@@ -188,11 +188,18 @@ class PlanRequest:
             self.imbalance,
             whole,
             self.asked,
+            num_devices,
         )
 
     def offloading_as(self, offload: Offloaded) -> PlanRequest:
         """The request with another word on what is offloaded."""
         return replace(self, offload=offload, host_memory=None if offload == "none" else self.host_memory)
+
+    def keeping_activations(self) -> PlanRequest:
+        """The request with activations on the device, where a word says that they leave."""
+        if self.offload not in ("activations", "both"):
+            return self
+        return self.offloading_as("optimizer" if self.offloads_optimizer else "none")
 
     def without_auto(self, offloads_optimizer: bool) -> PlanRequest:
         """The request with a word in place of "auto": of the optimizer it says what was decided."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,8 @@ class Settings:
     activations: Activations = "stay"
     """Whether what segments save for their backward stays on the device, "may leave" for the host where a limit asks
     for it and `recompute` is "auto" or "none", or all "leave"."""
+    leaving: int | None = None
+    """The activations of only so many segments, the first ones, may leave; None: of all."""
 
     def __post_init__(self) -> None:
         if self.solver not in ("auto", "ilp"):
@@ -61,6 +64,20 @@ class Settings:
         if self.recompute == "none":
             return None if self.activations == "stay" else f"none|{OFFLOAD}"
         return "" if self.recompute == "auto" else self.recompute
+
+    def modes(self, segments: Sequence[str]) -> dict[str, str] | None:
+        """What each segment may do, as `Formulation.problem` takes it; None where nothing is done by any."""
+        if self.mode is None:
+            return None
+        stays = {OFFLOAD: "none", f"none|{OFFLOAD}": "none", "": "|".join(RECOMPUTATIONS)}
+        most = len(segments) if self.leaving is None or not self.offloads else self.leaving
+        other = stays.get(self.mode, self.mode)
+        return {name: self.mode if place < most else other for place, name in enumerate(segments)}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what segments save for their backward may leave for the host."""
+        return self.activations != "stay"
 
     @property
     def least_prefetch(self) -> int:

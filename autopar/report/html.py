@@ -54,7 +54,7 @@ def _header(plan: Plan) -> str:
         "step": f"{format_seconds(plan.seconds)} predicted",
         "bound": f"{format_seconds(plan.bound)}, {certificate}",
         "memory": f"{format_bytes(plan.peak_bytes)} per device at the peak, {limit}",
-        **({"host": host_words(plan)} if plan.host else {}),
+        **({"host": host_words(plan.host)} if plan.host else {}),
         "solver": plan.solver,
     }
     modes = Counter(plan.recompute.values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.report.table import host_words
 from autopar.units import format_bytes, format_seconds
 
 HEADERS = ("stage", "rank", "blocks", "forward", "backward", "once", "peak memory", "in flight", "idle")
@@ -49,7 +50,7 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
         Fact("schedule", f"{schedule.name}, m = {plan.microbatches} micro-batches, {where}"),
         Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}"),
         Fact("memory", f"{format_bytes(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"),
-        *([Fact("host", f"{format_bytes(plan.host_bytes)} of its memory per device")] if plan.host_bytes else []),
+        *([Fact("host", host_words(plan.host))] if plan.host_bytes else []),
     )
 
 

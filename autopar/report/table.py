@@ -8,7 +8,7 @@ anything (views, elementwise) are one line at the end, unless the table is verbo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,13 +95,13 @@ def _parts(plan: Plan) -> list[str]:
 
 def _on_host(plan: Plan) -> list[str]:
     """What is in host memory."""
-    return [f"  host     {host_words(plan)}"] if plan.host else []
+    return [f"  host     {host_words(plan.host)}"] if plan.host else []
 
 
-def host_words(plan: Plan) -> str:
+def host_words(host: Mapping[str, int]) -> str:
     """The bytes that are in host memory, and what they are."""
-    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in plan.host.items())
-    return f"{format_bytes(plan.host_bytes)} of its memory per device: {parts}"
+    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in host.items())
+    return f"{format_bytes(sum(host.values()))} of its memory per device: {parts}"
 
 
 def _modes(plan: Plan) -> list[str]:

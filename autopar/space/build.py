@@ -61,16 +61,17 @@ def build_space(
     imbalance: float = 1.0,
     whole: Program | None = None,
     asked: frozenset[str] = frozenset(),
+    num_devices: int | None = None,
 ) -> Space:
     """Lay out every decision and wire.
 
     `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
-    `asked` the names of implementations that are offered on demand.
+    `asked` the names of implementations that are offered on demand, `num_devices` those of all stages.
     """
     beside = beside_of(whole or program, hardware)
-    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside)
+    space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices)
     return _Builder(space, whole_outputs, input_layouts or {}, whole, asked).build()
 
 

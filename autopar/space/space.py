@@ -88,6 +88,8 @@ class Space:
     """Rows of the busiest rank over the mean, where they are divided by expert."""
     beside: Beside = NOTHING
     """What the model, of which the program may be a stage, computes beside the moves of its parameters."""
+    num_devices: int | None = None
+    """Those of all stages, where the program is one of a pipeline; None: those of the mesh."""
     decisions: list[Decision] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
@@ -116,6 +118,11 @@ class Space:
         """Whether a decision gives a parameter, as it is stored or cast for use."""
         decision = self.decisions[number]
         return decision.kind == "parameter" or decision.name in self.weight_casts
+
+    @property
+    def devices_on_host(self) -> int:
+        """How many of all devices share a host."""
+        return self.hardware.devices_on_host(self.num_devices or self.mesh.num_devices)
 
     def with_optimizer(self, optimizer: Optimizer) -> Space:
         """The same space for an optimizer that takes the same parameters as matrices: other steps of parameters."""

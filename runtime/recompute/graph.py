@@ -74,10 +74,12 @@ class RankGraph:
         if compilation is None and not compiling:
             call_by_call = (self._recomputes and learns) or is_watched()
             return partial(run, self.ahead.graph, self._steps) if call_by_call else self.ahead
-        if learns and any(is_offloaded(step.node) for step in self._steps):
+        by_layers = compilation is not None and compilation.by_layers
+        if learns and not by_layers and any(is_offloaded(step.node) for step in self._steps):
             raise InputError(
-                "torch.compile decides itself what a backward keeps, and the plan sends what layers keep to the host; "
-                'run the model without torch.compile, or plan with offload="optimizer" or "none".'
+                "torch.compile decides itself what a backward of the whole graph keeps, and the plan sends what layers "
+                "keep to the host; compile layer by layer, by model.compile(regional=True), run the model without "
+                'torch.compile, or plan with offload="optimizer" or "none".'
             )
         if self._has_hooks and learns:
             raise InputError(
@@ -107,7 +109,7 @@ class RankGraph:
         """The graph with layers compiled, and the rest as it runs without torch.compile."""
 
         def made(layer: fx.Graph) -> Callable[..., Any]:
-            again = learns and any(role_of(node) is not None for node in layer.nodes)
+            again = learns and any(role_of(node) is not None and not is_offloaded(node) for node in layer.nodes)
             return compilation.torch_compile(in_regions(layer) if again else fx.GraphModule(nn.Module(), layer))
 
         graph = self._in_layers(self.ahead.graph, made)

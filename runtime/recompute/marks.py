@@ -16,6 +16,8 @@ SEGMENT = "segment"
 """The key of the segment, "" for none, in a call's meta; absent on what moves tensors and weights to calls."""
 LEAVES = "leaves"
 """The key that is true on what gives a tensor that may leave for the host, where a segment saves it."""
+OF_OUTPUTS = "leaves_of_outputs"
+"""The key of the same for each output of a call of a whole layer, of which what it makes besides may leave, too."""
 
 
 @dataclass(frozen=True, slots=True)

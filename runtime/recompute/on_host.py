@@ -2,7 +2,8 @@
 
 While a call of such a segment runs, a tensor that it saves and that may leave (`marks.LEAVES`: an activation that no
 other segment uses) is copied to the host with all of its memory, once however many views of it are saved. Weights,
-inputs, and what others use, too, are held as ever. Calls run in stretches, each of one segment, or of none:
+inputs, and what others use, too, are held as ever. Of a layer that torch.compile has made one call, all that it saves
+leaves but inputs and outputs that others use. Calls run in stretches, each of one segment, or of none:
 
     forward     what a stretch has sent is let go when the stretch after the next begins, or the graph ends: until then
                 copies may be under way beside what computes
@@ -27,7 +28,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.optim.staging import Link
-from autopar.runtime.recompute.marks import LEAVES
+from autopar.runtime.recompute.marks import LEAVES, OF_OUTPUTS
 
 Hold = Callable[[Tensor], object]
 """How autograd holds what does not leave."""
@@ -107,6 +108,21 @@ class Handle:
             return torch.ops.aten._neg_view(found) if negated else found
 
 
+class Pending:
+    """What autograd holds of a tensor that a whole layer has saved: it is known when that has run what it gives."""
+
+    __slots__ = ("held", "saved")
+
+    def __init__(self, saved: Tensor) -> None:
+        self.saved: Tensor | None = saved
+        self.held: object = None
+
+    def settle(self, hold: Hold) -> None:
+        """Hold the tensor in that way."""
+        assert self.saved is not None, "a tensor that was settled before"
+        self.held, self.saved = hold(self.saved), None
+
+
 class Stretch:
     """Calls one after the other of one segment that is offloaded: what they have sent to the host."""
 
@@ -149,6 +165,9 @@ class OnHost:
         """The memory of what the running call takes; None where none runs."""
         self._sends = self._makes_leaving = False
         """Whether what the running call saves is sent to the host, and whether what it makes may be."""
+        self._of_outputs: tuple[bool, ...] | None = None
+        """Of a running call of a whole layer: whether each of its outputs may leave."""
+        self._pending: list[Pending] = []
         self._last: tuple[Any, ...] = ()
         """The autograd nodes of what the stretch has given last."""
 
@@ -160,6 +179,7 @@ class OnHost:
         if self._own is None and sends:
             self._own = Stretch()
         self._sends, self._makes_leaving = sends, bool(node.meta.get(LEAVES))
+        self._of_outputs = node.meta.get(OF_OUTPUTS)
         self._entered = frozenset(
             x.untyped_storage()._cdata for each in node.all_input_nodes for x in _tensors(values[each])
         )
@@ -168,9 +188,14 @@ class OnHost:
         """The call has run."""
         assert self._entered is not None, "a call that was not entered"
         grad_fns = []
-        for x in _tensors(result):
+        outputs = [(result, self._makes_leaving)]
+        if self._of_outputs is not None:
+            outputs = list(zip(result, self._of_outputs, strict=True))
+        results = [(x, may) for output, may in outputs for x in _tensors(output)]
+        self._settle({x.untyped_storage()._cdata: may for x, may in results})
+        for x, may in results:
             memory = x.untyped_storage()
-            if self._makes_leaving and memory._cdata not in self._entered:
+            if may and memory._cdata not in self._entered:
                 self._may_leave[memory._cdata] = weakref.ref(memory)
             if x.grad_fn is not None:
                 grad_fns.append(x.grad_fn)
@@ -185,9 +210,19 @@ class OnHost:
         if memory._cdata in self._entered:
             known = self._may_leave.get(memory._cdata)
             leaves = known is not None and known() is not None
+        elif self._of_outputs is not None:
+            self._pending.append(Pending(x))
+            return self._pending[-1]
         else:
             leaves = self._makes_leaving
         return self._own.send(x) if leaves else self._hold(x)
+
+    def _settle(self, outputs: Mapping[int, bool]) -> None:
+        """Send what a layer has saved, but for outputs that may not leave."""
+        for each in self._pending:
+            assert each.saved is not None and self._own is not None, "a layer that sends nothing"
+            each.settle(self._own.send if outputs.get(each.saved.untyped_storage()._cdata, True) else self._hold)
+        self._pending.clear()
 
     def close(self) -> None:
         """The graph has run, or will not run further."""

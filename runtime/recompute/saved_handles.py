@@ -29,7 +29,7 @@ from autopar.runtime.collectives.regather import Regather
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import draws, generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
-from autopar.runtime.recompute.on_host import Handle
+from autopar.runtime.recompute.on_host import Handle, Pending
 
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
@@ -128,6 +128,8 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
 
 def _met(held: object) -> Tensor:
     """The tensor behind what was held."""
+    if isinstance(held, Pending):
+        held = held.held
     if isinstance(held, Handle):
         return held.tensor()
     return held.frame.meet(held) if isinstance(held, _Claim) else Regather.given_back(held)

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from autopar.program.paths import layer_of
 from autopar.runtime.implementations.randomness import keys_from
-from autopar.runtime.recompute.marks import role_of
+from autopar.runtime.recompute.marks import LEAVES, MARK, OF_OUTPUTS, SEGMENT, is_offloaded, role_of
 from autopar.runtime.rewrite.prefetch import moves_weights
 
 KEY = "key"
@@ -97,6 +97,11 @@ class _Layers:
         given = tuple(map(self.copies.__getitem__, inputs))
         result = self.new.create_node("call_function", function, given, name=f"layer_{nodes[0].name}")
         result.meta["module"] = _layer(nodes[0])
+        result.meta[SEGMENT] = next((node.meta[SEGMENT] for node in nodes if SEGMENT in node.meta), "")
+        sending = next(filter(is_offloaded, nodes), None)
+        if sending is not None:
+            result.meta[MARK] = sending.meta[MARK]
+            result.meta[OF_OUTPUTS] = tuple(bool(node.meta.get(LEAVES)) for node in outputs)
         for position, node in enumerate(outputs):
             self.copies[node] = self.new.call_function(operator.getitem, (result, position))
             self.copies[node].meta["module"] = _layer(node)

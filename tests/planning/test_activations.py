@@ -14,7 +14,7 @@ import torch
 
 import autopar
 from autopar.cli import main
-from autopar.errors import InfeasibleError, PipelineError, PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.hardware.load import load
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
@@ -193,10 +193,37 @@ def test_host_memory_is_that_of_all_devices_of_a_host() -> None:
     needed = 2 * _planned(**said).host_bytes
     assert _planned(**said, host_memory=needed).host_bytes == needed // 2
     with pytest.raises(InfeasibleError, match=rf"takes .* per device, and .* \({needed} bytes\) for the 2 that share"):
-        _planned(**said, host_memory=needed - 1)
+        _planned(**said, host_memory=needed // 7)  # what one of six layers keeps is more
     limit = int(0.75 * _peak())
     free: dict[str, Any] = {"strategy": "zero3", "memory": limit, "hardware": FAST_LINK, "optimizer": "adamw"}
     assert _planned(**free, offload="auto", host_memory=1).offload == "none"
+
+
+def test_fewer_layers_leave_where_a_host_has_no_room_for_all() -> None:
+    said: dict[str, Any] = {"strategy": "zero3", "offload": "activations"}
+    everything = _planned(**said)
+    room = everything.host_bytes  # of two devices: half of it for each
+    found = _planned(**said, host_memory=room)
+    assert list(found.recompute.values()) == [OFFLOAD] * 3 + ["none"] * 3
+    assert 0.9 * room < 2 * found.host_bytes <= room and found.verify().ok
+    (*_, note) = [each for each in found.notes if "the host has room" in each]
+    assert note == "the host has room for what 3 layers keep, the first ones"
+    assert everything.peak_bytes < found.peak_bytes < _peak()
+    small = replace(load("h100"), host_memory_bytes=room)
+    assert _planned(**said, hardware=small).recompute == found.recompute
+
+
+def test_a_limit_of_both_memories_is_met_by_computing_again() -> None:
+    limit = int(0.6 * _peak())
+    said: dict[str, Any] = {"strategy": "zero3", "memory": limit, "offload": "activations", "hardware": FAST_LINK}
+    free = _planned(**said)
+    host = free.host_bytes  # of two devices: half of what the plan would have there
+    found = _planned(**said, host_memory=host)
+    assert 0 < 2 * found.host_bytes <= host and found.peak_bytes <= limit and found.seconds > free.seconds
+    assert {"selective", "full"} & set(found.recompute.values()) and found.verify().ok
+    assert _planned(**said, host_memory=1).offload == "none"
+    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .* host_memory is"):
+        _planned(**said, recompute="none", host_memory=host)
 
 
 def test_layers_alone_leave_what_they_alone_use() -> None:
@@ -206,15 +233,6 @@ def test_layers_alone_leave_what_they_alone_use() -> None:
     mesh = autopar.Mesh({"dp": 2}, hardware="h100")
     plan = autopar.plan(model, mesh, (torch.zeros(64, 64),), offload="activations", optimizer="sgd")
     assert plan.offload == "activations" and plan.host_bytes == 0
-
-
-def test_stages_of_a_pipeline_refuse_by_name() -> None:
-    mesh = autopar.Mesh({"pp": 2, "dp": 2}, hardware="h100")
-    for offload in ("activations", "both"):
-        with pytest.raises(
-            PipelineError, match=f"offload='{offload}' sends what layers keep .* stages of a pipeline do"
-        ):
-            autopar.plan(tower(4, 64, "meta"), mesh, (torch.zeros(64, 64),), offload=offload, microbatches=2)
 
 
 def test_a_profile_without_its_host_plans_nothing_for_it() -> None:

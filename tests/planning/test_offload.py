@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.cost.optimizer import Offload
-from autopar.errors import InfeasibleError, InputError, PipelineError, PlanError
+from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.hardware.load import load
 from autopar.planning import offload as offloading
 from autopar.planning.settings import context_of
@@ -203,8 +203,7 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
         assert context_of(stage.plan).space.optimizer.offload == Offload(4)
     with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
         autopar.plan(_model(), mesh, inputs, offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
-    with pytest.raises(PipelineError, match=r'offload="auto" .* give offload="optimizer" or "none"'):
-        autopar.plan(_model(), mesh, inputs, offload="auto", **said)
+    assert any("what the optimizer keeps is on the host" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ The micro-batches of one step drain before the next step begins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -46,6 +46,8 @@ KINDS = ("F", "B", "I", "W")
 _ONE_STAGE = ("gpipe", "1f1b", "pipedream")
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 _V = ("zbv", "dualpipev")
+HALVING = ("interleaved_zero_bubble", *_V)
+"""Make the gradients of inputs and those of weights apart."""
 _STAGES_FULL = ("1f1b", "dualpipev")
 """Need a micro-batch for every stage."""
 
@@ -108,7 +110,7 @@ class Schedule:
     @property
     def halves_backwards(self) -> bool:
         """Whether the gradients of inputs and those of weights are made apart."""
-        return any(step.kind in ("I", "W") for order in self.orders for step in order)
+        return self.name in HALVING
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
@@ -126,11 +128,17 @@ class Schedule:
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches whose forward `stage` has run and whose backward, weights included, it has not."""
+        return self.most_waiting(self.rank_of(stage), {stage: 1})
+
+    def most_waiting(self, rank: int, each: Mapping[int, int]) -> int:
+        """The most that waits for its backward, weights included, on a rank of which stages keep `each` a micro-batch.
+
+        Stages that `each` does not name keep nothing.
+        """
         now = most = 0
-        for step in self.orders[self.rank_of(stage)]:
-            if step.stage == stage:
-                now += {"F": 1, "I": 0}.get(step.kind, -1)
-                most = max(most, now)
+        for step in self.orders[rank]:
+            now += {"F": 1, "I": 0}.get(step.kind, -1) * each.get(step.stage, 0)
+            most = max(most, now)
         return most
 
     def _check_chunks(self) -> None:

@@ -37,7 +37,8 @@ class Asked:
         """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""
         start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but "
         start += str(smallest)
-        pinned = None if conflict is None else conflict.nodes
+        # Modes that segments may not have are no pins.
+        pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in self.pins)
         if not self.pins or pinned == ():
             return f"{start}, whatever is pinned. Raise the limit, or use more devices."
         if not pinned:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,67 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.benchmarking.meters import LiveBytes, held_in_training
+from autopar.benchmarking.meters import held_in_training
 from autopar.errors import InfeasibleError, InputError
 from autopar.program.recompute_segments import OFFLOAD
-from autopar.runtime.recompute import on_host
 from tests.support.families import FAMILIES
+from tests.support.host_bytes import DeviceBytes, counted
 from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 from tests.support.towers import tower
 
 STEPS = 3
 HOSTED = replace(SLOW_DEVICES, host_link_bytes_per_s=1e8, host_memory_bytes_per_s=1e8)
-
-
-class HostBytes:
-    """Bytes of copies in host memory: of all that were made, and at the highest moment."""
-
-    def __init__(self) -> None:
-        self.sent = self.highest = 0
-        self._copies: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def made(self, memory: Tensor) -> None:
-        self.sent += memory.nbytes
-        self._copies.append(weakref.ref(memory.untyped_storage()))
-        self.highest = max(self.highest, self.now)
-
-    @property
-    def now(self) -> int:
-        there = (each() for each in self._copies)
-        return sum(each.nbytes() for each in there if each is not None)
-
-    def has(self, memory: torch.UntypedStorage) -> bool:
-        return any(each() is not None and each()._cdata == memory._cdata for each in self._copies)  # type: ignore[union-attr]
-
-
-@contextmanager
-def counted() -> Iterator[HostBytes]:
-    """Count copies on the host that are made inside the block."""
-    found, memory = HostBytes(), on_host.host_memory
-
-    def noting(*args: Any) -> Tensor:
-        made = memory(*args)
-        found.made(made)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_host, "host_memory", noting)
-        yield found
-
-
-class DeviceBytes(LiveBytes):
-    """Live bytes without copies on the host, which on CPU ranks look like any other memory."""
-
-    def __init__(self, tensors: Any, host: HostBytes) -> None:
-        self.host = host
-        super().__init__(tensors)
-
-    def look(self) -> int:
-        before, self.highest = self.highest, 0
-        total = super().look() - self.host.now
-        self.highest = max(before, total)
-        return total
 
 
 @dataclass(slots=True)
@@ -259,7 +206,58 @@ def test_a_model_that_does_not_fit_is_trained_with_activations_on_the_host(ranks
         assert losses == wanted and set(taken) == {OFFLOAD}
 
 
+def by_layers(
+    options: dict[str, Any], backend: str, precision: str | None
+) -> tuple[list[Tensor], list[Tensor], int, int]:
+    """What was trained by a compiled and by a plain model; bytes that left the first, and those that are planned."""
+    torch._dynamo.reset()
+    x = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
+
+    def trained(compiles: bool) -> tuple[list[Tensor], int, int]:
+        said = {"hardware": HOSTED, "optimizer": "sgd", "outputs": "full", "precision": precision, **options}
+        model = autopar.compile(tower(3), mesh((2,), ("dp",)), (x,), **said)
+        if compiles:
+            model.compile(backend=backend, fullgraph=True, regional=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        with counted() as host:
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                found.append(loss.detach())
+                optimizer.step()
+        gc.collect()
+        assert host.now == 0
+        return [*found, *(whole(p) for p in model.parameters())], host.highest, model.plan.host_bytes  # type: ignore[list-item]
+
+    expected, highest, planned = trained(False)
+    assert highest == pytest.approx(planned, rel=0.1), (highest, planned)
+    found, sent, _ = trained(True)
+    torch._dynamo.reset()
+    return found, expected, sent, planned
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "precision"),
+    [
+        ({"strategy": "zero3"}, "aot_eager", None),
+        pytest.param({"strategy": "zero3"}, "inductor", None, marks=pytest.mark.slow),
+        pytest.param({"strategy": "zero3"}, "aot_eager", "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param({"strategy": "megatron"}, "aot_eager", None, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_are_compiled_one_by_one_leave_what_they_save(
+    ranks: Ranks, options: dict[str, Any], backend: str, precision: str | None
+) -> None:
+    said = {**options, "offload": "activations"}
+    for found, expected, sent, planned in ranks.run(by_layers, said, backend, precision, timeout=240):
+        torch.testing.assert_close(found, expected, rtol=1e-3 if precision else 1e-5, atol=1e-5)
+        assert 0.4 * planned < sent < 1.2 * planned
+
+
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torch_compile_is_refused_where_there_are_gradients(ranks: Ranks, evaluates: bool) -> None:
     for told in ranks.run(compiled_by_torch, evaluates, timeout=180):
-        assert told.startswith("torch.compile decides itself what a backward keeps")
+        assert "model.compile(regional=True)" in told
+        assert told.startswith("torch.compile decides itself what a backward of the whole graph keeps")

@@ -1,0 +1,108 @@
+"""What Muon and GaLore work on beside what they update, in the memory that a plan predicts and a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.benchmarking.meters import LiveBytes, held_in_training
+from autopar.errors import InfeasibleError
+from autopar.memory.moments import MemoryRow
+from autopar.memory.peak import STEPPING, bytes_by_moment
+from autopar.optim import GaLoreAdamW, Muon
+from autopar.planning.formulation import Formulation
+from autopar.planning.settings import context_of
+from autopar.plans.plan import Plan
+from tests.support.ranks import Ranks, mesh
+
+WIDTH, SAMPLES, RANK = 96, 8, 8
+WORKED_ON = {
+    "muon": 10 * WIDTH**2,  # three times whole and two squares, in bfloat16
+    "galore": 12 * WIDTH**2,  # a renewal: the gradient whole and two factors, in float32
+}
+"""Bytes, of a square matrix."""
+
+
+def squares(device: str = "cpu") -> nn.Module:
+    """Linear layers of which each is a matrix."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False, device) for _ in range(4)))
+
+
+def asked(kind: str, **options: Any) -> dict[str, Any]:
+    rank = {"rank": RANK} if kind == "galore" else {}
+    return {"optimizer": autopar.Optimizer(kind, **rank, **options), "strategy": "data_parallel", "outputs": "full"}
+
+
+def planned(kind: str, memory: int | None = None, in_backward: bool = False) -> Plan:
+    on, inputs = autopar.Mesh({"dp": 2}, hardware="h100"), (torch.zeros(SAMPLES, WIDTH),)
+    said = {**asked(kind, in_backward=in_backward), "memory": memory}
+    found = autopar.plan(squares("meta"), on, inputs, **said)
+    assert isinstance(found, Plan)
+    return found
+
+
+@pytest.mark.parametrize("kind", WORKED_ON)
+def test_the_largest_matrix_of_a_step_is_in_the_peak(kind: str) -> None:
+    plan = planned(kind)
+    assert plan.memory is not None
+    assert plan.memory.parts["working set"] == WORKED_ON[kind] and "activations" not in plan.memory.parts
+    (stepping,) = [each for each in plan.memory.timeline if each.name == STEPPING]
+    assert stepping.num_bytes == plan.peak_bytes == plan.reprice().memory["memory"] and plan.verify().ok
+    assert all(each.name != STEPPING for each in planned(kind, in_backward=True).memory.timeline)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", WORKED_ON)
+def test_a_limit_holds_while_the_optimizer_steps(kind: str) -> None:
+    plan = planned(kind)
+    assert planned(kind, memory=plan.peak_bytes).peak_bytes <= plan.peak_bytes
+    with pytest.raises(InfeasibleError, match="the memory limit is"):
+        planned(kind, memory=WORKED_ON[kind])
+
+
+@pytest.mark.parametrize("kind", WORKED_ON)
+def test_the_problem_has_the_bytes_of_that_moment(kind: str) -> None:
+    context = context_of(planned(kind))
+    memory, modes = context.memory_model, dict.fromkeys(context.memory_model.lifetimes.segments, "none")
+    taken = bytes_by_moment(memory, context.choices, modes)
+    moment = int(taken.argmax())
+    problem = Formulation(context.space, memory).problem({}, MemoryRow(((moment, 1),)))
+    assert problem.cost_of(context.choices)[1] == taken[moment]
+
+
+def measured(kind: str, strategy: str) -> tuple[int, int]:
+    """Bytes at the highest moment of an optimizer's step that renews a basis, and those of the plan."""
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = autopar.compile(
+        squares(), mesh((2,), ("dp",)), (x,), hardware="h100", **{**asked(kind), "strategy": strategy}
+    )
+    named = list(model.named_parameters())
+    optimizer = Muon(named) if kind == "muon" else GaLoreAdamW(named, rank=RANK, update_proj_gap=1)
+
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    live = LiveBytes([*held_in_training(model, optimizer), x])
+    live.look()
+    with live:
+        optimizer.step()
+    (stepping,) = [each for each in model.plan.memory.timeline if each.name == STEPPING]  # type: ignore[union-attr]
+    return live.highest, stepping.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("muon", "zero3"),
+        pytest.param("muon", "data_parallel", marks=pytest.mark.slow),
+        pytest.param("galore", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_hold_what_the_plan_predicts_while_they_step(ranks: Ranks, kind: str, strategy: str) -> None:
+    for found, predicted in ranks.run(measured, kind, strategy, timeout=120):
+        assert predicted == pytest.approx(found, rel=0.1)
