@@ -4,7 +4,9 @@ An arrangement is an ordered factorization of the number. The order is the assig
 axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost.
 
 bounds    meshes are tried by what a step takes at least on them (`at_least`), the simplest of equals first; one that
-          takes as long as the best plan so far is not tried, and one whose search proves as much ends there (`cutoff`)
+          takes as long as the best plan so far is not tried, and one whose search proves as much ends there (`cutoff`);
+          of meshes that are no simpler than that of the best plan, one that gains too little to be a line of its own
+          is no better either
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
 The clock decides nothing but what is left out when the time limit passes. What has no plan is listed with the reason.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -236,8 +238,15 @@ def try_meshes(
             # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
             left = seconds_until(deadline)
             left = left / (len(meshes) - number) if seconds else left
-            found[mesh] = _try(make, mesh, Turn(left, cutoff))
+            found[mesh] = _try(make, mesh, Turn(left, _cutoff(mesh, found.values())))
     return tuple(found[mesh] for mesh in meshes)
+
+
+def _cutoff(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
+    """The step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ by."""
+    known = [(each.found.seconds, each.mesh.ndim) for each in found if each.found]
+    seconds, ndim = min(known, default=(math.inf, 0))
+    return seconds if mesh.ndim < ndim else (1 - EQUAL_SECONDS) * seconds
 
 
 def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:

@@ -271,6 +271,53 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
     assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(cuts.seconds, rel=1e-9)
 
 
+@given(_exact(), st.lists(st.floats(0.0, 0.5), min_size=5, max_size=5), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_stages_that_are_known_roughly_are_asked_for_more_closely_until_the_best_cut_is_known(
+    case: tuple[CutProblem, Exact], open_shares: list[float], is_closer: bool
+) -> None:
+    problem, exact = case
+    best = min(_step_seconds(problem, starts, exact) for starts in _all_starts(problem))
+    if best == inf:
+        return
+    close: set[tuple[int, int, int]] = set()
+
+    def share(first: int, end: int, stage: int) -> float:
+        return 0.0 if (first, end, stage) in close else open_shares[(first + 2 * end + stage) % len(open_shares)]
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        return exact[stage, first, end] * (1 + share(first, end, stage))
+
+    def at_least(first: int, end: int, stage: int) -> float:
+        return exact[stage, first, end] * (1 - share(first, end, stage))
+
+    def closer(first: int, end: int, stage: int) -> bool:
+        if not is_closer or (first, end, stage) in close:
+            return False
+        close.add((first, end, stage))
+        return True
+
+    cuts = best_cuts_within(problem, StageCosts(seconds, at_least=at_least, closer=closer))
+    assert cuts.bound <= best * (1 + 1e-9) and cuts.seconds >= best * (1 - 1e-9)
+    if is_closer:
+        assert cuts.seconds == pytest.approx(best, rel=1e-9)
+
+
+def test_only_the_stage_that_sets_the_pace_is_asked_for_more_closely() -> None:
+    schedule, close = Schedule("1f1b", 4, 64), []
+
+    def closer(first: int, end: int, stage: int) -> bool:
+        close.append(stage)
+        return len(close) == 1
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        return (end - first) * (1.0 if close and stage == 1 else 1.25 if stage == 1 else 1.0625)
+
+    costs = StageCosts(seconds, at_least=lambda first, end, stage: float(end - first), closer=closer)
+    cuts = best_cuts_within(_problem([1.0] * 4, schedule), costs, tolerance=0.0625)
+    assert close == [1] and cuts.bound == 67 and cuts.seconds <= 1.0625 * 67
+
+
 def test_no_cut_in_time_is_an_error_that_says_what_to_do() -> None:
     costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked, has_cut: True)
     with pytest.raises(TimeLimitError, match="before stages that fit into memory were found; give it longer"):

@@ -68,7 +68,8 @@ def best_cuts_within(
     best: Cuts | None = None
     while True:
         found = search.cheapest()
-        if best is not None and best.seconds <= found.seconds * (1 + max(tolerance, _EQUAL)):
+        enough = found.seconds * (1 + max(tolerance, _EQUAL))
+        if best is not None and best.seconds <= enough:
             break
         if costs.is_over(len(search.asked), best is not None):
             if best is None:
@@ -86,6 +87,8 @@ def best_cuts_within(
             exact = search.cut_that_takes(found.starts, known)
             if best is None or exact.seconds < best.seconds:
                 best = exact
+            if best.seconds <= enough:
+                break
             # Is it that what is known of these stages does not tell this cut from the best?
             if len(search.asked) == before and not search.learn_of_one(places, known):
                 break
