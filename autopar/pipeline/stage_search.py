@@ -57,6 +57,8 @@ NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
 SHARE_OF_TIME = 0.125
 """Of the time that is left, at most, goes to each stage that is asked for."""
+AHEAD_SHARE = 0.04
+"""The same for plans with room for weights a layer ahead: where that is hard to find, there is little of it."""
 LEAST_SECONDS = 1.0
 """That the plan of a stage has, however late it is."""
 
@@ -194,8 +196,9 @@ class StageSearch:
         asked = self.settings(stage, SHARE_OF_TIME, gap)
         runs = self.microbatches(stage)
         if asked.memory is not None and asked.prefetch == "auto":
+            ahead = self.settings(stage, AHEAD_SHARE, gap)
             try:
-                return replace(solved(space, pins, replace(asked, prefetch=USUAL_DEPTH), runs), settings=asked)
+                return replace(solved(space, pins, replace(ahead, prefetch=USUAL_DEPTH), runs), settings=asked)
             except (InfeasibleError, TimeLimitError):
                 pass
         try:
@@ -210,9 +213,9 @@ class StageSearch:
     def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE) -> Settings:
         """How a stage is planned; the gap counts under a memory limit."""
         asked, room = self.planned.request.settings, self.rooms[stage]
-        gap = asked.gap if room is None else max(asked.gap or 0.0, gap)
+        within = asked.gap if room is None else max(asked.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
-        return replace(asked, memory=room, time_limit=left, gap=gap, hurried=True)
+        return replace(asked, memory=room, time_limit=left, gap=within, hurried=True)
 
     def microbatches(self, stage: int) -> Microbatches:
         request = self.planned.request
