@@ -318,6 +318,21 @@ def test_only_the_stage_that_sets_the_pace_is_asked_for_more_closely() -> None:
     assert close == [1] and cuts.bound == 67 and cuts.seconds <= 1.0625 * 67
 
 
+def test_of_stages_of_equal_blocks_the_one_of_middling_flight_is_asked_for() -> None:
+    """The fullest says what the others take at most, the middle one what half of them take at least."""
+    schedule, asked = Schedule("1f1b", 8, 64), []
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        asked.append(stage)
+        return (end - first) * (1 + 0.01 * schedule.in_flight(stage))
+
+    def at_most(first: int, end: int, stage: int) -> float:
+        return 2 * (1 + 0.01 * schedule.in_flight(min(asked))) if asked and end - first == 2 else inf
+
+    best_cuts_within(_problem([1.0] * 16, schedule), StageCosts(seconds, at_most), 0.0, [0] * 16)
+    assert asked[:2] == [0, 4]
+
+
 def test_no_cut_in_time_is_an_error_that_says_what_to_do() -> None:
     costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked, has_cut: True)
     with pytest.raises(TimeLimitError, match="before stages that fit into memory were found; give it longer"):
