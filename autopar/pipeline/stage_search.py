@@ -57,8 +57,6 @@ NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
 SHARE_OF_TIME = 0.125
 """Of the time that is left, at most, goes to each stage that is asked for."""
-AHEAD_SHARE = 0.04
-"""The same for plans with room for weights a layer ahead: where that is hard to find, there is little of it."""
 LEAST_SECONDS = 1.0
 """That the plan of a stage has, however late it is."""
 
@@ -196,9 +194,8 @@ class StageSearch:
         asked = self.settings(stage, SHARE_OF_TIME, gap)
         runs = self.microbatches(stage)
         if asked.memory is not None and asked.prefetch == "auto":
-            ahead = self.settings(stage, AHEAD_SHARE, gap)
             try:
-                return replace(solved(space, pins, replace(ahead, prefetch=USUAL_DEPTH), runs), settings=asked)
+                return replace(solved(space, pins, replace(asked, prefetch=USUAL_DEPTH), runs), settings=asked)
             except (InfeasibleError, TimeLimitError):
                 pass
         try:
