@@ -68,11 +68,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("llama-70b", (4, 8, 8), TEXTS, TOKENS, memory=20 * GB),
         *(Row("llama-405b", (16, 8, 8), TEXTS, TOKENS, memory=size * GB) for size in (80, 70, 60)),
         *(
-            Row("llama-405b", (16, 8, 8), 256, 8192, memory=80 * GB, schedule=name, microbatches=32, time_limit=45)
+            Row("llama-405b", (16, 8, 8), 256, 8192, memory=80 * GB, schedule=name, microbatches=32, time_limit=300)
             for name in ("1f1b", "interleaved_1f1b")
         ),
         Row("llama-8b", (64,), TEXTS, TOKENS, memory=40 * GB, is_searched=True),
-        Row("llama-405b", (1024,), 256, 8192, memory=80 * GB, is_searched=True, pipeline="pp", time_limit=270),
+        Row("llama-405b", (1024,), 256, 8192, memory=80 * GB, is_searched=True, pipeline="pp", time_limit=290),
     ),
 }
 SHARES = {"tiny": (0.95, 0.9, 0.8, 0.7)}

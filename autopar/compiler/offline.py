@@ -26,14 +26,17 @@ from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import tiles_asked
-from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
+from autopar.errors import AutoparError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.stages.blocks import blocks_of
+from autopar.pipeline.stages.splitting import stage_between
 from autopar.planning.least_stored import least_stored
 from autopar.planning.mesh_search import Candidate, Turn, best_mesh, meshes_of
+from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.program.operators.experts import DISPATCH
@@ -52,6 +55,10 @@ USUAL_AXES, MOST_AXES = 2, 3
 USUAL_PIPELINE = "pp"
 SHRINKING = 0.9
 """Of what a batch takes beside what is stored, at least, goes down as micro-batches do: half of it for half of them."""
+MANY_BLOCKS, FEW_BLOCKS = 64, 3
+"""Of a model of so many blocks the first few are planned on every mesh, to see where the whole is worth it first."""
+OUTLOOK_AXES = 2
+"""Of meshes that are looked at so: with more axes it takes seconds."""
 MOST_CHUNKS = 2
 """Stages per rank of the schedules that are chosen among."""
 
@@ -89,7 +96,9 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
     time_limit = request.settings.time_limit
     with interruptible(), planner.allowance.searching():
         try:
-            searched = best_mesh(planner.candidate, meshes, time_limit, planner.at_least, request.pipeline)
+            searched = best_mesh(
+                planner.candidate, meshes, time_limit, planner.at_least, request.pipeline, planner.outlook
+            )
         except InfeasibleError as error:
             every = meshes_of(mesh, devices, request.hardware, max_axes or USUAL_AXES, USUAL_PIPELINE)
             longer = [each for each in every if USUAL_PIPELINE in each.axes]
@@ -193,6 +202,26 @@ class _Planner:
         num_ranks = mesh.size(axis)
         most = self.request.microbatches or max(batch_size(self.batch) * num_ranks // mesh.num_devices, 1)
         return own * (1 + (num_ranks - 1) / (3 * (self.request.chunks or MOST_CHUNKS) * most))
+
+    @functools.cached_property
+    def first_layers(self) -> Program | None:
+        """The first blocks of a model of many; None of another, whose meshes are soon planned."""
+        program = self.single.program
+        blocks = blocks_of(program)
+        return stage_between(program, blocks, 0, FEW_BLOCKS) if len(blocks) >= MANY_BLOCKS else None
+
+    def outlook(self, mesh: Mesh) -> float:
+        """Seconds of the first layers on a mesh, without a memory limit: not proof, but mostly how meshes compare.
+
+        Infinite where that is not soon known, as for meshes of many axes.
+        """
+        program = self.first_layers
+        if program is None or self.request.pipeline in mesh.axes or mesh.ndim > OUTLOOK_AXES:
+            return math.inf
+        try:
+            return make_plan(self.request.space(program, self.request.named(mesh)), {}, recompute="none")[0].seconds
+        except AutoparError:  # pins are for the whole
+            return math.inf
 
     def candidate(self, mesh: Mesh, turn: Turn) -> Candidate[Plan | PipelinePlan]:
         """The best plan on one of the meshes that are compared.

@@ -60,7 +60,7 @@ class StageFinisher:
         answer, prefetch = self.ahead[id(known)]
         found = _answer_on(answer, made, own, formulation.memory.fetching_ahead(prefetch))
         if settings.memory is not None and found.peak_bytes > settings.memory:  # fetched ahead it does not fit
-            prefetch = settings.least_prefetch
+            prefetch = made.formulation.memory.prefetch
             found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
         if (known.in_flight, known.room) != (search.held[stage], search.rooms[stage]):
             found = self._bounded(found, own, number)

@@ -31,9 +31,9 @@ from autopar.pipeline.rooms import rooms_in_flight, rooms_of_least
 from autopar.pipeline.schedules.simulation import simulate
 from autopar.pipeline.stage_search import TOLERANCE, StageSearch
 from autopar.pipeline.stage_seconds import stage_seconds
-from autopar.pipeline.stages.cuts import CutProblem, StageCosts, best_cuts
+from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
+from autopar.pipeline.stages.cuts import CutProblem, best_cuts
 from autopar.pipeline.stages.refinement import is_allowed, refined
-from autopar.pipeline.structure import kinds
 from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -145,8 +145,8 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
 
 def _within(problem: CutProblem, search: StageSearch) -> tuple[tuple[int, ...], StageSearch]:
     """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
-    costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over)
-    found = best_cuts(problem, costs, TOLERANCE, kinds(search.planned))
+    costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer)
+    found = best_cuts_within(problem, costs, TOLERANCE, search.kinds)
     if is_over(search.deadline) and found.seconds > found.bound * (1 + TOLERANCE):
         warnings.warn(
             f"{why_over()} when {search.num_asked} stages had been planned: the best pipeline so far is taken, and at "

@@ -1,9 +1,11 @@
 """How the stages of a rank share its memory.
 
 What is held whatever is in flight (parameters, their gradients, states of the optimizer) every stage gets alike, stored
-in as many parts as it can be; the rest goes to stages by the micro-batches that they have in flight, so that equal
-layers have equal room for one of them, and are computed again alike. Where that leaves no cut, each stage of an even
-cut gets the least that it needs, and what is left in those shares (`rooms_of_least`).
+in as many parts as it can be. Of the rest a part goes to stages alike, too: weights and gradients that are held whole
+save time for every micro-batch, and a stage that runs takes the same for one micro-batch as for many. The other part
+goes to stages by the micro-batches that they have in flight, so that equal layers have equal room for one of them, and
+are computed again alike. Where that leaves no cut, each stage of an even cut gets the least that it needs, and what is
+left by the micro-batches in flight (`rooms_of_least`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from autopar.pipeline.planned_blocks import PlannedBlocks
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.planning.least_stored import least_stored
 
+ALIKE = 0.4
+"""Of what is left, this goes to the stages of a rank alike."""
 LeastOf = Callable[[int, int, int], int]
 """(first block, end block, stage) to the least bytes that the stage takes at its fullest moment."""
 
@@ -23,7 +27,8 @@ def rooms_in_flight(planned: PlannedBlocks, memory: int) -> tuple[int, ...]:
     """Bytes for every stage, those of a rank together no more than the memory of a device."""
     schedule = planned.request.schedule
     fixed = least_stored(planned.whole.memory) // schedule.num_stages
-    return _dealt(schedule, memory, [fixed] * schedule.num_stages)
+    alike = max(int(ALIKE * (memory // schedule.chunks - fixed)), 0)
+    return _dealt(schedule, memory, [fixed + alike] * schedule.num_stages)
 
 
 def rooms_of_least(

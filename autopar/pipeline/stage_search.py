@@ -6,6 +6,12 @@ it may take. Stages of equal structure have the same choices before them, so tha
     in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
     in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
     does not fit in M with f                      does not fit in M' <= M with f' >= f
+
+A stage is asked for roughly first: choices that fit, and a bound, which is soon had and mostly near. Only where the cut
+needs to know it is looked for choices within the tolerance, which can take a hundred times as long.
+
+Stages have room for weights that are fetched a layer ahead, where that fits at all: what waits for them sets the pace.
+So the seconds of a stage are those of its timeline, and what it takes at least is as far below as its sum is proven.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -22,20 +30,27 @@ from autopar.memory.peak import memory_use
 from autopar.pipeline.masks import masks_of
 from autopar.pipeline.planned_blocks import PlannedBlocks
 from autopar.pipeline.stages.splitting import stage_between
-from autopar.pipeline.structure import structure
+from autopar.pipeline.structure import kinds, structure
+from autopar.planning.formulation import Pins
+from autopar.planning.limit.answers import share
 from autopar.planning.limit.least_peak import least_peak
 from autopar.planning.planner import Solved, formulation_of, solved
-from autopar.planning.settings import Settings
+from autopar.planning.settings import USUAL_DEPTH, Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.space.space import Space
+from autopar.steps.step import microbatch_seconds
 
 TOLERANCE = 0.02
 """Under a memory limit: how far from the best a cut may be, and the plan of a stage, as a share; many are planned."""
-MOST_ASKED = 40
+ROUGHLY = 0.5
+"""How far from the best the first plan of a stage may be, as a share."""
+MOST_ASKED = 32
 """Stages that are planned within a memory limit before the best cut so far, if there is one, is taken."""
+MOST_DECISIONS = 400
+"""Of a stage that is planned within the tolerance where the first plan is not: of larger ones that takes minutes."""
 STORED = ("parameters", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
@@ -55,6 +70,10 @@ class Known:
     made: Solved | None
     seconds: float
     """Of one micro-batch, with its share of what is done once; infinite where it does not fit."""
+    least: float
+    """What no choices take less than."""
+    is_close: bool
+    """Whether it was planned within the tolerance, as far as time allowed."""
 
 
 @dataclass(slots=True)
@@ -70,10 +89,19 @@ class StageSearch:
     until: tuple[float, ...]
     """Seconds of the blocks before each, and of all, by the plan of the whole."""
     by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
+    kinds: Sequence[int] = ()
+    """Of blocks: equal stages are of equal kinds. Numbered as the search begins."""
+    kinds_asked: set[tuple[int, ...]] = field(default_factory=set)
+    """Those of the stages that were asked for."""
     numbers: dict[object, int] = field(default_factory=dict)
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
+    spaces: dict[int, tuple[Space, dict[int, np.ndarray]]] = field(default_factory=dict)
+    """Structure → the space of the first stage that has it, and its pins."""
     fits: dict[tuple[int, int], int] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
+
+    def __post_init__(self) -> None:
+        self.kinds = kinds(self.planned)
 
     @property
     def num_asked(self) -> int:
@@ -86,8 +114,24 @@ class StageSearch:
 
     def seconds(self, first: int, end: int, stage: int) -> float:
         """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""
-        known = self.find(first, end, stage) or self._ask(first, end, stage)
+        known = self.find(first, end, stage) or self._ask(first, end, stage, ROUGHLY)
         return known.seconds
+
+    def at_least(self, first: int, end: int, stage: int) -> float:
+        """What the stage, which was asked for, takes at least."""
+        known = self.find(first, end, stage)
+        assert known is not None, "a stage that was not asked for"
+        return known.least
+
+    def closer(self, first: int, end: int, stage: int) -> bool:
+        """Plan a stage that was asked for within the tolerance; False where it is already, or is too large for that."""
+        known = self.find(first, end, stage)
+        assert known is not None, "a stage that was not asked for"
+        is_large = known.made is not None and len(known.made.space.decisions) > MOST_DECISIONS
+        if is_large or known.is_close or known.seconds <= known.least * (1 + TOLERANCE) or is_over(self.deadline):
+            return False
+        self._ask(first, end, stage, TOLERANCE)
+        return True
 
     def at_most(self, first: int, end: int, stage: int) -> float:
         """What the stage takes by what is known of others; infinite where that is nothing."""
@@ -106,7 +150,7 @@ class StageSearch:
     def find(self, first: int, end: int, stage: int) -> Known | None:
         """What was found out of just this stage, or that it does not fit."""
         held, room = self.held[stage], self.rooms[stage]
-        for each in self.by_structure[self.program(first, end)[1]]:
+        for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
             if (each.in_flight, each.room) == (held, room):
                 return each
             if each.made is None and each.in_flight <= held and _as_much(each.room, room):
@@ -116,6 +160,8 @@ class StageSearch:
     def best_known(self, first: int, end: int, stage: int) -> Known | None:
         """The fastest of the choices that are known to fit into the room of a stage."""
         held, room = self.held[stage], self.rooms[stage]
+        if tuple(self.kinds[first:end]) not in self.kinds_asked:
+            return None
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
         return next((each for each in known if each.made is not None and self._fits(each, held, room)), None)
 
@@ -138,24 +184,34 @@ class StageSearch:
         return least_peak(formulation, pins, modes, self.deadline).peak_bytes
 
     def solve(self, program: Program, stage: int, storage: Mapping[str, Layout]) -> Solved:
-        """The best choices of a stage within its room; InfeasibleError where there are none."""
+        """The best choices of a stage within its room, within the tolerance; InfeasibleError where there are none."""
         space = self.space(program)
-        pins = masks_of(self.planned, space, storage)
+        return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
+
+    def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
+        """The best choices within a gap that leave room for weights a layer ahead, else the best that fit."""
+        asked = self.settings(stage, SHARE_OF_TIME, gap)
+        runs = self.microbatches(stage)
+        if asked.memory is not None and asked.prefetch == "auto":
+            try:
+                return replace(solved(space, pins, replace(asked, prefetch=USUAL_DEPTH), runs), settings=asked)
+            except (InfeasibleError, TimeLimitError):
+                pass
         try:
-            return solved(space, pins, self.settings(stage, SHARE_OF_TIME), self.microbatches(stage))
+            return solved(space, pins, asked, runs)
         except TimeLimitError:  # its share of the time was too little for any choices
-            return solved(space, pins, self.settings(stage), self.microbatches(stage))
+            return solved(space, pins, self.settings(stage, 1.0, gap), runs)
 
     def space(self, program: Program) -> Space:
         received = {name: self.planned.boundary(name) for name in program.received}
         return self.planned.request.space(program, received)
 
-    def settings(self, stage: int, share: float = 1.0) -> Settings:
-        """How a stage is planned."""
+    def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE) -> Settings:
+        """How a stage is planned; the gap counts under a memory limit."""
         asked, room = self.planned.request.settings, self.rooms[stage]
-        gap = asked.gap if room is None else max(asked.gap or 0.0, TOLERANCE)
+        within = asked.gap if room is None else max(asked.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
-        return replace(asked, memory=room, time_limit=left, gap=gap, hurried=True)
+        return replace(asked, memory=room, time_limit=left, gap=within, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """What a stage holds."""
@@ -165,19 +221,31 @@ class StageSearch:
         request = self.planned.request
         return Microbatches(request.num_microbatches, self.held[stage], request.wanted.reduces_each)
 
-    def _ask(self, first: int, end: int, stage: int) -> Known:
+    def _ask(self, first: int, end: int, stage: int, gap: float) -> Known:
         program, number = self.program(first, end)
-        made: Solved | None = None
-        seconds = math.inf
+        self.kinds_asked.add(tuple(self.kinds[first:end]))
+        before = self.find(first, end, stage)
+        # Alone a stage may cost a little less than its share of the whole, which bounds the search.
+        own = self.until[end] - self.until[first]
+        made, seconds, least = None, math.inf, math.inf
         try:
-            made = self.solve(program, stage, self.planned.request.storage)
-            parts = parts_of(made.formulation.memory, made.answer.choices, made.answer.modes)
-            seconds = parts.per_microbatch(self.planned.request.num_microbatches)
+            if number not in self.spaces:
+                space = self.space(program)
+                self.spaces[number] = space, masks_of(self.planned, space, self.planned.request.storage)
+            made = self._solved(*self.spaces[number], stage, gap)
         except InfeasibleError:
             pass
-        # Alone a stage may cost a little less than its share of the whole, which bounds the search.
-        seconds = max(seconds, self.until[end] - self.until[first])
-        known = Known(self.held[stage], self.rooms[stage], made, seconds)
+        if made is not None:
+            memory, choices, modes = made.formulation.memory, made.answer.choices, made.answer.modes
+            once = parts_of(memory, choices, modes).once / self.planned.request.num_microbatches
+            forward, backward = microbatch_seconds(memory, choices, modes)
+            seconds = max(forward + backward + once, own)
+            least = max((1 - share(made.answer)) * seconds, own)
+        if before is not None and before.made is not None:
+            least = max(min(least, seconds), before.least)
+            if before.seconds <= seconds:
+                made, seconds = before.made, before.seconds
+        known = Known(self.held[stage], self.rooms[stage], made, seconds, min(least, seconds), gap <= TOLERANCE)
         self.by_structure[number].append(known)
         return known
 
@@ -193,7 +261,8 @@ class StageSearch:
             if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room:
                 return False  # far from it: memory need not be counted
             runs = replace(made.formulation.memory.microbatches, in_flight=held)
-            memory = MemoryModel(made.space, runs, made.settings.least_prefetch, made.settings.offloads)
+            ahead = made.formulation.memory.prefetch
+            memory = MemoryModel(made.space, runs, ahead, made.settings.offloads)
             self.fits[key] = memory_use(memory, made.answer.choices, made.answer.modes)[0]
         return self.fits[key] <= room
 

@@ -3,8 +3,10 @@
 An arrangement is an ordered factorization of the number. The order is the assignment of axes to the topology: the last
 axis lies on neighbouring devices, the first one across nodes. Where a pipeline is offered, its axis is the outermost.
 
-bounds    meshes are tried by what a step takes at least on them (`at_least`), the simplest of equals first; one that
-          takes as long as the best plan so far is not tried, and one whose search proves as much ends there (`cutoff`)
+bounds    meshes are tried by what a step takes at least on them (`at_least`), of equals those of the best `outlook`
+          first, which may be wrong, then the simplest; one that takes as long as the best plan so far is not tried, and
+          one whose search proves as much ends there (`cutoff`); of meshes that are no simpler than that of the best
+          plan, one that gains too little to be a line of its own is no better either
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
 The clock decides nothing but what is left out when the time limit passes. What has no plan is listed with the reason.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -122,13 +124,16 @@ def best_mesh(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
+    outlook: Callable[[Mesh], float] | None = None,
 ) -> Searched[P]:
     """The best plan on any of the meshes, in at most so many seconds; `at_least` bounds a step on a mesh from below.
+
+    `outlook` says in seconds of its own which meshes are likely the better ones.
 
     Warns where the time did not suffice for all. Raises InfeasibleError where no mesh has a plan, with what came
     nearest, and TimeLimitError where none was found in time.
     """
-    tried = try_meshes(make, meshes, time_limit, at_least, pipeline)
+    tried = try_meshes(make, meshes, time_limit, at_least, pipeline, outlook)
     late = sum(each.reason.startswith(NOT_TRIED) for each in tried)
     searched = Searched(meshes[0].num_devices, merged(tried), tuple(each for each in tried if each.found is None))
     if not searched.lines:
@@ -217,11 +222,13 @@ def try_meshes(
     time_limit: float = NEVER,
     at_least: Callable[[Mesh], float] | None = None,
     pipeline: str | None = None,
+    outlook: Callable[[Mesh], float] | None = None,
 ) -> tuple[Tried[P], ...]:
     """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
     deadline = after(time_limit)
     bounds = {mesh: at_least(mesh) if at_least else 0.0 for mesh in meshes}
-    ordered = sorted(meshes, key=lambda mesh: (bounds[mesh], mesh.ndim))
+    likely = {mesh: outlook(mesh) if outlook else 0.0 for mesh in meshes}
+    ordered = sorted(meshes, key=lambda mesh: (bounds[mesh], likely[mesh], mesh.ndim))
     found: dict[Mesh, Tried[P]] = {}
     for number, mesh in enumerate(progress(ordered, "meshes")):
         seconds = [each.found.seconds for each in found.values() if each.found]
@@ -236,8 +243,15 @@ def try_meshes(
             # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
             left = seconds_until(deadline)
             left = left / (len(meshes) - number) if seconds else left
-            found[mesh] = _try(make, mesh, Turn(left, cutoff))
+            found[mesh] = _try(make, mesh, Turn(left, _cutoff(mesh, found.values())))
     return tuple(found[mesh] for mesh in meshes)
+
+
+def _cutoff(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:
+    """The step that a plan on a mesh has to beat: where the mesh is no simpler, by more than equal plans differ by."""
+    known = [(each.found.seconds, each.mesh.ndim) for each in found if each.found]
+    seconds, ndim = min(known, default=(math.inf, 0))
+    return seconds if mesh.ndim < ndim else (1 - EQUAL_SECONDS) * seconds
 
 
 def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:

@@ -13,7 +13,8 @@ from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.alike import raise_alike
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, Cuts, StageCosts, best_cuts
+from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, Cuts
 from autopar.pipeline.structure import kinds
 from autopar.sharding.layout import Layout, S
 from tests.pipeline.test_planner import request
@@ -58,8 +59,8 @@ def _with_and_without_kinds(seconds: list[float], penalty: float, room: int) -> 
         asked[which].append((first, end, stage))
         return stage_cost(first, end, stage)
 
-    plain = best_cuts(problem, StageCosts(lambda *span: counted(0, *span)))
-    fast = best_cuts(problem, StageCosts(lambda *span: counted(1, *span)), kinds=numbers)
+    plain = best_cuts_within(problem, StageCosts(lambda *span: counted(0, *span)))
+    fast = best_cuts_within(problem, StageCosts(lambda *span: counted(1, *span)), kinds=numbers)
     return plain, fast, (len(asked[0]), len(asked[1]))
 
 
@@ -71,7 +72,7 @@ def test_what_does_not_fit_fits_no_fuller_stage_of_the_same_blocks() -> None:
         asked.append((first, end, stage))
         return float("inf") if (end - first) * problem.schedule.in_flight(stage) > 8 else float(end - first)
 
-    cuts = best_cuts(problem, StageCosts(stage_cost), kinds=[0] * LAYERS)
+    cuts = best_cuts_within(problem, StageCosts(stage_cost), kinds=[0] * LAYERS)
     ends = (*cuts.starts[1:], LAYERS)
     lengths = [end - first for first, end in zip(cuts.starts, ends, strict=True)]
     assert lengths == [2, 2, 4, 4]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from autopar.errors import PipelineError, TimeLimitError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, StageCosts, best_cuts
+from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
 
 SECONDS = st.integers(0, 12).map(float)
 SCHEDULES = (
@@ -130,9 +131,9 @@ def test_no_cut_is_better_by_the_true_seconds_of_stages_that_fit(case: tuple[Cut
         with pytest.raises(
             PipelineError, match=r"no cut into . stages fits into memory: stage . does not fit even with"
         ):
-            best_cuts(problem, StageCosts(stage_cost))
+            best_cuts_within(problem, StageCosts(stage_cost))
     else:
-        cuts = best_cuts(problem, StageCosts(stage_cost))
+        cuts = best_cuts_within(problem, StageCosts(stage_cost))
         assert cuts.seconds == pytest.approx(best, rel=1e-9)
         assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(best, rel=1e-9)
     assert len(asked) == len(set(asked)), "a stage was asked for twice"
@@ -144,7 +145,7 @@ def test_a_tolerated_cut_is_no_further_from_the_best_than_allowed(case: tuple[Cu
     problem, exact = case
     best = min(_step_seconds(problem, starts, exact) for starts in _all_starts(problem))
     if best < inf:
-        cuts = best_cuts(problem, StageCosts(lambda first, end, stage: exact[stage, first, end]), tolerance=0.25)
+        cuts = best_cuts_within(problem, StageCosts(lambda first, end, stage: exact[stage, first, end]), tolerance=0.25)
         assert cuts.bound <= best * (1 + 1e-9)
         assert cuts.seconds <= 1.25 * best * (1 + 1e-9)
         assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(cuts.seconds, rel=1e-9)
@@ -236,7 +237,7 @@ def test_memory_that_no_cut_fits_is_an_error_that_names_the_stage_and_its_blocks
         r"no cut into 2 stages fits into memory: stage 0 does not fit even with block 0 \(layers.0\). Use a longer"
     )
     with pytest.raises(PipelineError, match=message):
-        best_cuts(
+        best_cuts_within(
             _problem([1.0] * 4, Schedule("gpipe", 2, 4)),
             StageCosts(lambda first, end, stage: inf if first == 0 else end - first),
         )
@@ -244,7 +245,7 @@ def test_memory_that_no_cut_fits_is_an_error_that_names_the_stage_and_its_blocks
 
 def test_a_stage_that_is_faster_than_its_blocks_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="below its blocks"):
-        best_cuts(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), StageCosts(lambda first, end, stage: 0.5))
+        best_cuts_within(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), StageCosts(lambda first, end, stage: 0.5))
 
 
 @given(_exact(), st.integers(0, 6), st.booleans())
@@ -263,17 +264,79 @@ def test_a_search_that_is_broken_off_has_a_cut_that_fits_with_a_bound(
 
     costs = StageCosts(seconds, is_over=lambda asked, has_cut: not late and asked >= most)
     try:
-        cuts = best_cuts(problem, costs)
+        cuts = best_cuts_within(problem, costs)
     except (PipelineError, TimeLimitError):
         return  # none of those that were asked for makes a cut
     assert cuts.bound <= best * (1 + 1e-9) and cuts.seconds >= best * (1 - 1e-9)
     assert _step_seconds(problem, cuts.starts, exact) == pytest.approx(cuts.seconds, rel=1e-9)
 
 
+@given(_exact(), st.lists(st.floats(0.0, 0.5), min_size=5, max_size=5), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_stages_that_are_known_roughly_are_asked_for_more_closely_until_the_best_cut_is_known(
+    case: tuple[CutProblem, Exact], open_shares: list[float], is_closer: bool
+) -> None:
+    problem, exact = case
+    best = min(_step_seconds(problem, starts, exact) for starts in _all_starts(problem))
+    if best == inf:
+        return
+    close: set[tuple[int, int, int]] = set()
+
+    def share(first: int, end: int, stage: int) -> float:
+        return 0.0 if (first, end, stage) in close else open_shares[(first + 2 * end + stage) % len(open_shares)]
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        return exact[stage, first, end] * (1 + share(first, end, stage))
+
+    def at_least(first: int, end: int, stage: int) -> float:
+        return exact[stage, first, end] * (1 - share(first, end, stage))
+
+    def closer(first: int, end: int, stage: int) -> bool:
+        if not is_closer or (first, end, stage) in close:
+            return False
+        close.add((first, end, stage))
+        return True
+
+    cuts = best_cuts_within(problem, StageCosts(seconds, at_least=at_least, closer=closer))
+    assert cuts.bound <= best * (1 + 1e-9) and cuts.seconds >= best * (1 - 1e-9)
+    if is_closer:
+        assert cuts.seconds == pytest.approx(best, rel=1e-9)
+
+
+def test_only_the_stage_that_sets_the_pace_is_asked_for_more_closely() -> None:
+    schedule, close = Schedule("1f1b", 4, 64), []
+
+    def closer(first: int, end: int, stage: int) -> bool:
+        close.append(stage)
+        return len(close) == 1
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        return (end - first) * (1.0 if close and stage == 1 else 1.25 if stage == 1 else 1.0625)
+
+    costs = StageCosts(seconds, at_least=lambda first, end, stage: float(end - first), closer=closer)
+    cuts = best_cuts_within(_problem([1.0] * 4, schedule), costs, tolerance=0.0625)
+    assert close == [1] and cuts.bound == 67 and cuts.seconds <= 1.0625 * 67
+
+
+def test_of_stages_of_equal_blocks_the_one_of_middling_flight_is_asked_for() -> None:
+    """The fullest says what the others take at most, the middle one what half of them take at least."""
+    schedule, asked = Schedule("1f1b", 8, 64), []
+
+    def seconds(first: int, end: int, stage: int) -> float:
+        asked.append(stage)
+        return (end - first) * (1 + 0.01 * schedule.in_flight(stage))
+
+    def at_most(first: int, end: int, stage: int) -> float:
+        return 2 * (1 + 0.01 * schedule.in_flight(min(asked))) if asked and end - first == 2 else inf
+
+    best_cuts_within(_problem([1.0] * 16, schedule), StageCosts(seconds, at_most), 0.0, [0] * 16)
+    assert asked[:2] == [0, 4]
+
+
 def test_no_cut_in_time_is_an_error_that_says_what_to_do() -> None:
     costs = StageCosts(lambda first, end, stage: float(end - first), is_over=lambda asked, has_cut: True)
     with pytest.raises(TimeLimitError, match="before stages that fit into memory were found; give it longer"):
-        best_cuts(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), costs)
+        best_cuts_within(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), costs)
 
 
 def test_what_is_known_of_other_stages_is_not_asked_for() -> None:
@@ -288,5 +351,5 @@ def test_what_is_known_of_other_stages_is_not_asked_for() -> None:
         known = [length * (1 + 0.01 * schedule.in_flight(other)) for length, other in asked if length == end - first]
         return min(known, default=inf)
 
-    cuts = best_cuts(_problem([1.0] * 8, schedule), StageCosts(seconds, at_most), tolerance=0.05)
+    cuts = best_cuts_within(_problem([1.0] * 8, schedule), StageCosts(seconds, at_most), tolerance=0.05)
     assert asked == [(2, 0)] and cuts.starts == (0, 2, 4, 6)

@@ -322,7 +322,8 @@ def test_a_mesh_that_cannot_be_better_is_not_planned_and_says_so() -> None:
 
     found = best_mesh(make, tuple(plans), at_least=bounds.__getitem__)
     # By their bounds; the last, whose bound is as long as the best plan, may be the same plan on another mesh.
-    assert made == [("dp=4 × tp=2", math.inf), ("dp=8", 1.0), ("dp=2 × tp=2 × sp=2", 1.0)]
+    gained = 1.0 - EQUAL_SECONDS
+    assert made == [("dp=4 × tp=2", math.inf), ("dp=8", 1.0), ("dp=2 × tp=2 × sp=2", gained)]
     assert found.best.seconds == 1.0 and "no better: a step takes at least 2.50 s" in found.note
 
 
@@ -346,6 +347,42 @@ def test_bounds_and_cut_offs_lose_no_best_mesh(seconds: list[int], slack: list[i
     found = best_mesh(make, tuple(plans), at_least=bounds.__getitem__)
     first = found.lines[0][0].found
     assert first is not None and first.seconds == min(seconds)
+
+
+def test_of_meshes_with_equal_bounds_the_one_of_the_best_outlook_is_tried_first() -> None:
+    plans, made = plans_of((3.0, 100), (2.0, 100), (1.0, 100), (4.0, 100)), []
+    outlook = dict(zip(plans, (0.3, 0.2, math.inf, 0.1), strict=True))
+
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        made.append(str(mesh))
+        return candidate(plans[mesh])
+
+    found = best_mesh(make, tuple(plans), outlook=outlook.__getitem__)
+    assert found.best.seconds == 1.0
+    assert made == ["dp=2 × tp=2 × sp=2", "dp=2 × tp=4", "dp=8", "dp=4 × tp=2"]
+
+
+def test_the_first_layers_of_a_model_of_many_say_which_mesh_is_likely_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autopar.compiler.offline.MANY_BLOCKS", 4)
+    planner = _Planner(Layers(), (X_64_16,), PlanRequest(hardware=SLOW_DEVICES), PlanCache())
+    meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
+    found = {str(mesh): planner.outlook(mesh) for mesh in meshes}
+    assert found["dp=2 × tp=2 × sp=2"] == math.inf
+    whole = {str(mesh): planner.on(mesh).seconds for mesh in meshes if mesh.ndim < 3}
+    assert all(0 < found[mesh] < whole[mesh] for mesh in whole)
+
+
+def test_a_mesh_that_is_no_simpler_has_to_gain_more_than_equal_plans_differ_by() -> None:
+    plans, cutoffs = plans_of((1.0, 100), (1.0, 100), (0.5, 100), (0.5, 100)), []
+
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        cutoffs.append(turn.cutoff)
+        return candidate(plans[mesh])
+
+    assert best_mesh(make, tuple(plans)).best.seconds == 0.5
+    assert cutoffs == [math.inf, *[1.0 - EQUAL_SECONDS] * 2, 0.5 * (1.0 - EQUAL_SECONDS)]
 
 
 def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_better() -> None:

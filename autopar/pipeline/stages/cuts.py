@@ -22,22 +22,18 @@ cuts: a rank waits for a transfer in the steady state of 1F1B for about half of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from autopar.errors import PipelineError, TimeLimitError
+from autopar.errors import PipelineError
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.stages.alike import raise_alike
 from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
-from autopar.solver.deadline import why_over
 
-_EQUAL = 1e-12
-"""Relative: what float sums in another order differ by."""
-StageCost = Callable[[int, int, int], float]
-"""(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
+Place = tuple[int, int, int]
+"""Stage, first block and end block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,145 +165,27 @@ class Cuts:
     bound: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """What stages take, found out stage by stage, where that is dear.
-
-    `seconds` finds out, `at_most` says what is known of a stage without finding out anything (infinite: nothing), and
-    `fuller` says of a stage in which others the same blocks take as many seconds at least: those with no more memory
-    and as many micro-batches in flight.
-    """
-
-    seconds: StageCost
-    at_most: StageCost = lambda first, end, stage: np.inf
-    fuller: Callable[[int], Sequence[int]] | None = None
-    """None: those with as many micro-batches in flight, or more."""
-    is_over: Callable[[int, bool], bool] = lambda asked, has_cut: False
-    """Whether the search ends after so many stages, where a cut that fits is known, or none is."""
+def best_cuts(problem: CutProblem) -> Cuts:
+    """The cut of least seconds, by the sums of its blocks."""
+    table = own_seconds(problem) + transfers(problem)
+    starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
+    assert starts is not None, "blocks have finite seconds, and a cut that follows the pins there is"
+    return cuts_of(problem, table, starts)
 
 
-def best_cuts(
-    problem: CutProblem,
-    costs: StageCosts | None = None,
-    tolerance: float = 0.0,
-    kinds: Sequence[int] | None = None,
-) -> Cuts:
-    """The cut of least seconds, by the sums of its blocks or by `costs`.
-
-    With `costs`, the sums of blocks are lower bounds (asserted). The best cut by what is known is found, stages of it
-    are asked for, and so on until a cut is within `tolerance` (relative) of that: no other cut can be better then, as
-    the rest of the table is below the truth. Of a cut, those stages are asked for of which nothing is known, the one
-    with the most micro-batches in flight first: what it does, stages of equal blocks with fewer in flight can do, too.
-    Once that is known of all stages, the one is asked for of which the least is known. A stage that does not fit
-    (infinite) is taken not to fit with more blocks either.
-
-    With `kinds`, a number per block that is the same for equal blocks, what a stage takes beyond its blocks says of
-    other stages what these take at least (`alike`), if seconds may be too many by the tolerance.
-
-    Raises:
-        PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
-        TimeLimitError: No more may be asked for, and no cut is known to fit.
-    """
-    transfers, own = _transfers(problem), _own_seconds(problem)
-    least, table = own + transfers, own + transfers
-    asked: dict[tuple[int, int, int], float] = {}
-    best: Cuts | None = None
-    in_flight = [problem.schedule.in_flight(stage) for stage in range(problem.schedule.num_stages)]
-
-    def ask(stage: int, first: int, end: int) -> float:
-        assert costs is not None
-        asked[stage, first, end] = seconds = costs.seconds(first, end, stage)
-        assert seconds >= own[stage, first, end] * (1 - 1e-9), f"stage {stage}, blocks {first}-{end}: below its blocks"
-        if kinds is not None:
-            more = seconds / (1 + tolerance) - own[stage, first, end]
-            fuller = [other for other, held in enumerate(in_flight) if held >= in_flight[stage]]
-            fuller = costs.fuller(stage) if costs.fuller else fuller
-            raise_alike(table, least, max(more, 0.0), (first, end), kinds, fuller)
-            _keep(table, transfers, asked)
-        table[stage, first, end] = seconds + transfers[stage, first, end]
-        if np.isinf(seconds):
-            table[stage, : first + 1, end:] = np.inf  # what has more blocks does not fit either
-        return seconds
-
-    while True:
-        starts = cheapest_cut(problem.fill(table), table, problem.schedule.num_ranks, problem.pace)
-        if starts is None:
-            raise PipelineError(_why_none_fits(problem, table, asked))
-        found = _cuts(problem, table, starts)
-        if costs is None:
-            return found
-        if best is not None and best.seconds <= found.seconds * (1 + max(tolerance, _EQUAL)):
-            return replace(best, bound=min(best.seconds, found.seconds))
-        stages = _stages(starts, len(problem.blocks))
-        if all(stage in asked for stage in stages):
-            return found
-        if costs.is_over(len(asked), best is not None):
-            if best is None:
-                raise TimeLimitError(
-                    f"{why_over()} before stages that fit into memory were found; give it longer, raise the memory "
-                    "limit, or say the stages."
-                )
-            return replace(best, bound=min(best.seconds, found.seconds))
-        before = len(asked)
-        try:
-            known = {place: _known(costs, asked, place) for place in stages}
-            for place in sorted(stages, key=lambda place: -in_flight[place[0]]):
-                if np.isinf(known[place]):
-                    known[place] = _known(costs, asked, place)  # by what was asked for since
-                if np.isinf(known[place]):
-                    known[place] = ask(*place)
-                    if np.isinf(known[place]):
-                        break
-            else:
-                exact = _exact(problem, transfers, starts, known)
-                if best is None or exact.seconds < best.seconds:
-                    best = exact
-                if len(asked) == before:  # what is known of these stages does not tell this cut from the best
-                    ask(*max((each for each in stages if each not in asked), key=lambda at: known[at] - _at(own, at)))
-        except TimeLimitError:
-            if best is None:
-                raise
-            return replace(best, bound=min(best.seconds, found.seconds))
-
-
-def _known(costs: StageCosts, asked: Mapping[tuple[int, int, int], float], place: tuple[int, int, int]) -> float:
-    """What a stage takes at most."""
-    stage, first, end = place
-    return min(costs.at_most(first, end, stage), asked.get(place, np.inf))
-
-
-def _at(table: Floats, place: tuple[int, int, int]) -> float:
-    return float(table[place])
-
-
-def _exact(
-    problem: CutProblem, transfers: Floats, starts: tuple[int, ...], known: Mapping[tuple[int, int, int], float]
-) -> Cuts:
-    """A cut whose stages take what is known."""
-    own = tuple(known[place] + _at(transfers, place) for place in _stages(starts, len(problem.blocks)))
-    seconds = problem.seconds_of(own)
-    return Cuts(starts, own, seconds, seconds)
-
-
-def _keep(table: Floats, transfers: Floats, asked: Mapping[tuple[int, int, int], float]) -> None:
-    """What was asked for is known, whatever other stages say of it."""
-    for place, seconds in asked.items():
-        table[place] = seconds + transfers[place]
-
-
-def _cuts(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts:
+def cuts_of(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts:
     """A cut with the costs of a table."""
-    own = tuple(float(table[stage]) for stage in _stages(starts, len(problem.blocks)))
+    own = tuple(float(table[stage]) for stage in stages_of(starts, len(problem.blocks)))
     seconds = problem.seconds_of(own)
     return Cuts(starts, own, seconds, seconds)
 
 
-def _stages(starts: Sequence[int], num_blocks: int) -> list[tuple[int, int, int]]:
+def stages_of(starts: Sequence[int], num_blocks: int) -> list[Place]:
     """Stage, first block and end block of each stage of a cut."""
     return [(stage, first, end) for stage, (first, end) in enumerate(pairwise((*starts, num_blocks)))]
 
 
-def _own_seconds(problem: CutProblem) -> Floats:
+def own_seconds(problem: CutProblem) -> Floats:
     """[stage, first block, end block]: seconds of the blocks for one micro-batch, infinite where a place forbids it."""
     num_blocks = len(problem.blocks)
     until = np.concatenate([[0.0], np.cumsum(problem.own_seconds)])
@@ -322,7 +200,7 @@ def _own_seconds(problem: CutProblem) -> Floats:
     return table
 
 
-def _transfers(problem: CutProblem) -> Floats:
+def transfers(problem: CutProblem) -> Floats:
     """[stage, first block, end block]: half of the transfers at both ends, none to a stage of the same rank."""
     num_stages, num_blocks = problem.schedule.num_stages, len(problem.blocks)
     ranks = [problem.schedule.rank_of(stage) for stage in range(num_stages)]
@@ -333,21 +211,3 @@ def _transfers(problem: CutProblem) -> Floats:
             table[stage] += half[None, :]
             table[stage + 1] += half[:, None]
     return table
-
-
-def _why_none_fits(problem: CutProblem, table: Floats, asked: Mapping[tuple[int, int, int], float]) -> str:
-    """Which stage stops the cuts: the last one that was asked and did not fit before no block can be reached."""
-    reached, reachable = np.arange(len(problem.blocks) + 1) == 0, []
-    for stage in table:
-        reached = (reached[:, None] & np.isfinite(stage)).any(axis=0)
-        reachable.append(reached.any())
-    stopped = reachable.index(False)
-    too_large = [(stage, first, end) for (stage, first, end), seconds in asked.items() if np.isinf(seconds)]
-    named = max(stage for stage, _, _ in too_large if stage <= stopped)
-    _, first, end = min((end - first, first, end) for stage, first, end in too_large if stage == named)
-    which = problem.name_of(first) if end == first + 1 else f"{problem.name_of(first)} to {problem.name_of(end - 1)}"
-    return (
-        f"no cut into {len(table)} stages fits into memory: stage {named} does not fit even with {which}. "
-        "Use a longer pipeline axis, smaller micro-batches, a schedule with fewer of them in flight, or another axis "
-        "to split storage."
-    )
