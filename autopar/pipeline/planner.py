@@ -147,10 +147,14 @@ def _within(problem: CutProblem, search: StageSearch) -> tuple[tuple[int, ...], 
     """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
     costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer)
     found = best_cuts_within(problem, costs, TOLERANCE, search.kinds)
-    if is_over(search.deadline) and found.seconds > found.bound * (1 + TOLERANCE):
+    if found.seconds > found.bound * (1 + TOLERANCE):
+        number = search.num_asked
+        why = f"{why_over()} when {number} stages had been planned"
+        if not is_over(search.deadline):
+            why = f"of {number} stages that were planned, large ones are not proven best"
         warnings.warn(
-            f"{why_over()} when {search.num_asked} stages had been planned: the best pipeline so far is taken, and at "
-            f"most {format_share(1 - found.bound / found.seconds)} of its step could be saved by other cuts.",
+            f"{why}: the best pipeline so far is taken, and at most "
+            f"{format_share(1 - found.bound / found.seconds)} of its step could be saved by other cuts and plans.",
             RuntimeWarning,
             stacklevel=2,
         )

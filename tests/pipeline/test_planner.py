@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import hashlib
 import json
 import os
@@ -223,6 +224,17 @@ def test_with_a_limit_layers_are_computed_again_and_every_rank_is_within_it() ->
         assert f"limit {limit / 1e3:.2f} kB" in str(plan)
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+
+
+def test_what_is_not_proven_of_large_stages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = planned(model=Layered(4), schedule="1f1b", microbatches=4)
+    limit = int(0.9 * free.peak_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(model=Layered(4), schedule="1f1b", microbatches=4, memory=limit)
+    monkeypatch.setattr("autopar.pipeline.stage_search.MOST_DECISIONS", 0)
+    with pytest.warns(RuntimeWarning, match=r"large ones are not proven best: .* at most [\d.]+% of its step"):
+        planned(model=Layered(4), schedule="1f1b", microbatches=4, memory=limit)
 
 
 def test_stages_of_one_rank_share_its_memory() -> None:
