@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
