@@ -167,7 +167,8 @@ def _by_relaxation(
         return solution_of(best, relaxed.bound, "relaxation", price)
     # Excesses carry the rounding of long sums; a strategy too many does no harm.
     try:
-        (left,) = wide.within(best.seconds * (1 + TOLERANCE) + price * (problem.budget or 0), price)
+        most = best.seconds + TOLERANCE * abs(best.seconds)
+        (left,) = wide.within(most + price * (problem.budget or 0), price)
     except TimeLimitError:
         left = None
     if left is None or is_over(searching):
