@@ -60,10 +60,10 @@ class Core:
         """The tables of the problem, and the messages."""
         return evaluate(self.elimination, tables, deadline)
 
-    def spread(self, reached: list[Floats], tables: Sequence[Floats], most: float) -> None:
+    def spread(self, reached: list[Floats], tables: Sequence[Floats], most: float, bound: float) -> None:
         """Fill in, for each strategy of the other nodes, a bound on the choices that take it.
 
-        `reached` has those of the core; what is above `most` may be infinite.
+        `reached` has those of the core; what is above `most` may be infinite. `bound` is that of all choices.
         """
         for bucket in reversed(self.elimination.buckets):
             around = [np.flatnonzero(reached[other] <= most) for other in bucket.bag[1:]]
@@ -75,7 +75,7 @@ class Core:
             cut = [tables[table][np.ix_(*(rows[axis] for axis in axes))] for table, axes in step.inputs]
             inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
             total = bag_sum(EliminationStep(tuple(map(len, rows)), inputs), cut)
-            outside: Floats = np.zeros((1,) * len(around))
+            outside: Floats = np.full((1,) * len(around), bound)  # of a part that no node of the core is in
             for axis, (other, near) in enumerate(zip(bucket.bag[1:], around, strict=True)):
                 shape = [-1 if axis == dim else 1 for dim in range(len(around))]
                 outside = (

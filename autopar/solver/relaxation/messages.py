@@ -124,7 +124,7 @@ class Messages:
     def reached(self, most: float) -> list[Floats]:
         """For each strategy of each node the bound at the prices on the choices that take it; above `most` any such."""
         found = list(self._reached)
-        self._core.spread(found, self._evaluated, most)
+        self._core.spread(found, self._evaluated, most, self.bound)
         return found
 
     def _through(self, visits: Sequence[_Visit], choices: list[int] | None) -> None:
