@@ -348,6 +348,22 @@ def test_a_counter_that_layers_share_counts_each_of_them() -> None:
     assert list(program.lines()) == list(one_by_one(model, example()).lines())
 
 
+class Holding(Layer):
+    """Holds an object of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.shared = Shared()
+        self.shared.turn = index
+
+    def forward(self, x: Any, *args: Any) -> Any:
+        return super().forward(x, *args) * (self.shared.turn + 1)
+
+
+def test_layers_with_objects_of_their_own_are_each_traced() -> None:
+    check(stack(Holding), 0)
+
+
 TURN = 0
 TURNS: list[int] = []
 
