@@ -12,25 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
+from autopar.capture.inlining.recorded import Recorded
 from autopar.capture.passes.traced_graph import PLAIN
 from autopar.errors import CaptureError
 from autopar.program.functions import Function, function_call
 
-
-class _Kept(HigherOrderOperator):
-    """The operator itself: it is recorded, and never run."""
-
-    def __init__(self) -> None:
-        super().__init__("autopar_kept_function")
-
-    def __call__(self, number: int, *tensors: Tensor) -> Any:
-        raise AssertionError("an exported graph is rewritten before it runs")
-
-
-KEPT = _Kept()
+KEPT = Recorded("autopar_kept_function")
 
 
 @dataclass(frozen=True, slots=True)

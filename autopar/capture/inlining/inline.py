@@ -21,7 +21,7 @@ from autopar.capture.inlining.functions import KEPT, KeptUse
 from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
 from autopar.capture.passes.refused_calls import check_call, has_derivative
-from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path
+from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path, storages
 from autopar.errors import CaptureError
 
 DROPPED = (
@@ -105,7 +105,7 @@ class Inliner:
             target, args = self.functions[number].call(tensors, region.casts and region.casts.region.dtype)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CaptureError(
-                f"the model uses the operator {target.name()} in {module_path(node) or 'its forward'}, whose body "
+                f"the model uses the operator {target.name()} in {path or 'its forward'}, whose body "
                 "cannot be captured as plain calls; use ordinary operations in its place."
             )
         check_call(target, args, kwargs, path)
@@ -120,7 +120,7 @@ class Inliner:
 
     def _is_written(self, *nodes: fx.Node) -> bool:
         """Whether a call writes into the memory of what one of the nodes gave when it was exported."""
-        return any(not self.written.isdisjoint(_storages(node.meta.get("val"))) for node in nodes)
+        return any(not self.written.isdisjoint(storages(node.meta.get("val"))) for node in nodes)
 
     def _without_gradient(self, value: Any) -> Any:
         if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
@@ -197,13 +197,7 @@ def _written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
     writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]
     changed = (value for node in writes for value in _written_arguments(node.target, node.args, node.kwargs))
     values = (value.meta.get("val") for value in pytree.tree_leaves(list(changed)) if isinstance(value, fx.Node))
-    return frozenset(storage for value in values for storage in _storages(value))
-
-
-def _storages(value: Any) -> set[int]:
-    """The memory of a value's tensors; sparse ones, and those that a transform has in hand, have none to ask."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and torch._C._has_storage(leaf)]
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return frozenset(storage for value in values for storage in storages(value))
 
 
 def _requires_grad(value: Any) -> bool:

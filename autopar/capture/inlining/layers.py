@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
+from torch import fx
 
+from autopar.capture.inlining.recorded import Recorded
 from autopar.capture.passes.traced_graph import module_path
 
-
-class _Layer(HigherOrderOperator):
-    """The operator itself, of the number of a body and the tensors that it reads: recorded, and never run."""
-
-    def __init__(self) -> None:
-        super().__init__("autopar_equal_layer")
-
-    def __call__(self, number: int, *tensors: Tensor) -> Any:
-        raise AssertionError("an exported graph is rewritten before it runs")
-
-
-LAYER = _Layer()
+LAYER = Recorded("autopar_equal_layer")
+"""Of the number of a body and the tensors that it reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.inlining.layers import LAYER, Body
 from autopar.capture.layers.equal import Comparison, form_of, state_of, ties
 from autopar.capture.layers.template import Template, template_of
+from autopar.capture.python.cone import node_of
 from autopar.capture.python.recorder import Recorder
 from autopar.program.python_state import ATOMS
 
@@ -77,7 +78,7 @@ class EqualLayers:
             known = self._templates.setdefault(
                 (self._lists[id(layer)], type(layer), spec, form, id(tracer), _modes()), []
             )
-            nodes = [_node_of(tensor, tracer) for tensor in given]
+            nodes = [node_of(tensor) for tensor in given]
             found = next((each for each in known if None not in nodes and self._equals(each, layer, given)), None)
         if found is not None:
             with self.recorder.aside():
@@ -89,8 +90,10 @@ class EqualLayers:
         with self._aside():
             if noticed == self.noticed() and not self.recorder.changed_since(held):
                 region = _after(last, tracer.graph)
-                made = template_of(layer, path, given, nodes, returned, region, lambda tensor: _node_of(tensor, tracer))
-                known += [] if made is None else [made]
+                made = template_of(layer, path, given, nodes, returned, region)
+                if made is not None:
+                    known.append(made)
+                    self.bodies.append(made.body)
         return returned
 
     @contextlib.contextmanager
@@ -117,8 +120,7 @@ class EqualLayers:
         with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), fake, torch.enable_grad():
             made = [form.made() for form in template.forms]
         slots: Any = [proxy_tensor.get_proxy_slot(given[index], tracer) for index in template.read]
-        number = len(self.bodies)
-        self.bodies.append(template.body)
+        number = next(number for number, body in enumerate(self.bodies) if body is template.body)
         proxy = tracer.create_proxy("call_function", LAYER, (number, *(slot.proxy for slot in slots)), {})
         proxy_tensor.track_tensor_tree(made, proxy, constant=None, tracer=tracer)
         return template.returned(given, made)
@@ -128,11 +130,6 @@ def _modes() -> tuple[Hashable, ...]:
     """What of PyTorch's own state a trace depends on."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.is_grad_enabled(), *autocast, torch.get_default_dtype()
-
-
-def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
-    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, None)
-    return None if slot is None else slot.proxy.node
 
 
 def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.inlining.layers import LAYER, Body, path_within
 from autopar.capture.layers.equal import ties
-from autopar.capture.passes.traced_graph import is_write
+from autopar.capture.passes.traced_graph import is_write, storages
+from autopar.capture.python.cone import node_of
 from autopar.program.python_state import ATOMS
 
 
@@ -80,7 +81,6 @@ def template_of(
     nodes: Sequence[fx.Node | None],
     returned: Any,
     region: Sequence[fx.Node],
-    node_of: Callable[[Tensor], fx.Node | None],
 ) -> Template | None:
     """What stands for the layer at `path`, which has made the nodes `region`; None where one call cannot.
 
@@ -92,15 +92,15 @@ def template_of(
     read = list(dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in own))
     if not all(node in places for node in read) or not all(_can_be_repeated(node, path) for node in region):
         return None
-    memory = {_storage(tensor) for tensor in given}
-    if any(_storage(tensor) in memory for node in region for tensor in _written(node)):
+    memory = storages(given)
+    if any(not memory.isdisjoint(_written(node)) for node in region):
         return None
     leaves, spec = pytree.tree_flatten(returned)
     index_of = {id(tensor): index for index, tensor in reversed(list(enumerate(given)))}
     made = {id(x): x for x in leaves if isinstance(x, Tensor) and id(x) not in index_of}
     gives = [node_of(tensor) for tensor in made.values()]
     forms = tuple(Form(tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in made.values())
-    alone = {_storage(tensor) for tensor in made.values()} - memory
+    alone = storages(list(made.values())) - memory
     if (
         not all(node in own for node in gives)
         or len(alone) < len(made)
@@ -127,11 +127,6 @@ def _can_be_repeated(node: fx.Node, path: str) -> bool:
     return plain and path_within(node, path) is not None and all(leaf is None for leaf in sizes)
 
 
-def _written(node: fx.Node) -> Iterator[Tensor]:
-    """The tensors that a call writes into, or may."""
-    for source in node.all_input_nodes if is_write(node.target) else ():
-        yield from (leaf for leaf in pytree.tree_leaves(source.meta.get("val")) if isinstance(leaf, Tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _written(node: fx.Node) -> set[int]:
+    """The memory that a call writes into, or may."""
+    return storages([source.meta.get("val") for source in node.all_input_nodes]) if is_write(node.target) else set()

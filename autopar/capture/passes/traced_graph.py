@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.refused_calls import check_result, not_evaluated
 
@@ -131,6 +132,12 @@ def _description(value: Any) -> object:
 def is_write(target: object) -> bool:
     """Whether a call of `target` writes into its arguments, as its schema says."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def storages(value: Any) -> set[int]:
+    """The memory of a value's tensors; sparse ones, and those that a transform has in hand, have none to ask."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and torch._C._has_storage(leaf)]
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def set_call(node: fx.Node, target: Callable[..., Any], *args: Any) -> None:

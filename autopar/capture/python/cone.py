@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 def cone(tensor: Tensor) -> Iterator[fx.Node]:
     """The nodes of the graph being traced that a tensor is computed from; none of a tensor that is not traced."""
-    node = _node_of(tensor)
+    node = node_of(tensor)
     left, seen = [] if node is None else [node], set()
     while left:
         node = left.pop()
@@ -28,7 +28,7 @@ def comes_from_inputs(tensor: Tensor) -> bool:
 
 def depends_on_call(tensor: Tensor, root: nn.Module) -> bool:
     """Whether a traced tensor may differ between calls: it comes from inputs, parameters or random numbers."""
-    buffers = {_node_of(buffer) for buffer in root.buffers()}
+    buffers = {node_of(buffer) for buffer in root.buffers()}
     return any(
         (node.op == "placeholder" and node not in buffers)
         or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags)
@@ -47,7 +47,8 @@ def _root() -> nn.Module | None:
     return None if mode is None else mode.tracer.root
 
 
-def _node_of(tensor: Tensor) -> fx.Node | None:
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """The node of a tensor in the graph being traced; None of one that is not traced."""
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
