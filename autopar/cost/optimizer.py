@@ -1,7 +1,8 @@
 """What an optimizer keeps and moves per parameter: its state, and a copy of the weights in float32 where asked for.
 
 adamw        two moments in the parameter's dtype (torch.optim.AdamW), in float32 beside master copies
-adamw-8bit   two moments of one byte, and a float32 scale per block of 256 (Dettmers et al., ICLR 2022; torchao's)
+adamw-8bit   two moments of one byte, a float32 scale per block of 256 and a table of its values (Dettmers et al., ICLR
+             2022; torchao's); AdamW's where a device has few elements, or a block would not be full
 sgd          nothing (torch.optim.SGD without momentum)
 muon         one moment of each matrix (Jordan 2024; `autopar.optim.Muon`), AdamW's of all else
 galore       of each matrix m×n, m ≥ n, a basis n×r and two moments m×r (Zhao et al. 2024; `autopar.optim.GaLoreAdamW`),
@@ -16,12 +17,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.errors import InputError
 from autopar.optim.matrices import is_matrix, is_projected
 from autopar.program.program import TensorInfo
 
+Elements = npt.NDArray[np.int64]
+
 NAMES = ("adamw", "sgd", "adamw-8bit", "muon", "galore", "none")
 BLOCK = 256  # elements that share a scale: bitsandbytes' and torchao's optimizers
+SMALLEST = 4096  # elements on a device that these keep in 8 bits
+VALUES_BYTES = 256 * 4  # what a byte stands for, in float32, beside each moment
 MASTER_BYTES = 4  # float32
 RANK = 128  # of GaLore's reference implementation
 
@@ -104,7 +112,7 @@ class Optimizer:
             return 0.0
         if self.name == "adamw-8bit":
             return 2.0 * (1 + 4 / BLOCK)
-        moment = max(info.dtype.itemsize, self.master_bytes(info))
+        moment = self._moment_bytes(info)
         if not matrix:
             return 2.0 * moment
         if self.name == "muon":
@@ -116,6 +124,18 @@ class Optimizer:
         """Bytes of one element of a parameter that it keeps, on the device or the host, by what they are."""
         each = {"optimizer": self.state_bytes(info, matrix), "master copies": float(self.master_bytes(info))}
         return {name: size for name, size in each.items() if size}
+
+    def kept_bytes(self, name: str, info: TensorInfo, elements: Elements, matrix: bool = False) -> Elements:
+        """Bytes that a device keeps of what `kept` calls `name`, of a parameter of which it has so many elements."""
+        found = np.ceil(elements * self.kept(info, matrix)[name]).astype(np.int64)
+        if self.name != "adamw-8bit" or name != "optimizer":
+            return found
+        in_8_bits = (elements >= SMALLEST) & (elements % BLOCK == 0)
+        return np.where(in_8_bits, found + 2 * VALUES_BYTES, 2 * self._moment_bytes(info) * elements)
+
+    def _moment_bytes(self, info: TensorInfo) -> int:
+        """Bytes of one element of a moment that is kept whole."""
+        return max(info.dtype.itemsize, self.master_bytes(info))
 
     def step_bytes(self, info: TensorInfo, matrix: bool = False) -> float:
         """Bytes that one step reads and writes per element: gradient read, weight and state read and written."""

@@ -90,10 +90,10 @@ class MemoryModel(TensorBytes):
         if decision.kind != "parameter":
             name = "receive buffers" if more.is_received(number) else "buffers and inputs"
             return {name: self.times(elements, info.dtype.itemsize * more.arrives(number))}
-        optimizer = self.space.optimizer
-        kept = {} if optimizer.offload is not None else optimizer.kept(info, self.space.is_matrix(number))
-        each = {"parameters": info.dtype.itemsize, **kept}
-        return {name: self.times(elements, size) for name, size in each.items()}
+        found = {"parameters": self.times(elements, info.dtype.itemsize)}
+        if self.space.optimizer.offload is None:
+            found |= self.kept_by_optimizer(info, elements, self.space.is_matrix(number))
+        return found
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -136,6 +137,14 @@ class TensorBytes:
     def times(self, elements: Bytes, size: float) -> Bytes:
         """Bytes of so many elements of `size` bytes, which may be a fraction."""
         return self.cached(("times", id(elements), size), lambda: np.ceil(elements * size).astype(np.int64))
+
+    def kept_by_optimizer(self, info: TensorInfo, elements: Bytes, matrix: bool) -> dict[str, Bytes]:
+        """Bytes that the optimizer keeps of so many elements of a parameter, by what they are."""
+        optimizer, found = self.space.optimizer, {}
+        for name, size in optimizer.kept(info, matrix).items():
+            make = partial(optimizer.kept_bytes, name, info, elements, matrix)
+            found[name] = self.cached(("kept by optimizer", name, id(elements), info.dtype, size), make)
+        return found
 
     def elements(self, info: TensorInfo, decision: Decision) -> Bytes:
         """Elements on one device of a decision's tensor, per strategy."""

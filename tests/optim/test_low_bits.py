@@ -135,3 +135,33 @@ def test_adapters_of_a_frozen_base_of_few_bits_are_trained_as_on_one_process(
             # Muon iterates in bfloat16, which takes gradients apart that differ by the rounding of float32.
             apart, changed = value - parameters[name], parameters[name] - start[name].detach()
             assert apart.norm() <= (0.15 if kind == "muon" else 1e-3) * changed.norm(), name
+
+
+def _held_in_8_bits(shape: tuple[int, ...], strategy: str) -> tuple[int, int]:
+    """Bytes of moments that a rank has after a step, and those of its plan; some parts are too small for 8 bits."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 60))
+    x = torch.randn(8, 128)
+    model = autopar.compile(
+        layers, mesh(shape, AXES[: len(shape)]), (x,), strategy=strategy, optimizer="adamw-8bit", hardware=SLOW_DEVICES
+    )
+    optimizer = _adamw_of_8_bits(model)
+    model(x).square().mean().backward()
+    optimizer.step()
+    held = 0
+    for values in optimizer.state.values():
+        for moment in (local(values["exp_avg"]), local(values["exp_avg_sq"])):
+            parts = [getattr(moment, name) for name in getattr(moment, "tensor_attrs", ())] or [moment]
+            held += sum(each.nbytes for each in parts)
+    assert model.plan.memory is not None
+    return held, round(model.plan.memory.parts["optimizer"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((2,), "zero3"), ((2,), "data_parallel"), ((2, 2), "fsdp_megatron"), ((4,), "megatron")]
+)
+def test_moments_of_8_bits_take_the_bytes_of_the_plan(ranks: Ranks, shape: tuple[int, ...], strategy: str) -> None:
+    pytest.importorskip("torchao.optim")
+    for held, planned in ranks.run(_held_in_8_bits, shape, strategy, world_size=math.prod(shape), timeout=180):
+        assert held == planned

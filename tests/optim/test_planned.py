@@ -19,6 +19,7 @@ CASES = [
     ("galore", "zero3"),
     ("galore", "fsdp_megatron"),
     ("galore", "megatron"),
+    ("adamw-8bit", "fsdp_megatron"),
 ]
 
 
@@ -52,7 +53,9 @@ def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strate
     assert plan.verify().ok
     moved = _moved_by_the_optimizer(plan)
     tasks = [each.task for each in plan.timeline().events if each.task.phase == "optimizer" and each.task.axis]
-    assert moved and moved == sorted((each.name, each.axis, each.num_bytes) for each in tasks)
+    assert bool(moved) is (kind != "adamw-8bit") and moved == sorted(
+        (each.name, each.axis, each.num_bytes) for each in tasks
+    )
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("galore", "fsdp_megatron"), ("muon", "zero3")])
