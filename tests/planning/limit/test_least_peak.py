@@ -65,17 +65,17 @@ SPACES = {
 def peak_within(space: Space, limit: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # plans near the least are seldom proven the fastest
-        return make_plan(space, {}, limit, time_limit=4.0)[0].peak_bytes
+        return make_plan(space, {}, limit, time_limit=40.0)[0].peak_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linears", "attention", "layers", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_every_limit_down_to_the_least_gives_a_plan_and_one_byte_less_the_refusal_that_states_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["linears", "attention", "layers", "gpt2"])
+def test_every_limit_down_to_the_least_found_gives_a_plan_and_one_byte_less_the_refusal_of_it(name: str) -> None:
     space = SPACES[name]()
     free = make_plan(space, {})[0].peak_bytes
     with pytest.raises(InfeasibleError) as caught:
         peak_within(space, 1)
-    stated = re.search(r"every choice needs at least .*? \((\d+) bytes\), whatever is pinned", str(caught.value))
+    stated = re.search(r"(?:every choice needs at|the least that was found is).*? \((\d+) bytes\)", str(caught.value))
     assert stated is not None
     least = int(stated[1])
     for share in (1.0, 0.5, 0.1, 0.0):
