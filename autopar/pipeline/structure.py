@@ -52,7 +52,7 @@ def _described(
         kept = str(stored.get(parameters.get(node.name, ""), ""))
         layout = str(planned.boundary(node.name)) if node.name in received else ""
         made = ("", "", "") if place < outside else _made(node, number)
-        described.append((made, str(node.meta.get("tensor")), pinned, kept, layout, node.name in parameters))
+        described.append((made, repr(node.meta.get("tensor")), pinned, kept, layout, node.name in parameters))
     return tuple(described)
 
 

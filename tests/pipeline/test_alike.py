@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.capture.export import capture, skeleton
 from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.schedule import Schedule
@@ -17,7 +18,8 @@ from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem, Cuts
 from autopar.pipeline.structure import kinds
 from autopar.sharding.layout import Layout, S
-from tests.pipeline.test_planner import request
+from autopar.sharding.mesh import Mesh
+from tests.pipeline.test_planner import Layered, inputs, planned, request
 
 STAGES, LAYERS = 4, 12
 
@@ -97,6 +99,18 @@ def test_equal_layers_are_of_one_kind_unless_one_is_stored_in_its_own_way() -> N
     assert len(layers) == 1 and len(set(found.values())) == len(found) - 3
     other = _kinds_by_name(replace(asked, storage={"layers.2.up.weight": Layout((S(0),))}))
     assert other["layers.2"] != other["layers.1"] == other["layers.0"]
+
+
+def test_a_layer_whose_input_takes_no_gradient_is_of_another_kind() -> None:
+    """In front of a frozen embedding's outputs nothing is sent back, and no hub joins the gradients."""
+    model = Layered(4)
+    model.embedding.requires_grad_(False)
+    plan = planned(Mesh({"pp": 4, "tp": 2}), model, microbatches=4)
+    assert len(plan.stages) == 4 and all(stage.plan.verify().ok for stage in plan.stages)
+    asked = request({"pp": 2, "tp": 2}, Schedule("1f1b", 2, 4), num_layers=4)
+    frozen = capture(skeleton(model), inputs(4), {}, training=True)
+    found = _kinds_by_name(replace(asked, program=frozen))
+    assert found["layers.0"] != found["layers.1"] == found["layers.3"]
 
 
 def _kinds_by_name(asked: PipelineRequest) -> dict[str, int]:
