@@ -15,6 +15,7 @@ on the device, or, of AdamW, on its host (`cost.offload`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.errors import InputError
 from autopar.optim.matrices import is_matrix, is_projected
@@ -40,8 +41,9 @@ class Optimizer:
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
     default those in numbered layers. With `in_backward` a parameter is updated as soon as its gradient is there, which
     is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. `offload=` of `compile` and
-    `plan` says whether what it keeps is on the host. Raises InputError for a name that is not known, or what another
-    optimizer takes.
+    `plan` says whether what it keeps is on the host; with `gradients` on the "host" they leave for it as soon as the
+    backward has made them, too (`OffloadedAdamW(gradients="host")`). Raises InputError for a name that is not known, or
+    what another optimizer takes.
     """
 
     name: str = "adamw"
@@ -50,6 +52,7 @@ class Optimizer:
     matrices: tuple[str, ...] | None = None
     in_backward: bool = False
     offload: Offload | None = None
+    gradients: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -60,21 +63,27 @@ class Optimizer:
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
             )
-        if self.offload is not None:
+        if self.gradients not in ("device", "host"):
+            raise InputError(f'gradients={self.gradients!r}; give "device" or "host".')
+        if self.offload is not None or self.gradients == "host":
             self.check_offload()
 
     def check_offload(self) -> None:
         """Raise InputError for an optimizer that does not step on the host."""
         if self.name != "adamw":
             raise InputError(
-                f'offload was given with optimizer={self.name!r}; the host steps for "adamw" alone '
-                "(autopar.optim.OffloadedAdamW): plan for that, or leave offload out."
+                f'{self._asks_for_host} was given with optimizer={self.name!r}; the host steps for "adamw" alone '
+                "(autopar.optim.OffloadedAdamW): plan for that, or leave it out."
             )
         if self.in_backward:
             raise InputError(
-                "offload was given with in_backward=True, and the host steps when all gradients are there; "
-                "leave one of both out."
+                f"{self._asks_for_host} was given with in_backward=True, and the host steps when all gradients are "
+                "there; leave one of both out."
             )
+
+    @property
+    def _asks_for_host(self) -> str:
+        return 'gradients="host"' if self.gradients == "host" else "offload"
 
     def check_microbatches(self, count: int) -> None:
         """Raise InputError where parameters are updated in the backward of a step that has several."""
@@ -84,6 +93,16 @@ class Optimizer:
                 f"{count} micro-batches, whose gradients add up before an update; give microbatches=1, or leave "
                 "in_backward out."
             )
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave for the host as soon as the backward has made them."""
+        return self.offload is not None and self.gradients == "host"
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a gradient is taken, and freed, as soon as the backward has made it."""
+        return self.in_backward or self.sends_gradients
 
     def takes(self, name: str, info: TensorInfo) -> bool:
         """Whether it is an optimizer of matrices, and the parameter `name` is one."""

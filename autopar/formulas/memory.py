@@ -118,8 +118,8 @@ class _Moment:
                 self._call(number)
             elif decision.kind not in ("call", "hub"):
                 self._stored(number)
-        if self.at.phase.steps and self.memory.stepping is not None:
-            self._add("working set", Size.of(self.memory.stepping[1]), Polynomial.of(1))
+        if self.at.phase.steps:
+            self._add("working set", Size.of(sum(self.memory.stepping.values())), Polynomial.of(1))
         for wire in () if self.at.phase.steps else self.space.wires:
             self._wire(wire)
         parts: dict[str, list[Polynomial]] = defaultdict(list)

@@ -111,9 +111,9 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
 def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
     """Whether the gradient of a parameter is held, once reduced; `first_use` is the place of the first call with it.
 
-    An optimizer that updates in the backward frees it when its layer's are reduced.
+    An optimizer that updates in the backward, or takes it to the host, frees it when its layer's are reduced.
     """
-    if not memory.space.optimizer.in_backward:
+    if not memory.frees_gradients:
         return at.has_run(first_use) or not at.phase.first
     calls, layer = memory.lifetimes.calls, memory.lifetimes.layer
     return first_use < len(calls) and at.has_run(first_use) and layer[calls[first_use]] == layer[calls[at.place]]

@@ -163,7 +163,7 @@ class _Moments:
             place = memory.lifetimes.position[number]
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
-            if memory.stepping is not None:
+            if memory.microbatches.works:
                 self.stepped += sum(int(array[choice]) for array in memory.stepped(number))
             gradients, own = more.gradients(number), memory.own(number)
             working, forward = memory.working(number), memory.working_forward(number)
@@ -242,10 +242,9 @@ class _Moments:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
         if not phase.steps:
             return {**self.always, "gradients": int(self.born.sum()) + self.reduced}
-        memory = self.memory
-        assert memory.stepping is not None, "an optimizer that works on nothing"
+        works_on = sum(self.memory.stepping.values())
         always = {name: num_bytes for name, num_bytes in self.always.items() if name != "moved weights"}
-        return {**always, "gradients": self.stepped - memory.stepping[1], "working set": memory.stepping[1]}
+        return {**always, "gradients": self.stepped - works_on, "working set": works_on}
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
         """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""
@@ -347,7 +346,7 @@ class _Moments:
 
     def _there(self, phase: Phase, reducing: bool = False) -> np.ndarray:
         """Gradients, once reduced, of what is first used behind each place; while they are reduced, from it on."""
-        if self.memory.space.optimizer.in_backward:  # those of other layers are freed
+        if self.memory.frees_gradients:  # those of other layers are freed
             return self._left(self.born[:-1]) - (0 if reducing else self.born[:-1])
         born, arrived = (np.cumsum(each[::-1])[::-1] for each in (self.born, self.arrived))
         there = born if phase.first else born[0] + arrived

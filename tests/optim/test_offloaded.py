@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.optim import OffloadedAdamW, staging
+from autopar.optim import OffloadedAdamW, clip_grad_norm_, staging
+from autopar.optim.host_gradients import gradient_on_host
 from autopar.optim.staging import SLOTS, Staged, staging_bytes
 
 STEPS, FEW = 5, 7
@@ -138,6 +139,29 @@ def test_clipping_and_scaling_find_gradients_on_the_device() -> None:
             scaler.update()
         found.append([each.detach() for each in model.parameters()])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("most", [0.01, 1e6])
+def test_clipping_finds_gradients_on_the_host(most: float, norm_type: float) -> None:
+    ours, theirs = _model(), _model()
+    optimizer = OffloadedAdamW(ours.parameters(), **SETTINGS, gradients="host")
+    for each in (ours, theirs):
+        for number in range(2):
+            each(_batch(number, torch.float32)).backward()
+    one, two = (each.conv.get_parameter("bias") for each in (ours, theirs))
+    one.grad = torch.ones_like(one)  # which no hook has brought
+    assert two.grad is not None
+    two.grad += 1
+    unused = nn.Parameter(torch.ones(2))
+    norm = clip_grad_norm_([*ours.parameters(), unused], most, norm_type)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), most, norm_type))
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        on_host = gradient_on_host(one)
+        assert on_host is not None and two.grad is not None
+        torch.testing.assert_close(on_host, two.grad.flatten())
+    optimizer.zero_grad()
+    assert gradient_on_host(ours.conv.weight) is None
 
 
 def test_gradients_on_the_host_leave_none_behind_and_are_forgotten() -> None:
