@@ -41,11 +41,10 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
-        if at.phase.steps:
-            moments.append((weight, [*parts, *((array,) for array in memory.stepped(number))]))
-            continue
         if at.phase.end:
-            moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
+            there = memory.stepped(number) if at.phase.steps else [gradients]
+            parts += [(array,) for array in there if array is not None]
+            moments.append((weight, [*parts, *_while_kept(memory, at, number, own)]))
             continue
         if gradients is not None and gradient_is_there(memory, at, first_use):
             parts.append((gradients,))
@@ -72,15 +71,17 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        if at.phase.steps:
-            moments.append((weight, []))
+        moved = not at.phase.steps or memory.microbatches.stashes
+        parts: list[Modes] = [] if held is None or not moved else [(held,)]
+        if at.phase.end:
+            there = [] if at.phase.steps else [accumulated, reduced]
+            parts += [(array,) for array in there if array is not None]
+            if sent is not None and at.phase.others:
+                parts.append(more.waiting(sent, at.phase.others))
+            moments.append((weight, [*parts, *_while_kept(memory, at, wire.target, kept)]))
             continue
-        parts: list[Modes] = [] if held is None else [(held,)]
         if accumulated is not None and (at.has_run(place) or not at.phase.first):
             parts.append((accumulated,))
-        if at.phase.end:
-            moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
-            continue
         if arrived is not None and at.has_run(place) and not at.phase.first:
             parts.append((arrived,))
         parts += _while_kept(memory, at, wire.target, kept)
@@ -158,7 +159,7 @@ def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        parts = [] if at.phase.end else _while_kept(memory, at, number, more)
+        parts = _while_kept(memory, at, number, more)
         if at.place == memory.lifetimes.position[number] and not at.phase.end:
             if at.kind == COMPUTING and memory.working(number) is not None:
                 parts.append(beside(memory, rows, (memory.working_rows(number),)))
@@ -175,7 +176,7 @@ def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes 
         return None
     more, moments = beside(memory, rows, kept), [(moment_of(memory, moment), weight) for moment, weight in row.weights]
     return memory.total(
-        [(weight, [] if at.phase.end else _while_kept(memory, at, wire.target, more)) for at, weight in moments],
+        [(weight, _while_kept(memory, at, wire.target, more)) for at, weight in moments],
         row.worst,
     )
 
@@ -185,7 +186,7 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
     if kept is None:
         return []
     parts: list[Modes] = []
-    if at.keeps(memory.lifetimes.position[number]):
+    if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
         parts.append(at.of_modes(memory, number, kept))
     if at.phase.others:
         parts.append(memory.accumulation.waiting(kept, at.phase.others))

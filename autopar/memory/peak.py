@@ -240,10 +240,17 @@ class _Moments:
 
     def ending(self, phase: Phase) -> dict[str, int]:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
+        if phase.others:
+            waiting = {"activations": self._waiting(phase), "sent tensors": phase.others * self.sent}
+            return {**self._ending(phase), **waiting}
+        return self._ending(phase)
+
+    def _ending(self, phase: Phase) -> dict[str, int]:
         if not phase.steps:
             return {**self.always, "gradients": int(self.born.sum()) + self.reduced}
         works_on = sum(self.memory.stepping.values())
-        always = {name: num_bytes for name, num_bytes in self.always.items() if name != "moved weights"}
+        moved = {} if self.memory.microbatches.stashes else {"moved weights": 0}
+        always = {**self.always, **moved}
         return {**always, "gradients": self.stepped - works_on, "working set": works_on}
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
