@@ -53,8 +53,9 @@ class MemoryModel(TensorBytes):
         """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
         self.stepping = self._stepping()
-        """Parameter → bytes that its step works on, beside what it updates; behind the backward, the most alone."""
-        self.microbatches = replace(microbatches or Microbatches(), works=bool(self.stepping))
+        """Parameter → bytes that its step works on, beside what it updates: in the backward, or the most behind it."""
+        works = bool(self.stepping) and not space.optimizer.in_backward
+        self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
         """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
@@ -102,24 +103,24 @@ class MemoryModel(TensorBytes):
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
-        gradients = self.gradients(number)
-        found = [] if gradients is None else [gradients]
-        if number in self.stepping:
-            shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
-            found.append(self.cached(("stepped", shape, most), lambda: np.full(shape, most, dtype=np.int64)))
-        return found
+        return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
+
+    def works_on(self, number: int) -> Bytes | None:
+        """Bytes that the optimizer works on in the step of a parameter; None where no moment is counted for it."""
+        if number not in self.stepping:
+            return None
+        shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
+        return self.cached(("works on", shape, most), lambda: np.full(shape, most, dtype=np.int64))
 
     def _stepping(self) -> dict[int, int]:
         space = self.space
-        if space.optimizer.in_backward or not space.program.learns:
-            return {}
-        each = {
-            number: step_working_bytes(decision.node.meta["tensor"], space.optimizer, space.is_matrix(number))
+        working = {
+            number: step_working_bytes(decision.node.meta["tensor"], space.optimizer, True)
             for number, decision in enumerate(space.decisions)
-            if decision.kind == "parameter"
+            if decision.kind == "parameter" and space.is_matrix(number) and space.program.learns
         }
-        most = max(each, key=each.__getitem__, default=None)
-        return {} if most is None or not each[most] else {most: each[most]}
+        most = sorted(working, key=working.__getitem__)[-1:]
+        return working if space.optimizer.in_backward else {number: working[number] for number in most}
 
     # What is held between forward and backward.
 

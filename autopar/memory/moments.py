@@ -51,8 +51,8 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
         parts += _while_kept(memory, at, number, own)
         if at.place == first_use and at.kind != GATHERING:
             works_on = WORKS_ON[at.kind](memory, number)
-            if works_on is not None:
-                parts.append((works_on,))
+            steps_on = memory.works_on(number) if at.kind == UPDATING else None
+            parts += [(array,) for array in (works_on, steps_on) if array is not None]
         moments.append((weight, parts))
     num_strategies = len(memory.space.decisions[number].menu.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
@@ -163,7 +163,7 @@ def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes
         if at.place == memory.lifetimes.position[number] and not at.phase.end:
             if at.kind == COMPUTING and memory.working(number) is not None:
                 parts.append(beside(memory, rows, (memory.working_rows(number),)))
-            elif at.kind == REDUCING:
+            elif at.kind in BEHIND:
                 parts.append(beside(memory, rows, (memory.handed_on_rows(number),)))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
@@ -193,8 +193,14 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
     return parts
 
 
-COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
-WORKS_ON = {COMPUTING: MemoryModel.working, REDUCING: MemoryModel.handed_on, FORWARD: MemoryModel.working_forward}
+COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD = range(5)  # what happens on account of a call; but the last backward
+BEHIND = (REDUCING, UPDATING)  # when the call itself has run
+WORKS_ON = {
+    COMPUTING: MemoryModel.working,
+    REDUCING: MemoryModel.handed_on,
+    UPDATING: MemoryModel.handed_on,
+    FORWARD: MemoryModel.working_forward,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class Moment:
 
     def has_run(self, place: int) -> bool:
         """Whether the backward of the call at that place is over."""
-        return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
+        return self.kind != FORWARD and place + (self.kind in BEHIND) > self.place
 
     def keeps(self, place: int) -> bool:
         """Whether what the call at that place keeps for its backward is there."""
