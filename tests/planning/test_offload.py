@@ -246,7 +246,22 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
         assert context_of(stage.plan).space.optimizer.offload == Offload(4)
     with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
         autopar.plan(_model(), mesh, inputs, offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
-    assert any("what the optimizer keeps is on the host" in note for note in plan.notes)
+    within = autopar.plan(_model(), mesh, inputs, offload="optimizer", memory=plan.peak_bytes, **said)
+    assert any("what the optimizer keeps is on the host" in note for note in within.notes)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
+def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = [], offloading._made
+
+    def seen(request: Any, plans: Any) -> Any:
+        asked.append(request.offload)
+        return made(request, plans)
+
+    monkeypatch.setattr(offloading, "_made", seen)
+    said = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
+    plan = _planned(mesh, offload="optimizer", **said)
+    assert asked == ["optimizer"] and plan.offload == "optimizer" and not any("on the host" in n for n in plan.notes)
 
 
 @pytest.mark.parametrize(
