@@ -75,10 +75,10 @@ class Optimizer:
                 f'{self._asks_for_host} was given with optimizer={self.name!r}; the host steps for "adamw" alone '
                 "(autopar.optim.OffloadedAdamW): plan for that, or leave it out."
             )
-        if self.in_backward:
+        if self.in_backward and self.gradients == "device":
             raise InputError(
-                f"{self._asks_for_host} was given with in_backward=True, and the host steps when all gradients are "
-                "there; leave one of both out."
+                "offload was given with in_backward=True, and the host steps in the backward on gradients that have "
+                'come to it; give gradients="host", too, or leave in_backward out.'
             )
 
     @property

@@ -49,6 +49,11 @@ class HostGradients:
         Link.wait(mark)
         return gradient
 
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget what has been brought of some parameters, and keep its memory."""
+        for each in parameters:
+            self._arrived.pop(each, None)
+
     def clear(self) -> None:
         """Forget what has been brought, and keep its memory."""
         self._arrived.clear()

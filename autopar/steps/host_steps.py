@@ -34,12 +34,19 @@ class HostSteps:
             self._tasks.compute(DOWN, elements * step.before, row)
         else:
             self._left[number] = self._tasks.beside(DOWN, DOWN, elements * step.before, row)
+        if self._space.optimizer.in_backward:
+            self._step(number)
 
-    def step(self, number: int, seconds: float) -> None:
-        """The step of a parameter, which takes so many `seconds` without what it moves."""
+    def step(self, number: int) -> None:
+        """The step of a parameter behind the backward, if it has not stepped there."""
+        if not self._space.optimizer.in_backward:
+            self._step(number)
+
+    def _step(self, number: int) -> None:
         row, (elements, step) = self._space.decisions[number].name, self._of(number)
         if self._space.hardware.is_host:
-            self._tasks.compute("optimizer", seconds - elements * step.before, row)
+            each = elements * (step.seconds - step.before)
+            self._tasks.compute("optimizer", each + self._space.hardware.op_latency_s, row)
             return
         behind = [self._left[number]] if number in self._left else []
         if step.down:

@@ -111,7 +111,7 @@ class _Step:
                 continue
             own = decision.menu.strategies[self.choices[number]]
             if self.space.optimizer.offload is not None:
-                self.on_host.step(number, seconds)
+                self.on_host.step(number)
             else:
                 self.tasks.compute("optimizer", seconds - sum(own.waits), decision.name)
                 self.tasks.move(own.transfers, decision.name)

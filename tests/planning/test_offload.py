@@ -88,6 +88,19 @@ def test_their_copies_run_beside_the_backward() -> None:
     assert not any(each.task.beside for each in there.events)
 
 
+def test_steps_of_the_host_run_beside_the_backward_that_they_are_in() -> None:
+    asked = autopar.Optimizer(gradients="host", in_backward=True)
+    said = {"strategy": "zero3", "offload": "optimizer", "hardware": SLOW_HOST}
+    stepping, behind = (_planned(optimizer=each, **said) for each in (asked, GRADIENTS))
+    assert (stepping.peak_bytes, stepping.host, stepping.seconds) == (behind.peak_bytes, behind.host, behind.seconds)
+    early, late = (each.timeline() for each in (stepping, behind))
+    assert early.seconds < late.seconds and not any(each.task.phase == "optimizer" for each in early.events)
+    hosts = [[each for each in found.events if each.task.stream == "host"] for found in (early, late)]
+    assert hosts[0][0].start < hosts[1][0].start
+    ups = {each.task.row: each for each in early.events if each.task.stream == "host to device"}
+    assert all(ups[each.task.row].start >= each.end for each in hosts[0])
+
+
 def test_what_auto_leaves_on_the_device_has_its_gradients_there() -> None:
     plan = _planned(offload="auto", optimizer=GRADIENTS)
     assert plan == _planned()
