@@ -98,7 +98,7 @@ def plan_request(
         strategy,
         mode,
         Settings(None if memory is None else parse_bytes(memory), recompute, solver, time_limit, gap, prefetch),
-        _optimizer(optimizer, master_copies),
+        _optimizer(optimizer, master_copies, offload),
         hardware,
         outputs,
         microbatches,
@@ -162,9 +162,14 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
         )
 
 
-def _optimizer(said: str | Optimizer, master_copies: bool) -> Optimizer:
+def _optimizer(said: str | Optimizer, master_copies: bool, offload: Offloaded) -> Optimizer:
     if isinstance(said, str):
         return Optimizer(said, master_copies)
+    if said.gradients == "host" and offload in ("none", "activations"):
+        raise InputError(
+            f'gradients="host" beside offload={offload!r}: gradients wait on the host where the optimizer steps there; '
+            'give offload="optimizer", "both" or "auto", too, or gradients="device".'
+        )
     return replace(said, master_copies=master_copies or said.master_copies)
 
 

@@ -13,6 +13,7 @@ from autopar.capture.export import skeleton_of, trace
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
 from autopar.compiler.tiles import tiles_asked, tiles_of
+from autopar.cost.optimizer import Optimizer
 from autopar.errors import PlanError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
@@ -31,6 +32,9 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     Raises PlanError with the difference where the plan belongs to another model or other inputs.
     """
     check_known(options, plan_request)
+    optimizer = options.get("optimizer")
+    if isinstance(optimizer, Optimizer) and not plan.offloads_optimizer:  # what "auto" leaves on the device
+        options = {**options, "optimizer": replace(optimizer, gradients="device")}
     host_memory = options.get("host_memory") if plan.offload != "none" else None
     decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
     request = plan_request(model, **{**options, **decided, "host_memory": host_memory})

@@ -7,6 +7,8 @@
 
 A GPU's copies run beside the host's step, of other pieces of parameters, and go through host memory, too: a step takes
 as long as the longest of the three. Where the device is the host itself, it takes all three one after the other.
+Gradients that leave in the backward (`Optimizer.sends_gradients`) come down beside that, and not in the step; on a
+device that is the host they take what they would take there.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from autopar.optim.staging import Staged, staging_bytes
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import Layout
 
-STAGING, ACTIVATIONS = "staging", "activations"
-"""Of what is on the host: what a step passes through, and what waits there for a backward."""
+STAGING, ACTIVATIONS, GRADIENTS = "staging", "activations", "gradients"
+"""Of what is on the host: what a step passes through, and what waits there for a backward, and for the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
     """Seconds of an element on its way down, on the host, and on its way up; whether these pass beside each other."""
 
+    before: float
+    """Of its gradient on its way down, where that leaves in the backward."""
     down: float
     host: float
     up: float
@@ -37,16 +41,17 @@ class HostStep:
 
     @property
     def seconds(self) -> float:
-        """What the step takes of it."""
+        """What the step takes of it; what leaves before is hidden, or taken where nothing passes beside anything."""
         each = (self.down, self.host, self.up)
-        return max(each) if self.beside else sum(each)
+        return max(each) if self.beside else self.before + sum(each)
 
 
 def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> HostStep:
     """What the step of an optimizer whose state is on the host takes of an element of a parameter."""
     assert optimizer.offload is not None, "a step on the device"
     size, master, state = info.dtype.itemsize, optimizer.master_bytes(info), optimizer.state_bytes(info)
-    down, up = size if master else 2 * size, size
+    before = size if optimizer.sends_gradients else 0
+    down, up = (size if master else 2 * size) - before, size
     cast = size + MASTER_BYTES + MASTER_BYTES + size if master else 0
     stepping = (master or size) * 3 + 2 * state + cast
     beside = not hardware.is_host
@@ -54,7 +59,7 @@ def host_step(info: TensorInfo, hardware: Hardware, optimizer: Optimizer) -> Hos
         stepping += down + up
     share = hardware.host_memory_bytes_per_s / optimizer.offload.devices
     link = hardware.host_link_bytes_per_s
-    return HostStep(down / link, stepping / share, up / link, beside)
+    return HostStep(before / link, down / link, stepping / share, up / link, beside)
 
 
 def check_host(hardware: Hardware) -> None:
@@ -82,4 +87,6 @@ def host_bytes(
         staged.append(Staged(elements, info.dtype.itemsize, bool(optimizer.master_bytes(info))))
         for name, size in optimizer.kept(info).items():
             found[name] = found.get(name, 0) + round(elements * size)
+        if optimizer.sends_gradients:
+            found[GRADIENTS] = found.get(GRADIENTS, 0) + elements * info.dtype.itemsize
     return {**found, STAGING: staging_bytes(staged)}

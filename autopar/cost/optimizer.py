@@ -16,6 +16,7 @@ on the device, or, of AdamW, on its host (`cost.offload`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +49,9 @@ class Optimizer:
     `rank` is that of "galore", `matrices` are patterns of the names that "muon" and "galore" take as matrices, by
     default those in numbered layers. With `in_backward` a parameter is updated as soon as its gradient is there, which
     is then freed (`step_in_backward` of autopar's optimizers): in steps of one micro-batch. `offload=` of `compile` and
-    `plan` says whether what it keeps is on the host. Raises InputError for a name that is not known, or what another
-    optimizer takes.
+    `plan` says whether what it keeps is on the host; with `gradients` on the "host" they leave for it as soon as the
+    backward has made them, too (`OffloadedAdamW(gradients="host")`). Raises InputError for a name that is not known, or
+    what another optimizer takes.
     """
 
     name: str = "adamw"
@@ -58,6 +60,7 @@ class Optimizer:
     matrices: tuple[str, ...] | None = None
     in_backward: bool = False
     offload: Offload | None = None
+    gradients: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -68,21 +71,27 @@ class Optimizer:
             raise InputError(
                 f'optimizer={self.name!r} was given matrices={self.matrices}; "muon" and "galore" take some.'
             )
-        if self.offload is not None:
+        if self.gradients not in ("device", "host"):
+            raise InputError(f'gradients={self.gradients!r}; give "device" or "host".')
+        if self.offload is not None or self.gradients == "host":
             self.check_offload()
 
     def check_offload(self) -> None:
         """Raise InputError for an optimizer that does not step on the host."""
         if self.name != "adamw":
             raise InputError(
-                f'offload was given with optimizer={self.name!r}; the host steps for "adamw" alone '
-                "(autopar.optim.OffloadedAdamW): plan for that, or leave offload out."
+                f'{self._asks_for_host} was given with optimizer={self.name!r}; the host steps for "adamw" alone '
+                "(autopar.optim.OffloadedAdamW): plan for that, or leave it out."
             )
-        if self.in_backward:
+        if self.in_backward and self.gradients == "device":
             raise InputError(
-                "offload was given with in_backward=True, and the host steps when all gradients are there; "
-                "leave one of both out."
+                "offload was given with in_backward=True, and the host steps in the backward on gradients that have "
+                'come to it; give gradients="host", too, or leave in_backward out.'
             )
+
+    @property
+    def _asks_for_host(self) -> str:
+        return 'gradients="host"' if self.gradients == "host" else "offload"
 
     def check_microbatches(self, count: int) -> None:
         """Raise InputError where parameters are updated in the backward of a step that has several."""
@@ -92,6 +101,16 @@ class Optimizer:
                 f"{count} micro-batches, whose gradients add up before an update; give microbatches=1, or leave "
                 "in_backward out."
             )
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave for the host as soon as the backward has made them."""
+        return self.offload is not None and self.gradients == "host"
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a gradient is taken, and freed, as soon as the backward has made it."""
+        return self.in_backward or self.sends_gradients
 
     def takes(self, name: str, info: TensorInfo) -> bool:
         """Whether it is an optimizer of matrices, and the parameter `name` is one."""

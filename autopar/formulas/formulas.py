@@ -226,7 +226,7 @@ class _Ledger:
             "optimizer_bytes": sum(optimizer.kept(info, matrix).values()),
         }
         if optimizer.offload is not None:
-            each["host_bytes"] = each.pop("optimizer_bytes")
+            each["host_bytes"] = each.pop("optimizer_bytes") + each["gradient_bytes"] * optimizer.sends_gradients
         for name, size in each.items():
             self.stored[name].add(elements * (int(size) if size == int(size) else size))
         self._moved_weight(decision.node, Size.of(info.num_elements).polynomial * count, count)

@@ -21,7 +21,17 @@ from autopar.formulas.repetition import Repetition
 from autopar.formulas.symbolic_shapes import input_keys
 from autopar.formulas.symbols import Polynomial, Size
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import FORWARD, GATHERING, REDUCING, Moment, gradient_is_there, is_ahead, moment_of
+from autopar.memory.moments import (
+    BEHIND,
+    FORWARD,
+    GATHERING,
+    REDUCING,
+    UPDATING,
+    Moment,
+    gradient_is_there,
+    is_ahead,
+    moment_of,
+)
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
 from autopar.program.recompute_segments import MODES, OFFLOAD
@@ -118,8 +128,8 @@ class _Moment:
                 self._call(number)
             elif decision.kind not in ("call", "hub"):
                 self._stored(number)
-        if self.at.phase.steps and self.memory.stepping is not None:
-            self._add("working set", Size.of(self.memory.stepping[1]), Polynomial.of(1))
+        if self.at.phase.steps:
+            self._add("working set", Size.of(sum(self.memory.stepping.values())), Polynomial.of(1))
         for wire in () if self.at.phase.steps else self.space.wires:
             self._wire(wire)
         parts: dict[str, list[Polynomial]] = defaultdict(list)
@@ -151,6 +161,8 @@ class _Moment:
         first_use = self.memory.lifetimes.position[number]
         if gradients is not None and gradient_is_there(self.memory, self.at, first_use):
             held["gradients"] = gradients
+        if self.at.kind == UPDATING and first_use == self.at.place and number in self.memory.stepping:
+            self._add("working set", Size.of(self.memory.stepping[number]), Polynomial.of(1))
         for name, array in held.items():
             layout = decision.menu.strategies[choice].outputs[0]
             elements = self._local(self.sizes.shape((decision.node.name, 0)), layout)
@@ -178,7 +190,7 @@ class _Moment:
             if op is not None and op.backward_bytes is not None:
                 self._add("working set", self._said(decision, op.backward_bytes), count)
             self._uneven_rows_worked_on(number, True)
-        elif handed_on is not None and self.at.kind == REDUCING and place == self.at.place:
+        elif handed_on is not None and self.at.kind in BEHIND and place == self.at.place:
             self._worked_on(number, False)
             self._uneven_rows_worked_on(number, False)
         elif self.at.kind == FORWARD and place == self.at.place:
@@ -337,7 +349,7 @@ class _Moment:
         if gathered is not None and gathered[ends]:
             copied = memory.weights.copied_out(wire) if self.at.kind == GATHERING else None
             twice = copied is not None and bool(copied[ends])
-            for _ in range(0 if self.at.kind == REDUCING else 2 if twice else 1):
+            for _ in range(0 if self.at.kind in BEHIND else 2 if twice else 1):
                 self._add("gathered weights", whole, count)
         if unreduced is not None and unreduced[ends] and place > self.at.place and self.at.kind != FORWARD:
             self._add("gradients", whole, count)

@@ -134,9 +134,12 @@ class Accumulation:
 
     def _held(self, wire: Wire) -> Bytes:
         before, after = self.tensors.wire_ends(wire)
-        unmoved = before if self.is_cast(wire.source) else np.zeros_like(before)
-        found = np.where(self.tensors.stays(wire), unmoved[:, None], after[None, :])
-        return np.where(self.each_time(wire), 0, found)
+        stashes = self.microbatches.stashes and self.space.decisions[wire.source].kind == "parameter"
+        own = (before if stashes or self.is_cast(wire.source) else np.zeros_like(before))[:, None]
+        found = np.where(self.tensors.stays(wire), own, after[None, :])
+        if not self.microbatches.stashes:
+            return np.where(self.each_time(wire), 0, found)
+        return np.where(self.each_time(wire), own, found) * self.microbatches.in_flight
 
     def accumulated(self, wire: Wire) -> Bytes | None:
         """Bytes of a gradient to which every micro-batch adds its own."""

@@ -9,12 +9,13 @@ whose backward has not. Some moments of a step can be the fullest:
               where that differs
     step      the optimizer works on more than it updates: gradients are there as they are stored, and what it works on
 
-Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller.
+Where a micro-batch follows every backward (in_flight < count: 1F1B) the later one is the fuller. Where each updates the
+weights behind its backward (PipeDream) every backward is a first one, and the others wait at the end, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import PipelineError
 
@@ -40,6 +41,8 @@ class Microbatches:
     """Whether each reduces the gradients of weights that are stored in parts (ZeRO-2), not the step (ZeRO-1)."""
     works: bool = False
     """Whether the optimizer works on more than it updates."""
+    stashes: bool = False
+    """Whether each has weights of its own, those of its forward, and is a step of the optimizer (PipeDream)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.count:
@@ -59,6 +62,9 @@ class Microbatches:
         ends = (END,) * self.several + (STEP,) * self.works
         if not self.several:
             return (Phase(0, True), *ends)
+        if self.stashes:
+            others = self.in_flight - 1
+            return (Phase(others, True), *(replace(each, others=others) for each in ends))
         if self.in_flight < self.count:
             return (Phase(self.in_flight - 1, False), *ends)
         return (Phase(self.count - 1, True), Phase(self.count - 2, False), *ends)

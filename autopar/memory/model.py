@@ -52,9 +52,10 @@ class MemoryModel(TensorBytes):
     ) -> None:
         """`offloads`: whether what segments save for their backward may leave for the host."""
         super().__init__(space)
-        self.stepping = _stepping(space)
-        """The parameter whose step works on the most beside what it updates, and those bytes; None where none does."""
-        self.microbatches = replace(microbatches or Microbatches(), works=self.stepping is not None)
+        self.stepping = self._stepping()
+        """Parameter → bytes that its step works on, beside what it updates: in the backward, or the most behind it."""
+        works = bool(self.stepping) and not space.optimizer.in_backward
+        self.microbatches = replace(microbatches or Microbatches(), works=works)
         self.prefetch = prefetch
         """How many layers ahead of their use weights are fetched."""
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
@@ -65,6 +66,11 @@ class MemoryModel(TensorBytes):
         alone = not space.program.learns and not self.microbatches.several
         self.live = Live(self, self.lifetimes) if alone else None
         """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are freed in the backward; those of several micro-batches are there up to the end."""
+        return self.space.optimizer.frees_gradients and not self.microbatches.several
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:
         """The same model of plans that fetch weights so many layers ahead; it shares all arrays."""
@@ -97,12 +103,24 @@ class MemoryModel(TensorBytes):
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""
-        gradients = self.gradients(number)
-        found = [] if gradients is None else [gradients]
-        if self.stepping is not None and number == self.stepping[0]:
-            shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[1]
-            found.append(self.cached(("stepped", shape, most), lambda: np.full(shape, most, dtype=np.int64)))
-        return found
+        return [each for each in (self.gradients(number), self.works_on(number)) if each is not None]
+
+    def works_on(self, number: int) -> Bytes | None:
+        """Bytes that the optimizer works on in the step of a parameter; None where no moment is counted for it."""
+        if number not in self.stepping:
+            return None
+        shape, most = (len(self.space.decisions[number].menu.strategies),), self.stepping[number]
+        return self.cached(("works on", shape, most), lambda: np.full(shape, most, dtype=np.int64))
+
+    def _stepping(self) -> dict[int, int]:
+        space = self.space
+        working = {
+            number: step_working_bytes(decision.node.meta["tensor"], space.optimizer, True)
+            for number, decision in enumerate(space.decisions)
+            if decision.kind == "parameter" and space.is_matrix(number) and space.program.learns
+        }
+        most = sorted(working, key=working.__getitem__)[-1:]
+        return working if space.optimizer.in_backward else {number: working[number] for number in most}
 
     # What is held between forward and backward.
 
@@ -364,22 +382,6 @@ class MemoryModel(TensorBytes):
             return np.max(sums, axis=0) if worst else np.sum(sums, axis=0)
 
         return self.cached(key, combine)
-
-
-def _stepping(space: Space) -> tuple[int, int] | None:
-    """The parameter whose step works on the most bytes beside what is there, and these; None where none does.
-
-    An optimizer that updates in the backward has no gradients of other layers then, and is left out.
-    """
-    if space.optimizer.in_backward or not space.program.learns:
-        return None
-    each = (
-        (step_working_bytes(decision.node.meta["tensor"], space.optimizer, space.is_matrix(number)), number)
-        for number, decision in enumerate(space.decisions)
-        if decision.kind == "parameter"
-    )
-    most, number = max(each, key=lambda pair: pair[0], default=(0, 0))
-    return (number, most) if most else None
 
 
 def _saves_otherwise(strategy: Strategy) -> bool:

@@ -41,19 +41,18 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
-        if at.phase.steps:
-            moments.append((weight, [*parts, *((array,) for array in memory.stepped(number))]))
-            continue
         if at.phase.end:
-            moments.append((weight, parts if gradients is None else [*parts, (gradients,)]))
+            there = memory.stepped(number) if at.phase.steps else [gradients]
+            parts += [(array,) for array in there if array is not None]
+            moments.append((weight, [*parts, *_while_kept(memory, at, number, own)]))
             continue
         if gradients is not None and gradient_is_there(memory, at, first_use):
             parts.append((gradients,))
         parts += _while_kept(memory, at, number, own)
         if at.place == first_use and at.kind != GATHERING:
             works_on = WORKS_ON[at.kind](memory, number)
-            if works_on is not None:
-                parts.append((works_on,))
+            steps_on = memory.works_on(number) if at.kind == UPDATING else None
+            parts += [(array,) for array in (works_on, steps_on) if array is not None]
         moments.append((weight, parts))
     num_strategies = len(memory.space.decisions[number].menu.strategies)
     return memory.total(moments, row.worst) or (memory.nothing((num_strategies,)),)
@@ -72,15 +71,17 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        if at.phase.steps:
-            moments.append((weight, []))
+        moved = not at.phase.steps or memory.microbatches.stashes
+        parts: list[Modes] = [] if held is None or not moved else [(held,)]
+        if at.phase.end:
+            there = [] if at.phase.steps else [accumulated, reduced]
+            parts += [(array,) for array in there if array is not None]
+            if sent is not None and at.phase.others:
+                parts.append(more.waiting(sent, at.phase.others))
+            moments.append((weight, [*parts, *_while_kept(memory, at, wire.target, kept)]))
             continue
-        parts: list[Modes] = [] if held is None else [(held,)]
         if accumulated is not None and (at.has_run(place) or not at.phase.first):
             parts.append((accumulated,))
-        if at.phase.end:
-            moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
-            continue
         if arrived is not None and at.has_run(place) and not at.phase.first:
             parts.append((arrived,))
         parts += _while_kept(memory, at, wire.target, kept)
@@ -111,9 +112,9 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
 def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:
     """Whether the gradient of a parameter is held, once reduced; `first_use` is the place of the first call with it.
 
-    An optimizer that updates in the backward frees it when its layer's are reduced.
+    An optimizer that updates in the backward, or takes it to the host, frees it when its layer's are reduced.
     """
-    if not memory.space.optimizer.in_backward:
+    if not memory.frees_gradients:
         return at.has_run(first_use) or not at.phase.first
     calls, layer = memory.lifetimes.calls, memory.lifetimes.layer
     return first_use < len(calls) and at.has_run(first_use) and layer[calls[first_use]] == layer[calls[at.place]]
@@ -158,11 +159,11 @@ def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        parts = [] if at.phase.end else _while_kept(memory, at, number, more)
+        parts = _while_kept(memory, at, number, more)
         if at.place == memory.lifetimes.position[number] and not at.phase.end:
             if at.kind == COMPUTING and memory.working(number) is not None:
                 parts.append(beside(memory, rows, (memory.working_rows(number),)))
-            elif at.kind == REDUCING:
+            elif at.kind in BEHIND:
                 parts.append(beside(memory, rows, (memory.handed_on_rows(number),)))
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
@@ -175,7 +176,7 @@ def uneven_wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes 
         return None
     more, moments = beside(memory, rows, kept), [(moment_of(memory, moment), weight) for moment, weight in row.weights]
     return memory.total(
-        [(weight, [] if at.phase.end else _while_kept(memory, at, wire.target, more)) for at, weight in moments],
+        [(weight, _while_kept(memory, at, wire.target, more)) for at, weight in moments],
         row.worst,
     )
 
@@ -185,15 +186,21 @@ def _while_kept(memory: MemoryModel, at: Moment, number: int, kept: Modes | None
     if kept is None:
         return []
     parts: list[Modes] = []
-    if at.keeps(memory.lifetimes.position[number]):
+    if not at.phase.end and at.keeps(memory.lifetimes.position[number]):
         parts.append(at.of_modes(memory, number, kept))
     if at.phase.others:
         parts.append(memory.accumulation.waiting(kept, at.phase.others))
     return parts
 
 
-COMPUTING, GATHERING, REDUCING, FORWARD = range(4)  # what happens on account of a call; the first three backward
-WORKS_ON = {COMPUTING: MemoryModel.working, REDUCING: MemoryModel.handed_on, FORWARD: MemoryModel.working_forward}
+COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD = range(5)  # what happens on account of a call; but the last backward
+BEHIND = (REDUCING, UPDATING)  # when the call itself has run
+WORKS_ON = {
+    COMPUTING: MemoryModel.working,
+    REDUCING: MemoryModel.handed_on,
+    UPDATING: MemoryModel.handed_on,
+    FORWARD: MemoryModel.working_forward,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,7 @@ class Moment:
 
     def has_run(self, place: int) -> bool:
         """Whether the backward of the call at that place is over."""
-        return self.kind != FORWARD and place + (self.kind == REDUCING) > self.place
+        return self.kind != FORWARD and place + (self.kind in BEHIND) > self.place
 
     def keeps(self, place: int) -> bool:
         """Whether what the call at that place keeps for its backward is there."""

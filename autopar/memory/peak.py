@@ -21,7 +21,8 @@ the weights of its layer; gathering before it, for the first call of a layer tha
 
 The optimizer's step works in place and is below the end of the backward, but for what Muon and GaLore work on: that has
 a moment of its own, with all that is stored, all gradients as they are stored, and what the largest matrix takes. In
-the backward a step leaves gradients of the layer that runs there, and of no other. The bytes at one moment are a sum
+the backward a step leaves gradients of the layer that runs there, and of no other; the first call of each matrix has a
+moment behind it, as if its gradient were there, and reduced, as soon as it has run. The bytes at one moment are a sum
 over choices, so that "no more than the limit at moment t" is one memory row of the problem, and a necessary one.
 """
 
@@ -36,7 +37,7 @@ import numpy as np
 from autopar.memory.live import Interval, Live
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at, is_forward
+from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, UPDATING, depth_at, is_forward
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES, OFFLOAD
@@ -129,6 +130,11 @@ class _Moments:
         arrive = memory.weights.last_gather if memory.live is None else memory.weights.first_places
         self.gathers = np.isin(np.arange(count), list(arrive.values()))
         self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
+        self.updated = np.zeros(count, dtype=np.int64)
+        """What the optimizer works on behind each call, where it steps in the backward."""
+        for number in () if memory.microbatches.works else memory.stepping:
+            if memory.lifetimes.position[number] < count:
+                self.updated[memory.lifetimes.position[number]] += memory.stepping[number]
         self.fresh = np.zeros(count, dtype=np.int64)
         self.stepped = 0
         """Bytes of gradients as they are stored, and of what the optimizer works on."""
@@ -163,11 +169,12 @@ class _Moments:
             place = memory.lifetimes.position[number]
             for name, array in memory.stored(number).items():
                 self.always[name] += int(array[choice])
-            if memory.stepping is not None:
+            if memory.microbatches.works:
                 self.stepped += sum(int(array[choice]) for array in memory.stepped(number))
             gradients, own = more.gradients(number), memory.own(number)
             working, forward = memory.working(number), memory.working_forward(number)
-            handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
+            behind = place < count and (self.reduces[place] or self.updated[place] > 0)
+            handed_on = memory.handed_on(number) if behind else None
             excess = space.excess(space.rows.get(number), choices, imbalance)
             if gradients is not None:
                 self.born[min(place, count)] += int(gradients[choice])
@@ -240,19 +247,26 @@ class _Moments:
 
     def ending(self, phase: Phase) -> dict[str, int]:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
+        if phase.others:
+            waiting = {"activations": self._waiting(phase), "sent tensors": phase.others * self.sent}
+            return {**self._ending(phase), **waiting}
+        return self._ending(phase)
+
+    def _ending(self, phase: Phase) -> dict[str, int]:
         if not phase.steps:
             return {**self.always, "gradients": int(self.born.sum()) + self.reduced}
-        memory = self.memory
-        assert memory.stepping is not None, "an optimizer that works on nothing"
-        always = {name: num_bytes for name, num_bytes in self.always.items() if name != "moved weights"}
-        return {**always, "gradients": self.stepped - memory.stepping[1], "working set": memory.stepping[1]}
+        works_on = sum(self.memory.stepping.values())
+        moved = {} if self.memory.microbatches.stashes else {"moved weights": 0}
+        always = {**self.always, **moved}
+        return {**always, "gradients": self.stepped - works_on, "working set": works_on}
 
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
         """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""
         if self.memory.live is not None:
             never = {"activations": np.zeros(self.count, dtype=np.int64)}
-            return never, self.arriving(phase), never, self.alone(phase)
-        return self.backward(phase), self.gathering(phase), self.reducing(phase), self.forward(phase)
+            return never, self.arriving(phase), never, never, self.alone(phase)
+        behind = self.reducing(phase), self.updating(phase)
+        return self.backward(phase), self.gathering(phase), *behind, self.forward(phase)
 
     def forward(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while each call runs forward."""
@@ -312,6 +326,17 @@ class _Moments:
         }
         return {name: np.where(self.reduces, array, 0) for name, array in found.items()}
 
+    def updating(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Bytes by what they are, while the optimizer steps behind a call's backward; 0 at other places."""
+        found = {
+            **self._always(phase),
+            "gradients": self._there(phase, True) + self._unreduced(),
+            "activations": self._computed_again() - self.whole + self._near(1) + self._waiting(phase),
+            "gathered weights": self._ahead(UPDATING),
+            "working set": self.handed_on + self.updated,
+        }
+        return {name: np.where(self.updated > 0, array, 0) for name, array in found.items()}
+
     def _computed_again(self) -> np.ndarray:
         """What is kept up to each place; of a segment that is computed again, all of its own."""
         kept, whole = np.cumsum(self.kept), np.cumsum(self.whole)
@@ -347,7 +372,7 @@ class _Moments:
 
     def _there(self, phase: Phase, reducing: bool = False) -> np.ndarray:
         """Gradients, once reduced, of what is first used behind each place; while they are reduced, from it on."""
-        if self.memory.space.optimizer.in_backward:  # those of other layers are freed
+        if self.memory.frees_gradients:  # those of other layers are freed
             return self._left(self.born[:-1]) - (0 if reducing else self.born[:-1])
         born, arrived = (np.cumsum(each[::-1])[::-1] for each in (self.born, self.arrived))
         there = born if phase.first else born[0] + arrived

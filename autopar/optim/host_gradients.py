@@ -1,11 +1,12 @@
 """Gradients that leave the device as soon as the backward has made them, and wait on the host for the step.
 
-Those of several backwards are added up there. On a GPU the first of them is copied beside what the backward computes
-next, and whoever adds to it, or steps, waits for the copy.
+Those of several backwards are added up there. On a GPU they are copied, and added, beside what the backward computes
+next: who looks at them on the host, clips them, or steps, waits for that.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -25,6 +26,7 @@ class HostGradients:
         for each in parameters:
             if each.requires_grad:
                 each.register_post_accumulate_grad_hook(self._bring)
+        _every.add(self)
 
     @property
     def num_bytes(self) -> int:
@@ -41,6 +43,17 @@ class HostGradients:
             self._bring(parameter)
         return self._memory[parameter], self._arrived[parameter]
 
+    def arrived(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Its gradient, once it is there."""
+        gradient, mark = self.take(parameter)
+        Link.wait(mark)
+        return gradient
+
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget what has been brought of some parameters, and keep its memory."""
+        for each in parameters:
+            self._arrived.pop(each, None)
+
     def clear(self) -> None:
         """Forget what has been brought, and keep its memory."""
         self._arrived.clear()
@@ -51,13 +64,20 @@ class HostGradients:
         assert parameter.grad is not None, "a hook behind the accumulation of a gradient"
         own, link = local(parameter), self._link()
         gradient = flat(local(parameter.grad), like=own)
+        if parameter not in self._memory:
+            self._memory[parameter] = link.memory(gradient.numel(), gradient.dtype)
+        link.begin()
         if parameter in self._arrived:
-            link.wait(self._arrived[parameter])
-            self._memory[parameter] += gradient.cpu()
+            link.add(self._memory[parameter], gradient)
         else:
-            if parameter not in self._memory:
-                self._memory[parameter] = link.memory(gradient.numel(), gradient.dtype)
-            link.begin()
             link.copy(self._memory[parameter], gradient, link.down)
-            self._arrived[parameter] = link.mark(link.down)
+        self._arrived[parameter] = link.mark(link.down)
         parameter.grad = None
+
+
+_every: weakref.WeakSet[HostGradients] = weakref.WeakSet()
+
+
+def gradient_on_host(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient, flat, where that waits on the host, once it is there; else None."""
+    return next((each.arrived(parameter) for each in _every if each.has(parameter)), None)

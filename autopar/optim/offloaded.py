@@ -12,7 +12,7 @@ those elements of it that are no longer the master's, rounded, are taken from th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
 
@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InputError
+from autopar.optim.beside_backward import BesideBackward
 from autopar.optim.host_gradients import HostGradients
 from autopar.optim.parts import flat, local
 from autopar.optim.staging import Link, Piece, Staged, Staging, ranges, staging_bytes
@@ -97,13 +99,49 @@ class OffloadedAdamW(torch.optim.Optimizer):
             (each, group) for group in self.param_groups for each in group["params"] if self._has_gradient(each)
         ]
         if stepping:
-            staging = self._staged()
-            staging.run(piece for each, group in stepping for piece in self._pieces(each, group, staging))
-        for each, _ in stepping:
+            self._step(stepping)
+        return loss
+
+    def step_in_backward(self) -> list[RemovableHandle]:
+        """Step each parameter beside the backward, as soon as its gradient is on the host.
+
+        `backward()` ends when all have stepped, and `step` has nothing left to do. Not for gradients that add up over
+        several backwards, are clipped by their norm over all parameters, or are scaled. Returns handles, of which
+        `remove()` ends it.
+
+        Raises InputError where gradients wait on the device.
+        """
+        if self._on_host is None:
+            raise InputError(
+                "step_in_backward of an OffloadedAdamW steps on gradients that have come to the host, and these wait "
+                'on the device; make it with gradients="host".'
+            )
+        beside = BesideBackward(self._step, lambda: self._link.end())
+
+        def hook_of(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+            return lambda parameter: beside.put((parameter, group))
+
+        return [  # behind the hooks that bring gradients
+            each.register_post_accumulate_grad_hook(hook_of(group))
+            for group in self.param_groups
+            for each in group["params"]
+            if each.requires_grad
+        ]
+
+    def _step(self, parameters: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Step parameters with gradients, each by the settings of its group; the host is done when this returns."""
+        staging, done = self._staged(), []
+
+        def pieces() -> Iterator[Piece]:
+            for each, group in parameters:
+                done.append(each)
+                yield from self._pieces(each, group, staging)
+
+        staging.run(pieces())
+        for each in done:
             self._written[each] = local(each)._version
         if self._on_host is not None:
-            self._on_host.clear()
-        return loss
+            self._on_host.forget(done)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those on the host, too."""
@@ -202,14 +240,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         def update(gradient: torch.Tensor, weight: torch.Tensor) -> None:
             if MASTER not in state:
-                _step(weight, gradient, state, group, count)
+                _update(weight, gradient, state, group, count)
                 return
             master = state[MASTER]
             if is_new:
                 master.copy_(weight)
             elif is_changed:
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
-            _step(master, staging.widened(gradient), state, group, count)
+            _update(master, staging.widened(gradient), state, group, count)
             weight.copy_(master)
 
         return update
@@ -235,7 +273,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return self._staging
 
 
-def _step(
+def _update(
     weight: torch.Tensor,
     gradient: torch.Tensor,
     state: Mapping[str, torch.Tensor],

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,13 +90,18 @@ class Link:
     @staticmethod
     def copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy on a stream of the link."""
-        if stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        if source.is_cuda:
+        with _on(stream):
+            target.copy_(source, non_blocking=stream is not None)
+        if stream is not None and source.is_cuda:
             source.record_stream(stream)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Add a tensor of the device to one of the host on the stream that goes down; the device adds."""
+        with _on(self.down):
+            before = target.to(self.device, non_blocking=True)
+            target.copy_(before.add_(source), non_blocking=True)
+        if self.down is not None:
+            source.record_stream(self.down)
 
     @staticmethod
     def mark(stream: torch.cuda.Stream | None) -> torch.Event | None:
@@ -171,6 +178,11 @@ class _Slot:
         piece.update(self.gradient, self.weight)
         link.copy(piece.weight, self.weight, link.up)
         self._gone_up = link.mark(link.up)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """What is asked for inside runs on a stream, where there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

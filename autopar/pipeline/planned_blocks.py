@@ -52,7 +52,8 @@ def planned_blocks(request: PipelineRequest, at_least: int) -> PlannedBlocks:
     blocks = blocks_of(request.program, at_least)
     space = request.space(request.program, {})
     pins = pins_of(request.annotations, space, request.wanted.mode, request.storage)
-    settings, runs = request.settings, Microbatches(request.num_microbatches, reduce_each=request.wanted.reduces_each)
+    settings, count = request.settings, request.num_microbatches
+    runs = Microbatches(count, reduce_each=request.wanted.reduces_each, stashes=request.schedule.updates_each)
     recompute = "none" if settings.recompute == "auto" else settings.recompute
     activations = "leave" if settings.activations == "leave" else "stay"  # without a limit nothing else asks for it
     plan, choices = make_plan(

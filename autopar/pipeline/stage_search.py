@@ -219,7 +219,8 @@ class StageSearch:
 
     def microbatches(self, stage: int) -> Microbatches:
         request = self.planned.request
-        return Microbatches(request.num_microbatches, self.held[stage], request.wanted.reduces_each)
+        count, stashes = request.num_microbatches, request.schedule.updates_each
+        return Microbatches(count, self.held[stage], request.wanted.reduces_each, stashes=stashes)
 
     def _ask(self, first: int, end: int, stage: int, gap: float) -> Known:
         program, number = self.program(first, end)

@@ -8,7 +8,8 @@ layers, which the search may send to the host. Where memory costs time there, or
 and master copies on the host, too, and the faster plan is kept: that search ends once it proves that it finds none.
 Without a limit nothing is offloaded.
 
-A plan that offloads says what the best one on the device takes, within the limit or, where none is, without it.
+Under a limit a plan that offloads says what the best one on the device takes, within the limit or, where none is,
+without it. Without one what was asked for is planned once.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def plan_as_offload_asks(request: PlanRequest, plans: Plans[P]) -> P:
     else:
         found = offloaded if best is None or plans.seconds(offloaded.plan) < plans.seconds(best.plan) else best
     assert found is not None, "one of them is not refused"
-    if found.plan.offload == "none":
+    if found.plan.offload == "none" or request.settings.memory is None:
         return _told(found)
     here = best if best is not None and best.plan.offload == "none" else None
     beside = here or _without_limit(request.offloading_as("none"), plans, deadline)

@@ -169,7 +169,7 @@ def _row(
     forward = float(decision.menu.forward_seconds[choice]) * share
     mode = model.lifetimes.mode_of(number, answer.modes)
     again, own = model.recompute_seconds(number), model.own(number)
-    gradients = None if space.optimizer.in_backward else model.gradients(number)
+    gradients = None if model.frees_gradients else model.gradients(number)
     recomputed = (float(again[mode][choice]) * share if again else 0.0) + copied
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     stored = sum(int(array[choice]) for array in model.stored(number).values())

@@ -6,7 +6,8 @@ backward    the same the other way: a segment is computed again ahead of its fir
             where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
 host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
             begins; it comes back when the backward of the segment behind it begins
-optimizer   behind all of these; on a host beside the device, copies down, steps and copies up on streams of their own
+optimizer   behind all of these; on a host beside the device, copies down, steps and copies up on streams of their own.
+            Gradients that are taken in the backward are as soon as they are there, for which reductions are waited for
 
 What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
 collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
@@ -18,26 +19,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.cost.offload import host_step
-from autopar.cost.operations import backward_launches, local_elements, share_beside
+from autopar.cost.operations import backward_launches, share_beside
 from autopar.hardware.collectives import Transfer
 from autopar.memory.model import MemoryModel
 from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
-from autopar.space.space import Decision, without_gradient
-from autopar.space.strategy import Strategy
-from autopar.steps.host_copies import DOWN, UP, HostCopies
+from autopar.space.space import without_gradient
+from autopar.steps.host_copies import HostCopies
+from autopar.steps.host_steps import HostSteps
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
 from autopar.steps.tasks import Tasks
 from autopar.steps.uses import Uses
 from autopar.steps.weights import Backward, Messages, Regathered
 from autopar.timeline.simulation import simulate
 from autopar.timeline.values import Task, Timeline
-
-HOST = "host"
-"""The stream of an optimizer's steps on the host."""
 
 
 def step_timeline(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Timeline:
@@ -99,6 +96,7 @@ class _Step:
         self.copies = HostCopies(memory, choices, modes, self.tasks)
         axes = axes_apart(self._backward_transfers()) if memory.prefetch else ()
         self.streams = {axis: f"{axis}, weights" for axis in axes}
+        self.on_host = HostSteps(memory, choices, self.tasks)
 
     def run(self) -> tuple[Task, ...]:
         self._forward()
@@ -112,23 +110,12 @@ class _Step:
             if decision.kind != "parameter" or not seconds:
                 continue
             own = decision.menu.strategies[self.choices[number]]
-            if self.space.optimizer.offload is not None and not self.space.hardware.is_host:
-                self._on_host(decision, own)
+            if self.space.optimizer.offload is not None:
+                self.on_host.step(number)
             else:
                 self.tasks.compute("optimizer", seconds - sum(own.waits), decision.name)
                 self.tasks.move(own.transfers, decision.name)
         return tuple(self.tasks.found)
-
-    def _on_host(self, decision: Decision, own: Strategy) -> None:
-        """The step of a parameter on a host beside the device: it comes down, is updated, and goes up."""
-        info = decision.node.meta["tensor"]
-        step = host_step(info, self.space.hardware, self.space.optimizer)
-        elements = local_elements(info, own.outputs[0], self.space.mesh.sizes)
-        down = self.tasks.beside(DOWN, DOWN, elements * step.down, decision.name)
-        host = self.tasks.beside(
-            HOST, HOST, elements * step.host + self.space.hardware.op_latency_s, decision.name, [down]
-        )
-        self.tasks.beside(UP, UP, elements * step.up, decision.name, [host])
 
     def _is_each_time(self, entry: Entry) -> bool:
         """Whether every micro-batch runs it."""
@@ -197,6 +184,7 @@ class _Step:
         last_gradient: dict[int, list[Bucket]] = defaultdict(list)
         for bucket in self.reduced:
             last_gradient[min(self.uses.first(end) for end, _ in bucket.ends)].append(bucket)
+        made = self._gradients_made()
         again: dict[str, list[int]] = defaultdict(list)
         for number in self.places:
             again[self.memory.lifetimes.segment[number]].append(number)
@@ -219,6 +207,8 @@ class _Step:
                 self._call(entry.number, backward=True)
             for bucket in last_gradient.get(place, ()):
                 self._reduce(bucket, left_running, scattered)
+            for number in made.get(place, ()):
+                self.on_host.take(number)
         self.tasks.wait(left_running)
 
     def _compute_again(self, number: int, weights: Backward, kept_by: Mapping[int, Sequence[Regathered]]) -> None:
@@ -241,7 +231,7 @@ class _Step:
             return
         for message in self.messages[id(bucket)].reductions:
             issued = self.tasks.issue(message.transfer, bucket.layer or "gradients")
-            if message.waited_for:
+            if message.waited_for or self.memory.frees_gradients:
                 self.tasks.wait([issued])
                 continue
             left_running.append(issued)
@@ -249,6 +239,21 @@ class _Step:
                 scattered.append(issued)
                 self.tasks.wait(scattered[:-MOST_RUNNING])
                 del scattered[:-MOST_RUNNING]
+
+    def _gradients_made(self) -> dict[int, list[int]]:
+        """Place in the order → the parameters whose gradients are there, and reduced, when the backward has run it."""
+        found: dict[int, list[int]] = defaultdict(list)
+        gathered = {
+            source: place
+            for place, entry in enumerate(self.entries)
+            if isinstance(entry, Gathered)
+            for source in entry.bucket.sources
+        }
+        for number, decision in enumerate(self.space.decisions):
+            learns = decision.kind == "parameter" and decision.node.meta["tensor"].requires_grad
+            if learns and self.once and number not in self.unused:
+                found[gathered.get(number, self.uses.first(number))].append(number)
+        return found
 
     def _regathered(self) -> dict[int, list[Regathered]]:
         """Call → the weights that are gathered again for its backward."""

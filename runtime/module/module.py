@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.optim.clipping import clip_grad_norm_
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.runtime.module.batches import loss_position, split_batch
@@ -123,9 +123,11 @@ class ParallelModule(StoredModule[Executable]):
         return accumulate(stage, batches, position, self.random_state.advance(len(batches)), scale)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of the parameters; on a pipeline, which has it too, over all stages."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """As `torch.nn.utils.clip_grad_norm_` of the parameters, of gradients that wait on the host, too.
+
+        On a pipeline, which has it too, the norm is that of all stages.
+        """
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @uncompiled
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, PipelineError
+from autopar.optim.clipping import scale_to, total_norm
 from autopar.pipeline.plan import PipelinePlan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.inputs import Arguments
@@ -153,21 +153,20 @@ class PipelineModule(StoredModule[Pipeline]):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_` on one process; a parameter that several ranks hold counts once.
+        As `torch.nn.utils.clip_grad_norm_` on one process, of gradients that wait on the host, too; a parameter that
+        several ranks hold counts once.
         """
         here, holders = dist.get_rank(self._group), self._ready().holders
-        named = [(name, p) for name, p in self.named_parameters() if p.grad is not None]
-        counted = [p.grad for name, p in named if holders.get(name, (here,))[0] == here]
-        norm = torch.nn.utils.get_total_norm(counted, norm_type)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norm = norm.to(self._mesh.device_type)
+        named = list(self.named_parameters())
+        counted = [p for name, p in named if holders.get(name, (here,))[0] == here]
+        norm = total_norm(counted, norm_type).to(self._mesh.device_type)
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, self._group)
         else:
             norm = norm**norm_type
             dist.all_reduce(norm, group=self._group)
             norm = norm ** (1 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+        scale_to([p for _, p in named], max_norm, norm)
         return norm
 
     def _frozen(self) -> frozenset[str]:

@@ -113,12 +113,7 @@ class PipeDream:
         self._stage.drop()
         for action in self._order:
             if action.kind == "F":
-                received = self._from_before()
-                outputs = self._stage.run(batches, first_step, action.microbatch, received)
-                if self._loss_position is not None:
-                    outputs = [outputs[self._loss_position]]
-                    total += outputs[0].detach() / len(batches)
-                waiting[action.microbatch] = received, self._to_after(outputs)
+                waiting[action.microbatch] = self._forward(batches, first_step, action.microbatch, total)
             else:
                 self._backward(*waiting.pop(action.microbatch))
                 self._stage.learn(action.microbatch)
@@ -128,6 +123,20 @@ class PipeDream:
         self._sending.clear()
         dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total
+
+    def _forward(
+        self, batches: Sequence[Arguments], first_step: int, number: int, total: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What micro-batch `number` receives, and what its backward begins at; its part of the loss goes to `total`.
+
+        Nothing else holds them, and with them the weights that the micro-batch has stashed.
+        """
+        received = self._from_before()
+        outputs = self._stage.run(batches, first_step, number, received)
+        if self._loss_position is not None:
+            outputs = [outputs[self._loss_position]]
+            total += outputs[0].detach() / len(batches)
+        return received, self._to_after(outputs)
 
     def _from_before(self) -> list[Tensor]:
         """What the stage before sends of the next micro-batch, as leaves."""

@@ -1,14 +1,14 @@
 """Parameters that several ranks of a pipeline hold: tied weights whose uses stand on different stages.
 
 Each holder has a gradient of its own uses. The gradient of the parameter is their sum, which every holder computes in
-the order of the ranks, so that equal parameters stay equal.
+the order of the ranks, so that equal parameters stay equal. Hooks behind its accumulation see the sum alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,8 @@ def summed_over_holders(
     for parameter in held.values():
         parameter.grad = None
     try:
-        yield
+        with _hooks_held_back(held.values()):
+            yield
         learned = _with_gradient(holders, held, hosts)
         for name, parameter in held.items():
             if name in learned:  # a weight that the loss does not use has no gradient
@@ -53,6 +54,24 @@ def summed_over_holders(
         for name, parameter in held.items():
             earlier, found = before[name], parameter.grad
             parameter.grad = found if earlier is None else earlier if found is None else earlier + found
+    for name, parameter in held.items():
+        if name in learned:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+
+@contextlib.contextmanager
+def _hooks_held_back(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Have no hook run inside the block that waits for gradients of some parameters."""
+    hooks = [each for each in (p._post_accumulate_grad_hooks for p in parameters) if each]
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, before, strict=True):
+            each.update(own)
 
 
 def _with_gradient(holders: Holders, held: Mapping[str, nn.Parameter], hosts: dist.ProcessGroup) -> frozenset[str]:

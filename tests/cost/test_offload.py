@@ -46,6 +46,17 @@ def test_where_the_device_is_the_host_nothing_passes_beside_anything() -> None:
     assert found.seconds == pytest.approx(8.0 + 2.8 + 4.0)
 
 
+def test_gradients_that_leave_in_the_backward_are_not_in_the_step() -> None:
+    early = replace(ADAMW, gradients="host")
+    there, found = host_step(FLOAT, GPU, ADAMW), host_step(FLOAT, GPU, early)
+    assert (found.before, found.down, found.up) == (4.0, 4.0, 4.0)
+    assert there.host - found.host == pytest.approx(4 / 10)  # which the link writes before
+    assert found.seconds == 4.0
+    assert host_step(HALF, GPU, replace(early, master_copies=True)).down == 0
+    assert host_step(FLOAT, HOST, early).seconds == pytest.approx(host_step(FLOAT, HOST, ADAMW).seconds)
+    assert host_bytes([(FLOAT, Layout.parse("S(0)"))], (2,), early)["gradients"] == 48
+
+
 def test_a_step_takes_what_its_elements_take_on_a_device() -> None:
     mesh = Mesh({"dp": 2})
     for layout, elements in (("I", 24), ("S(0)", 12)):
@@ -73,3 +84,11 @@ def test_a_profile_without_its_host_is_refused(missing: str) -> None:
 def test_the_host_steps_for_adamw_alone(name: str) -> None:
     with pytest.raises(InputError, match=f"offload was given with optimizer='{name}'.*OffloadedAdamW"):
         Optimizer(name, offload=Offload())
+    with pytest.raises(InputError, match=f"gradients=\"host\" was given with optimizer='{name}'.*OffloadedAdamW"):
+        Optimizer(name, gradients="host")
+
+
+def test_gradients_are_on_the_device_or_the_host() -> None:
+    assert not Optimizer(gradients="host").frees_gradients  # where nothing is offloaded
+    with pytest.raises(InputError, match=r"""gradients='gpu'; give "device" or "host"\."""):
+        Optimizer(gradients="gpu")  # pyright: ignore[reportArgumentType]

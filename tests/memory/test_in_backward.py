@@ -120,8 +120,8 @@ def test_ranks_hold_what_the_plan_predicts(ranks: Ranks, shape: tuple[int, ...],
         assert found < without
 
 
-def test_a_step_on_the_host_is_refused_beside_it() -> None:
-    with pytest.raises(InputError, match=r"offload was given with in_backward=True, .* leave one of both out"):
+def test_a_step_on_the_host_is_refused_beside_it_without_gradients_there() -> None:
+    with pytest.raises(InputError, match=r'offload was given with in_backward=True, .* give gradients="host", too, or'):
         model, inputs = named("tiny-llama", 4, 8)
         asked = autopar.Optimizer("adamw", in_backward=True)
         autopar.plan(model, autopar.Mesh({"dp": 2}), inputs, optimizer=asked, offload="optimizer")

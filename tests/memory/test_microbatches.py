@@ -22,7 +22,7 @@ from autopar.hardware.profile import Hardware, Link
 from autopar.memory.microbatches import END, Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow, wire_bytes
-from autopar.memory.peak import memory_use
+from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
 from autopar.planning.formulation import Formulation
@@ -39,6 +39,8 @@ from tests.memory.test_model import split_samples, whole
 from tests.support.moments import at_moment
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 from tests.support.ranks import Ranks, mesh
+
+PIPEDREAM = Microbatches(6, 3, stashes=True)
 
 
 class CastLinear(nn.Module):
@@ -96,6 +98,27 @@ def test_all_forwards_first_has_two_fullest_backwards_and_alternating_has_one() 
     assert Microbatches(4, 4).phases == (Phase(3, True), Phase(2, False), END)
     assert Microbatches(4, 2).phases == (Phase(1, False), END)
     assert Microbatches().phases == (Phase(0, True),)
+
+
+def test_where_each_updates_the_weights_every_backward_is_a_first_one_and_the_others_wait_behind_it() -> None:
+    assert PIPEDREAM.phases == (Phase(2, True), replace(END, others=2))
+    working = replace(PIPEDREAM, works=True).phases
+    assert working == (*PIPEDREAM.phases, Phase(2, False, end=True, steps=True))
+
+
+@pytest.mark.parametrize("model", [Chain(), Attention(False), CastLinear()])
+def test_each_in_flight_has_the_weights_of_its_forward(model: nn.Module) -> None:
+    """What is stored as it is used is copied, what is cast or gathered once for each; gradients are of one of them."""
+    example = X_BD if not isinstance(model, Attention) else IDS_BS
+    space = space_of(model, (example,), dp=2)
+    kept_once, of_each = (MemoryModel(space, replace(PIPEDREAM, stashes=each)) for each in (False, True))
+    _, use, _ = memory_use(of_each, whole(space), {})
+    cast = 2 if isinstance(model, CastLinear) else 1
+    assert use.parts["moved weights"] == 3 * use.parts["parameters"] // cast
+    whole_weights = memory_use(kept_once, whole(space), {})[1].parts
+    assert whole_weights.get("moved weights", 0) == (use.parts["moved weights"] // 3 if cast > 1 else 0)
+    (end,) = [each.num_bytes for each in use.timeline if each.name == "end of the step"]
+    assert end > 2 * kept_by_one(of_each, whole(space)) + use.parts["moved weights"]
 
 
 def test_one_microbatch_is_planned_as_without_them() -> None:
@@ -190,7 +213,7 @@ def test_all_gradients_are_there_in_a_later_backward_and_none_in_the_first() -> 
     assert first_start in (start + inputs + kept, start + inputs + 4 * size)
 
 
-@pytest.mark.parametrize("microbatches", [Microbatches(6, 3), Microbatches(3, 3), Microbatches(2, 1)])
+@pytest.mark.parametrize("microbatches", [Microbatches(6, 3), Microbatches(3, 3), Microbatches(2, 1), PIPEDREAM])
 @pytest.mark.parametrize("model", [Attention(False), CastLinear()])
 def test_a_row_counts_what_the_prediction_counts(model: nn.Module, microbatches: Microbatches) -> None:
     inputs = (IDS_BS,) if isinstance(model, Attention) else (X_BD,)
@@ -201,6 +224,10 @@ def test_a_row_counts_what_the_prediction_counts(model: nn.Module, microbatches:
         peak, use, fullest = memory_use(memory, choices, {})
         assert at_moment(memory, choices, fullest) == max(each.num_bytes for each in use.timeline) == peak
         assert sum(use.parts.values()) == peak
+        by_moment, count = bytes_by_moment(memory, choices, {}), len(memory.lifetimes.calls)
+        for number, phase in enumerate(microbatches.phases):
+            if phase.end:
+                assert at_moment(memory, choices, number * count) == by_moment[number * count]
         if len(microbatches.phases) == 2:  # the timeline is that of the only backward that can be the fullest
             backward = [each.num_bytes for each in use.timeline if each.backward][:-1]
             assert [at_moment(memory, choices, place) for place in range(len(memory.lifetimes.calls))] == backward[::-1]

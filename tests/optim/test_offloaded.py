@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.optim import OffloadedAdamW, staging
+from autopar.optim import OffloadedAdamW, clip_grad_norm_, offloaded, staging
+from autopar.optim.host_gradients import gradient_on_host
 from autopar.optim.staging import SLOTS, Staged, staging_bytes
 
 STEPS, FEW = 5, 7
@@ -138,6 +140,81 @@ def test_clipping_and_scaling_find_gradients_on_the_device() -> None:
             scaler.update()
         found.append([each.detach() for each in model.parameters()])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_beside_the_backward_are_those_behind_it(dtype: torch.dtype) -> None:
+    ours, theirs = _model(dtype), _model(dtype)
+    said: dict[str, Any] = {**SETTINGS, "master_copies": True, "gradients": "host"}
+    optimizer = OffloadedAdamW(_groups(ours), **said)
+    handles = optimizer.step_in_backward()
+    before = ours.head.weight.detach().clone()
+    ours(_batch(0, dtype)).backward()
+    assert not torch.equal(before, ours.head.weight) and optimizer.state[ours.head.weight]["step"] == 1
+    optimizer.step()  # which has nothing left to do
+    found = _train(ours, optimizer, range(1, STEPS))
+    other = OffloadedAdamW(_groups(theirs), **said)
+    torch.testing.assert_close(found, _train(theirs, other), rtol=0, atol=0)
+    for handle in handles:
+        handle.remove()
+    both = [_train(each, own, range(STEPS, STEPS + 1)) for each, own in ((ours, optimizer), (theirs, other))]
+    torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+def test_the_host_steps_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the first layer waits until the host has stepped the last one."""
+    stepped, waited, update = threading.Event(), [], offloaded._update
+
+    def seen(*args: Any) -> None:
+        update(*args)
+        stepped.set()
+
+    monkeypatch.setattr(offloaded, "_update", seen)
+    model = _model()
+    OffloadedAdamW(model.parameters(), gradients="host").step_in_backward()
+    model.conv.weight.register_hook(lambda _: waited.append(stepped.wait(20)))
+    model(_batch(0, torch.float32)).backward()
+    assert waited == [True]
+
+
+def test_what_fails_beside_the_backward_fails_it_and_the_next_goes_on() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 4)[:, :2])
+    other = nn.Parameter(torch.ones(2))
+    optimizer = OffloadedAdamW([parameter, other], gradients="host")
+    optimizer.step_in_backward()
+    with pytest.raises(InputError, match="lies in memory with gaps"):
+        (parameter.sum() + other.sum()).backward()
+    optimizer.zero_grad()
+    other.sum().backward()
+    assert (other < 1).all()
+
+
+def test_steps_beside_the_backward_need_gradients_on_the_host() -> None:
+    with pytest.raises(InputError, match=r'step_in_backward .* wait on the device; make it with gradients="host"'):
+        OffloadedAdamW(_model().parameters()).step_in_backward()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("most", [0.01, 1e6])
+def test_clipping_finds_gradients_on_the_host(most: float, norm_type: float) -> None:
+    ours, theirs = _model(), _model()
+    optimizer = OffloadedAdamW(ours.parameters(), **SETTINGS, gradients="host")
+    for each in (ours, theirs):
+        for number in range(2):
+            each(_batch(number, torch.float32)).backward()
+    one, two = (each.conv.get_parameter("bias") for each in (ours, theirs))
+    one.grad = torch.ones_like(one)  # which no hook has brought
+    assert two.grad is not None
+    two.grad += 1
+    unused = nn.Parameter(torch.ones(2))
+    norm = clip_grad_norm_([*ours.parameters(), unused], most, norm_type)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), most, norm_type))
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        on_host = gradient_on_host(one)
+        assert on_host is not None and two.grad is not None
+        torch.testing.assert_close(on_host, two.grad.flatten())
+    optimizer.zero_grad()
+    assert gradient_on_host(ours.conv.weight) is None
 
 
 def test_gradients_on_the_host_leave_none_behind_and_are_forgotten() -> None:

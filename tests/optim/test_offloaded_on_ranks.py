@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = Fals
 
     def clipped() -> None:
         if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))(0.5)
 
     losses = losses_of(optimizer, STEPS, loss_of, clipped)
     return _Run(losses, {name: whole(each) for name, each in model.named_parameters()})  # pyright: ignore[reportArgumentType]
@@ -63,6 +64,8 @@ def _build(dtype: torch.dtype) -> nn.Module:
 def _compiled(
     shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: Any = "device", clip: bool = False
 ) -> _Run:
+    """`gradients` that are "stepped" are on the host, which steps in the backward."""
+    gradients, stepped = "host" if gradients == "stepped" else gradients, gradients == "stepped"
     args, kwargs = FAMILIES["llama"].inputs(0)
     masters = dtype == torch.bfloat16
     model = autopar.compile(
@@ -70,11 +73,14 @@ def _compiled(
         mesh(shape, ("dp", "tp")[: len(shape)]),
         kwargs or args,
         strategy=strategy,
+        optimizer=autopar.Optimizer(gradients=gradients, in_backward=stepped),
         master_copies=masters,
         offload="optimizer",
         hardware=HOSTED,
     )
     optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS, master_copies=masters, gradients=gradients)
+    if stepped:
+        optimizer.step_in_backward()
     found = _train(model, optimizer, clip)
     plan = model.plan
     assert plan.offload == "optimizer" and plan.memory is not None
@@ -89,6 +95,8 @@ def _compiled(
 CASES = [
     ((2,), "zero3", torch.float32, "device"),
     ((2,), "megatron", torch.bfloat16, "host"),
+    ((2,), "zero3", torch.bfloat16, "stepped"),
+    pytest.param((2, 2), "fsdp_megatron", torch.float32, "stepped", marks=pytest.mark.slow),
     pytest.param((2, 2), "fsdp_megatron", torch.float32, "host", marks=pytest.mark.slow),
     pytest.param((2,), "zero2", torch.float32, "host", marks=pytest.mark.slow),
     pytest.param((2,), "zero1", torch.bfloat16, "device", marks=pytest.mark.slow),
@@ -114,29 +122,42 @@ def test_compiled_models_are_trained_as_on_one_process(
         tolerance: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if masters else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(found.losses, wanted.losses, **tolerance)
         torch.testing.assert_close(found.parameters, wanted.parameters, **tolerance)
-        waiting = found.stored // 2 if gradients == "host" else 0
-        assert found.host_bytes == found.planned + waiting > 0
-        assert gradients == "host" or found.held == found.stored
+        assert found.host_bytes == found.planned > 0
+        assert gradients != "device" or found.held == found.stored
 
 
-def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("shape", "strategy", "gradients"),
+    [
+        ((2,), "zero3", "host"),
+        pytest.param((2,), "zero3", "device", marks=pytest.mark.slow),
+        pytest.param((2, 2), "fsdp_megatron", "host", marks=pytest.mark.slow),
+        pytest.param((2,), "data_parallel", "host", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(
+    ranks: Ranks, shape: tuple[int, ...], strategy: str, gradients: str
+) -> None:
     alone = _build(torch.float32)
     wanted = _train(alone, torch.optim.AdamW(alone.parameters(), **SETTINGS), clip=True)
-    found = ranks.run(_compiled, (2,), "zero3", torch.float32, "device", True, world_size=2, timeout=180)
-    for each in found:
+    arguments = (shape, strategy, torch.float32, gradients, True)
+    for each in ranks.run(_compiled, *arguments, world_size=math.prod(shape), timeout=180):
         torch.testing.assert_close(each.parameters, wanted.parameters, rtol=1e-4, atol=1e-5)
 
 
-def _measured(strategy: str) -> tuple[int, int]:
+def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     """Bytes on the device at the highest moment of the second step, and those of the plan."""
     model, inputs = named("tiny-llama", 8, 64)
     assert isinstance(inputs, tuple)
-    compiled = autopar.compile(model, mesh((2,), ("dp",)), inputs, strategy=strategy, offload="optimizer")
+    asked = autopar.Optimizer(gradients=gradients)
+    compiled = autopar.compile(
+        model, mesh((2,), ("dp",)), inputs, strategy=strategy, offload="optimizer", optimizer=asked
+    )
     compiled.to_empty(device="cpu")
     for each in (*compiled.parameters(), *compiled.buffers()):
         nn.init.normal_(each, std=0.02)
     values = tuple(torch.randint(0, 200, each.shape) for each in inputs)
-    optimizer = OffloadedAdamW(compiled.named_parameters())
+    optimizer = OffloadedAdamW(compiled.named_parameters(), gradients=gradients)
 
     def step() -> None:
         compiled(*values).square().mean().backward()
@@ -151,8 +172,12 @@ def _measured(strategy: str) -> tuple[int, int]:
     return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes
 
 
-def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks) -> None:
-    for found, predicted in ranks.run(_measured, "zero3", world_size=2):
+@pytest.mark.parametrize(
+    ("strategy", "gradients"),
+    [("zero3", "device"), ("data_parallel", "host"), pytest.param("zero3", "host", marks=pytest.mark.slow)],
+)
+def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks, strategy: str, gradients: str) -> None:
+    for found, predicted in ranks.run(_measured, strategy, gradients, world_size=2):
         assert predicted == pytest.approx(found, rel=0.05)
 
 
@@ -206,7 +231,7 @@ def test_a_model_whose_state_does_not_fit_is_trained_with_it_on_the_host(ranks: 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
-def _in_stages() -> tuple[list[float], int, int]:
+def _in_stages(gradients: Any) -> tuple[list[float], int, int]:
     family = FAMILIES["llama"]
     _, kwargs = family.inputs(0)
     many = {name: torch.cat([each] * 4) for name, each in kwargs.items()}
@@ -218,13 +243,15 @@ def _in_stages() -> tuple[list[float], int, int]:
         microbatches=4,
         schedule="1f1b",
         offload="optimizer",
+        optimizer=autopar.Optimizer(gradients=gradients),
         hardware=HOSTED,
     )
-    optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS)
+    optimizer = OffloadedAdamW(model.named_parameters(), **SETTINGS, gradients=gradients)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         losses.append(float(model.train_step(**many)))
+        model.clip_grad_norm_(0.5)
         optimizer.step()
     rank = model.plan.schedule.stages_of(torch.distributed.get_rank() // 2)
     planned = sum(model.plan.stages[number].plan.host_bytes for number in rank)
@@ -232,7 +259,8 @@ def _in_stages() -> tuple[list[float], int, int]:
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_are_trained_as_on_one_process(ranks: Ranks) -> None:
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_stages_of_a_pipeline_are_trained_as_on_one_process(ranks: Ranks, gradients: str) -> None:
     family = FAMILIES["llama"]
     _, kwargs = family.inputs(0)
     alone = family.build()
@@ -242,9 +270,10 @@ def test_stages_of_a_pipeline_are_trained_as_on_one_process(ranks: Ranks) -> Non
         optimizer.zero_grad()
         loss = family.loss(alone(**kwargs))
         loss.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
         optimizer.step()
         wanted.append(loss.item())
-    for losses, held, planned in ranks.run(_in_stages, world_size=4, timeout=240):
+    for losses, held, planned in ranks.run(_in_stages, gradients, world_size=4, timeout=240):
         torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=0)
         assert held == planned
 

@@ -54,6 +54,62 @@ def test_state_leaves_the_device_and_is_on_the_host() -> None:
     assert there.seconds > here.seconds
 
 
+GRADIENTS = autopar.Optimizer(gradients="host")
+"""Leave for the host in the backward."""
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
+def test_gradients_that_leave_in_the_backward_are_on_the_host(strategy: str) -> None:
+    here, there = (_planned(strategy=strategy, offload="optimizer", optimizer=each) for each in ("adamw", GRADIENTS))
+    assert here.memory is not None and there.memory is not None
+    assert {**here.host, "gradients": here.memory.parts["parameters"]} == there.host
+    assert there.peak_bytes < here.peak_bytes and there.verify().ok
+    again = there.reprice(**there.with_formulas().symbols)
+    assert again.seconds == pytest.approx(there.seconds, rel=1e-9)
+    assert again.memory["host_bytes"] == there.host["optimizer"] + there.host["gradients"]
+    assert again.memory["memory"] == there.peak_bytes
+
+
+def test_their_copies_run_beside_the_backward() -> None:
+    """Down is the gradient of each parameter as soon as it is there, in the order in which they are made."""
+    timeline = _planned(strategy="zero3", offload="optimizer", optimizer=GRADIENTS).timeline()
+    downs = [each for each in timeline.events if each.task.stream == "device to host"]
+    early, late = ([each for each in downs if each.task.phase == phase] for phase in ("backward", "optimizer"))
+    assert len(early) == len(late) == 8  # in the step comes the weight, of which there is no master copy
+    assert [each.task.row[:3] for each in early[::2]] == ["p_3", "p_2", "p_1", "p_0"]
+    behind = max(each.end for each in timeline.events if each.task.phase == "backward" and not each.task.beside)
+    assert early[0].end < behind
+    reductions = [each for each in timeline.events if each.task.name == "reduce_scatter"]
+    assert all(copy.start >= sent.end for copy, sent in zip(early[::2], reductions, strict=True))
+    hosts = {each.task.row: each for each in timeline.events if each.task.stream == "host"}
+    assert all(hosts[each.task.row].start >= each.end for each in early)
+    there = _planned(strategy="zero3", offload="optimizer", optimizer=GRADIENTS, hardware="cpu").timeline()
+    assert sum(each.task.name == "device to host" for each in there.events) == 8
+    assert not any(each.task.beside for each in there.events)
+
+
+def test_steps_of_the_host_run_beside_the_backward_that_they_are_in() -> None:
+    asked = autopar.Optimizer(gradients="host", in_backward=True)
+    said = {"strategy": "zero3", "offload": "optimizer", "hardware": SLOW_HOST}
+    stepping, behind = (_planned(optimizer=each, **said) for each in (asked, GRADIENTS))
+    assert (stepping.peak_bytes, stepping.host, stepping.seconds) == (behind.peak_bytes, behind.host, behind.seconds)
+    early, late = (each.timeline() for each in (stepping, behind))
+    assert early.seconds < late.seconds and not any(each.task.phase == "optimizer" for each in early.events)
+    hosts = [[each for each in found.events if each.task.stream == "host"] for found in (early, late)]
+    assert hosts[0][0].start < hosts[1][0].start
+    ups = {each.task.row: each for each in early.events if each.task.stream == "host to device"}
+    assert all(ups[each.task.row].start >= each.end for each in hosts[0])
+
+
+def test_what_auto_leaves_on_the_device_has_its_gradients_there() -> None:
+    plan = _planned(offload="auto", optimizer=GRADIENTS)
+    assert plan == _planned()
+    again = Plan.from_json(plan.to_json()).attach(
+        *(_model(), (torch.zeros(16, 64),)), hardware="h100", optimizer=GRADIENTS, offload="auto"
+    )
+    assert again.verify().ok
+
+
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}])
 def test_sum_formula_and_timeline_agree(mesh: dict[str, int]) -> None:
     plan = _planned(mesh, strategy="zero3", offload="optimizer")
@@ -203,7 +259,22 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
         assert context_of(stage.plan).space.optimizer.offload == Offload(4)
     with pytest.raises(InfeasibleError, match="for the 4 that share a host"):
         autopar.plan(_model(), mesh, inputs, offload="optimizer", host_memory=4 * plan.host_bytes - 1, **said)
-    assert any("what the optimizer keeps is on the host" in note for note in plan.notes)
+    within = autopar.plan(_model(), mesh, inputs, offload="optimizer", memory=plan.peak_bytes, **said)
+    assert any("what the optimizer keeps is on the host" in note for note in within.notes)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
+def test_a_word_without_a_limit_is_planned_once(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = [], offloading._made
+
+    def seen(request: Any, plans: Any) -> Any:
+        asked.append(request.offload)
+        return made(request, plans)
+
+    monkeypatch.setattr(offloading, "_made", seen)
+    said = {"microbatches": 2, "schedule": "1f1b"} if "pp" in mesh else {}
+    plan = _planned(mesh, offload="optimizer", **said)
+    assert asked == ["optimizer"] and plan.offload == "optimizer" and not any("on the host" in n for n in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +283,7 @@ def test_a_pipeline_has_state_on_the_host(tmp_path: Path) -> None:
         ({"offload": "weights"}, "offload='weights'; give 'none', 'optimizer', 'activations', 'both', 'auto'"),
         ({"offload": "both", "recompute": "full"}, "offload='both' sends .* recompute='full' .* next to nothing; give"),
         ({"offload": "activations", "imbalance": 1.5}, "offload='activations' beside imbalance=1.5: copies .* equal"),
+        ({"optimizer": GRADIENTS}, "gradients=\"host\" beside offload='none': gradients wait .*; give"),
         ({"offload": "auto", "optimizer": "sgd"}, "offload was given with optimizer='sgd'"),
         (
             {"host_memory": "1GB"},

@@ -151,7 +151,8 @@ def test_rows_that_are_gathered_again_are_kept_in_parts() -> None:
 def activations(plan: Plan) -> int:
     """Bytes that stand when the forward is over."""
     context = context_of(plan)
-    return int(bytes_by_moment(context.memory_model, context.choices, plan.recompute).reshape(4, -1)[FORWARD, -1])
+    by_moment = bytes_by_moment(context.memory_model, context.choices, plan.recompute)
+    return int(by_moment.reshape(FORWARD + 1, -1)[FORWARD, -1])
 
 
 @pytest.mark.parametrize(

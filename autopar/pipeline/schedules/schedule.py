@@ -113,6 +113,11 @@ class Schedule:
         return self.name in HALVING
 
     @property
+    def updates_each(self) -> bool:
+        """Whether every micro-batch updates the weights, and keeps those of its forward for its backward."""
+        return self.name == "pipedream"
+
+    @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank computes, in order."""
         return _orders(self)
@@ -175,7 +180,7 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 @cache
 def _orders(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The orders of all ranks, from PyTorch's class or, for pipedream, from those of 1f1b."""
-    if schedule.name == "pipedream":
+    if schedule.updates_each:
         return tuple(_one_forward_one_backward(schedule, rank) for rank in range(schedule.num_ranks))
     torch_class: Any = schedule.torch_class
     stages = [_stub(schedule, stage) for stage in schedule.stages_of(0)]

@@ -193,21 +193,33 @@ def test_a_step_waits_for_nothing_on_the_host(device: str, mesh: DeviceMesh) -> 
 
 
 @ON_CUDA
-@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize(
+    ("gradients", "backwards", "beside"),
+    [("device", 1, False), ("host", 1, False), ("host", 2, False), ("host", 1, True)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_on_the_host_is_updated_as_on_the_device(device: str, gradients: Any, dtype: torch.dtype) -> None:
-    """Copies on streams of their own wait for what the device computes, and it waits for them."""
+def test_state_on_the_host_is_updated_as_on_the_device(
+    device: str, gradients: Any, backwards: int, beside: bool, dtype: torch.dtype
+) -> None:
+    """Copies on streams of their own wait for what the device computes, and it waits for them.
+
+    Gradients of several `backwards` are added up on the way, and steps run `beside` the backward.
+    """
     found = []
     for kind in (OffloadedAdamW, torch.optim.AdamW):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)).to(device, dtype)
         given = {"gradients": gradients} if kind is OffloadedAdamW else {}
         optimizer = kind(model.parameters(), lr=1e-3, eps=1e-4, **given)
-        for number in range(4):
+        if beside and isinstance(optimizer, OffloadedAdamW):
+            optimizer.step_in_backward()
+        for number in range(4 * backwards):
             x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(number)).to(device, dtype)
-            optimizer.zero_grad()
+            if number % backwards == 0:
+                optimizer.zero_grad()
             model(x).float().square().mean().backward()
-            optimizer.step()
+            if (number + 1) % backwards == 0:
+                optimizer.step()
         found.append([each.detach() for each in model.parameters()])
         states = [x for each in model.parameters() for x in optimizer.state[each].values() if x.ndim]
         assert {each.device.type for each in states} == {"cpu" if kind is OffloadedAdamW else "cuda"}

@@ -125,8 +125,8 @@ def test_ranks_and_hosts_hold_what_the_plan_predicts(
     for found, before in zip(away, kept, strict=True):
         assert found.losses == before.losses
         assert found.modes == {OFFLOAD} and not before.modes
-        if schedule != "pipedream":  # whose stashed weights no plan counts
-            assert found.device[1] == pytest.approx(found.device[0], rel=0.1)
+        assert found.device[1] == pytest.approx(found.device[0], rel=0.1)
+        assert before.device[1] == pytest.approx(before.device[0], rel=0.1)
         assert found.host[0] == found.host[1] > 0 and found.left == 0
         assert found.device[0] < 0.75 * before.device[0]
 

@@ -62,6 +62,28 @@ def test_gradients_of_holders_are_summed_and_added_to_those_of_earlier_steps(ran
             ]
 
 
+def _taken() -> list[float]:
+    """What a hook that takes gradients away finds, of a parameter to which two backwards of a step add."""
+    rank, group = dist.get_rank(), mesh((3,), ("pp",)).get_group()
+    root, found = _held(rank), []
+
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found.extend(parameter.grad[:1].tolist())
+        parameter.grad = None
+
+    root.get_parameter("all").register_post_accumulate_grad_hook(take)
+    for _ in range(2):
+        with summed_over_holders(root, HOLDERS, group, group):
+            for _ in range(2):
+                (root.get_parameter("all").sum() * 10**rank).backward()
+    return found
+
+
+def test_a_hook_takes_the_sum_of_all_holders_once_a_step(ranks: Ranks) -> None:
+    assert ranks.run(_taken, world_size=3) == [[222.0, 222.0]] * 3
+
+
 def _failed() -> list[float] | None:
     group = mesh((2,), ("pp",)).get_group()
     root = nn.Module()
