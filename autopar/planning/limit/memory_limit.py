@@ -80,9 +80,9 @@ def best_within(
     Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
     elimination takes seconds, and counts of equal parts longer than that. Where the answer is not proven to be that
     near, its bound is below its seconds, and a RuntimeWarning says so. A search that is `hurried` counts nowhere long.
-    Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
-    none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be
-    faster than that, or none is within the limit: what is faster without paying for memory is an answer.
+    InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
+    was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
+    than that, or none is within the limit: what pays nothing for memory is an answer.
     """
     enough = ENOUGH if gap is None else gap
     counted = math.inf if hurried else enough
@@ -216,9 +216,9 @@ class _Search(Asked):
         return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
-        """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
+        """The best with the limit at the last call; None without one, if no price may be paid, or that is dear."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
-        if limit is None or last < 0 or self.solver != "auto":
+        if limit is None or last < 0 or self.solver != "auto" or self.cutoff <= 0:
             return None
         row = MemoryRow(((last, 1),))
         exact = Enough(self.enough, self.counted, self.cutoff)
