@@ -33,7 +33,7 @@ from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitErr
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, share, smaller_ones
+from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.program.recompute_segments import MODES
@@ -269,7 +269,7 @@ class _Search(Asked):
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
-        met = [choices_of_nodes(found.first.choices, (found.first.modes.get(name, MODES[0]) for name in modes or ()))]
+        met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
         enough = Enough(self.enough, self.counted, self.cutoff)
         for _ in range(MAX_MOMENTS):
