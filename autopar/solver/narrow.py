@@ -67,6 +67,8 @@ class Start:
     """A solution that fits."""
     near: float = 0.0
     """Where the best solution is so near the bound, as a share of it, the search ends."""
+    cutoff: float = math.inf
+    """Where the bound is as high, the search ends."""
 
 
 COLD = Start()
@@ -108,7 +110,7 @@ def by_elimination(
     ends the search where more would be dear.
     """
     is_dear = elimination.work > CHEAP_WORK
-    start = Start(price, known, FIXABLE if is_dear else 0.0)
+    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff)
 
     def smallest() -> Point:
         evaluated = evaluate(elimination, tables.bytes_only(), deadline)
@@ -178,7 +180,9 @@ def best_bound(
             return Relaxation(0.0, free, large)
         found = found.or_better(Relaxation(0.0, free, NOTHING))
     small = small or start.known or smallest()
-    return None if small is None else maximise_bound(problem, least, found, large, small, deadline, start.near)
+    if small is None:
+        return None
+    return maximise_bound(problem, least, found, large, small, deadline, start.near, start.cutoff)
 
 
 def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:

@@ -47,13 +47,14 @@ def elimination_order(
             if one != other:
                 around[one].add(other)
     depth = [0] * len(sizes)
+    message = [math.prod([sizes[other] for other in each]) for each in around]  # kept up: hubs have many neighbours
+    total = [sum([sizes[other] for other in each]) for each in around]
 
     def priority(node: int) -> tuple[int, ...]:
-        table = sizes[node] * math.prod([sizes[other] for other in around[node]])
+        table = sizes[node] * message[node]
         if by_growth:
-            message = math.prod(sizes[other] for other in around[node])
-            pairs = sum(sizes[node] * sizes[other] for other in around[node])
-            return (node in last, message - pairs if len(around[node]) > 1 else -LARGE, table, depth[node], node)
+            growth = message[node] - sizes[node] * total[node] if len(around[node]) > 1 else -LARGE
+            return (node in last, growth, table, depth[node], node)
         fill = 0
         if len(around[node]) > CROWDED:
             fill = len(around[node]) ** 2  # not worth counting: it is late in any good order
@@ -74,16 +75,20 @@ def elimination_order(
         del current[node]
         order.append(node)
         neighbours = around[node]
-        if sizes[node] * math.prod([sizes[other] for other in neighbours]) > most:
+        if sizes[node] * message[node] > most:
             return None
         changed = set(neighbours)
         for one in neighbours:
             around[one].discard(node)
+            message[one] //= sizes[node]
+            total[one] -= sizes[node]
             depth[one] = max(depth[one], depth[node] + 1)
         for one, other in itertools.combinations(sorted(neighbours), 2):
             if other not in around[one]:
-                around[one].add(other)
-                around[other].add(one)
+                for end, new in ((one, other), (other, one)):
+                    around[end].add(new)
+                    message[end] *= sizes[new]
+                    total[end] += sizes[new]
                 changed |= around[one] & around[other]
         for other in changed:
             current[other] = priority(other)

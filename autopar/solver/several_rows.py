@@ -93,10 +93,10 @@ def solve_rows(
     if whole is None and is_wide is False:
         return Best(None, -math.inf, tuple(prices), is_searched=False)
     if whole is None:
-        budgets = np.array([each.budget for each in problems], dtype=np.float64)
-        planes = [(problems[0].seconds_of(x), np.array([each.bytes_of(x) for each in problems]) - budgets) for x in met]
+        allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
+        seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
         gap = max(gap, enough.dear, TOLERANCE)
-        found = _best_of_wide(smaller, tuple(prices), planes, known, deadline, gap, enough)
+        found = _best_of_wide(smaller, tuple(prices), seen, known, deadline, gap, enough)
     else:
         found = _best_of_narrow(whole, tuple(prices), known, deadline, gap, enough)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
@@ -147,7 +147,7 @@ def _best_of_narrow(
 def _best_of_wide(
     problems: Sequence[Problem],
     start: tuple[float, ...],
-    met: Sequence[tuple[float, np.ndarray]],
+    met: Sequence[Sequence[int]],
     known: float,
     deadline: float,
     gap: float,
@@ -157,7 +157,7 @@ def _best_of_wide(
     whole = WideRows(problems, deadline)
     best, bound, prices = None, -math.inf, start
     try:
-        scale = min((seconds for seconds, _ in met), default=math.inf)
+        scale = min((problems[0].seconds_of(each) for each in met), default=math.inf)
         scale = abs(whole.at(start)[0] if math.isinf(scale) else scale)
         if math.isinf(scale):
             return Best(None, scale, start)

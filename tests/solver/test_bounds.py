@@ -72,7 +72,8 @@ def test_nor_where_the_graph_is_wide(
     best = reference(problems)
     if reference([without_limit(problems[0])]) == math.inf:
         return
-    met = [solve(without_limit(problems[0])).choices] if is_known else []
+    known = [solve(without_limit(problems[0])).choices, (0,) * 8, (1,) * 8]  # these may be forbidden, or fit
+    met = known if is_known else []
     start = [0.0 if is_known else price] * num_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several_rows, "LEFT_WORK", left)

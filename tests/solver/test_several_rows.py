@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import TimeLimitError
 from autopar.solver import several_rows
+from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.relaxation.prices import BestPrices, filled
+from autopar.solver.relaxation import prices
+from autopar.solver.relaxation.prices import BestPrices, best_prices, filled
 from autopar.solver.several_rows import solve_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -87,6 +90,49 @@ def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_bud
     assert found.choices is not None and found.seconds == 2.0
     assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
     assert filled(problems, found, (1,) * 8) == found
+
+
+class _Roughly:
+    """A node of three strategies, evaluated a good deal below the truth; the best is met at 0.1 s/byte alone."""
+
+    def __init__(self) -> None:
+        node = Node("a", np.array([0.0, 1.0, 0.4]), np.array([10, 0, 5]))
+        self.problems = (Problem((node,), (), 5),)
+
+    def at(
+        self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf
+    ) -> tuple[float, tuple[int, ...]]:
+        (node,) = self.problems[0].nodes
+        least = float((node.seconds + prices[0] * (node.num_bytes - 5)).min()) - 0.2
+        return least, (2,) if math.isclose(prices[0], 0.1) else (0,) if prices[0] < 0.1 else (1,)
+
+
+def test_where_evaluations_are_rough_choices_are_looked_for_beside_the_best_prices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rough, known = _Roughly(), [(0,), (1,)]
+    found = best_prices(rough, (0.0,), 1.0, 0.0, 0.0, NEVER, radius=0.01, met=known)
+    assert found.choices == (2,) and found.bound <= 0.4
+    monkeypatch.setattr(prices, "BESIDE", 0)
+    assert best_prices(rough, (0.0,), 1.0, 0.0, 0.0, NEVER, radius=0.01, met=known).choices == (1,)
+
+
+def test_known_choices_are_mixed_before_anything_is_evaluated() -> None:
+    node = Node("a", np.array([0.0, 1.0]), np.array([10, 0]))
+
+    class Late(_Roughly):
+        problems = (Problem((node,) * 8, (), 60),)
+
+        def __init__(self) -> None:
+            pass
+
+        def at(
+            self, prices: tuple[float, ...], known: float = 0.0, enough: float = 0.0
+        ) -> tuple[float, tuple[int, ...]]:
+            raise TimeLimitError("no time")
+
+    found = best_prices(Late(), (0.0,), 8.0, 0.0, 0.0, NEVER, radius=0.01, met=[(0,) * 8, (1,) * 8])
+    assert found.choices is not None and found.seconds == 2.0
 
 
 @settings(deadline=None, max_examples=15)

@@ -58,6 +58,19 @@ def choices_of_nodes(choices: Sequence[int], modes: Iterable[str]) -> tuple[int,
     return (*choices, *(MODES.index(mode) for mode in modes))
 
 
+def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str]) -> list[tuple[int, ...]]:
+    """The choices of an answer, and the same with every segment in each of the `known` modes that it may have.
+
+    `modes` say which these are, as of problems (`Formulation.problem`). So it shows what memory costs where nothing
+    changes but what is computed again.
+    """
+    own = {name: answer.modes.get(name, MODES[0]) for name in modes}
+    found = [own]
+    for mode in known:
+        found.append({name: mode if mode in (said or mode).split("|") else own[name] for name, said in modes.items()})
+    return list(dict.fromkeys(choices_of_nodes(answer.choices, each.values()) for each in found))
+
+
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
     """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
     count = len(memory.space.decisions)

@@ -33,7 +33,7 @@ from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitErr
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, share, smaller_ones
+from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.program.recompute_segments import MODES
@@ -80,9 +80,9 @@ def best_within(
     Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
     elimination takes seconds, and counts of equal parts longer than that. Where the answer is not proven to be that
     near, its bound is below its seconds, and a RuntimeWarning says so. A search that is `hurried` counts nowhere long.
-    Raises InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where
-    none was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be
-    faster than that, or none is within the limit: what is faster without paying for memory is an answer.
+    InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
+    was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
+    than that, or none is within the limit: what pays nothing for memory is an answer.
     """
     enough = ENOUGH if gap is None else gap
     counted = math.inf if hurried else enough
@@ -216,9 +216,9 @@ class _Search(Asked):
         return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
-        """The best with the limit at the last call; None without a limit, and where that is not solved cheaply."""
+        """The best with the limit at the last call; None without one, if no price may be paid, or that is dear."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
-        if limit is None or last < 0 or self.solver != "auto":
+        if limit is None or last < 0 or self.solver != "auto" or self.cutoff <= 0:
             return None
         row = MemoryRow(((last, 1),))
         exact = Enough(self.enough, self.counted, self.cutoff)
@@ -269,7 +269,7 @@ class _Search(Asked):
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = {*prices, *found.moments, *full(found.taken[-1], limit)}
         halfway = self.deadline - HALF * seconds_until(self.deadline)
-        met = [choices_of_nodes(found.first.choices, (found.first.modes.get(name, MODES[0]) for name in modes or ()))]
+        met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
         enough = Enough(self.enough, self.counted, self.cutoff)
         for _ in range(MAX_MOMENTS):

@@ -38,6 +38,14 @@ class Contracted:
         }
         return tuple(found[node] for node in range(len(found)))
 
+    def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the smaller problem from those of the original one, none of whose pairs may be forbidden."""
+        found = []
+        for members in self.members:
+            same = [strategies == choices[node] for node, strategies in members.items()]
+            found.append(int(np.flatnonzero(np.all(same, axis=0))[0]))
+        return tuple(found)
+
 
 def contract(problem: Problem) -> Contracted:
     """Join pairs of nodes, largest first, until none is left that hardly leaves a choice."""

@@ -1,12 +1,13 @@
 """The core of a wide graph: what is left when every node is eliminated whose bag is small.
 
 Parameters, chains and blocks around a residual stream go, and equal layers share the work (`elimination`). Between the
-nodes of the core lie edges and messages over two or three of them; what lies between the same ones is added up.
+nodes of the core lie edges and messages over two to four of them; what lies between the same ones is added up.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Bucket, Elimination, EliminationStep, Tables, bag_sum, evaluate
 from autopar.solver.problem import Floats, Problem
 
-MAX_BAG = 2_000_000  # entries of a bag
-MAX_PAIR, MAX_TRIPLE = 200_000, 12_000  # entries of what a node leaves over two others, and over three
-MAX_ENDS = 3
+MAX_BAG = 6_000_000  # entries of a bag
+MAX_PAIR = 200_000  # entries of what a node leaves over two others at most
+SHAPES = ((12_000, 3), (130_000, 4))  # over more: entries, and how many others; which is better, cores show
+VISIT = 6_000  # entries that are passed in the time that a message takes beside its entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class Core:
     """Messages of parts of which no node is left."""
     elimination: Elimination
     """Of the other nodes: its messages are the tables behind those of the problem."""
+
+    def entries(self, sizes: Sequence[int]) -> int:
+        """That messages between all its nodes pass, with what a message takes beside them."""
+        passed = (math.prod([sizes[end] for end in joint.ends]) + VISIT for joint in self.joints)
+        return sum(len(joint.ends) * each for joint, each in zip(self.joints, passed, strict=True))
 
     def extend(self, choices: list[int], tables: Sequence[Floats]) -> None:
         """Fill in the best choices of the other nodes, given those of the core and all tables (`evaluated`)."""
@@ -89,12 +96,18 @@ class Core:
 
 
 def core_of(problem: Problem, tables: Tables) -> Core:
-    """Eliminate nodes, those of the smallest bags first, as long as bags and messages are small."""
-    return _Shrinking(problem, tables).result()
+    """Eliminate nodes, those of the smallest bags first, as long as bags and messages are small.
+
+    How small is best depends on the graph: the core is taken through whose messages the way is the shortest.
+    """
+    sizes = [node.num_strategies for node in problem.nodes]
+    found = (_Shrinking(problem, tables, *shape).result() for shape in SHAPES)
+    return min(found, key=lambda core: core.entries(sizes))
 
 
 class _Shrinking:
-    def __init__(self, problem: Problem, tables: Tables) -> None:
+    def __init__(self, problem: Problem, tables: Tables, most: int, max_ends: int) -> None:
+        self.most, self.max_ends = most, max_ends
         self.sizes = [node.num_strategies for node in problem.nodes]
         self.num_tables = len(tables)
         self.factors: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -128,11 +141,16 @@ class _Shrinking:
 
     def _priority(self, node: int) -> tuple[int, int, int] | None:
         """The entries of its bag; shallow nodes first, so that equal layers shrink alike. None: it stays."""
-        around = {other for factor in self.at[node] for other in self.factors[factor][1]} - {node}
+        around: set[int] = set()
+        for factor in self.at[node]:
+            around.update(self.factors[factor][1])
+            if len(around) > self.max_ends + 1:
+                return None
+        around.discard(node)
         left = math.prod([self.sizes[other] for other in around])
-        if len(around) > MAX_ENDS or left * self.sizes[node] > MAX_BAG:
+        if len(around) > self.max_ends or left * self.sizes[node] > MAX_BAG:
             return None
-        if left > (MAX_TRIPLE if len(around) == MAX_ENDS else MAX_PAIR):
+        if left > (self.most if len(around) > 2 else MAX_PAIR):
             return None
         return left * self.sizes[node], self.depth[node], node
 
@@ -171,10 +189,10 @@ class _Shrinking:
         shared = [self.factors[factor] for factor in left if len(self.factors[factor][1]) > 1]
         for _, scope in sorted(shared, key=lambda each: -len(each[1])):
             ends = tuple(sorted(scope))
-            if len(ends) == MAX_ENDS:
-                for number in range(MAX_ENDS):
-                    larger.setdefault(frozenset(ends[:number] + ends[number + 1 :]), ends)
+            for count in range(2, len(ends) + 1) if frozenset(ends) not in larger else ():
+                for some in itertools.combinations(ends, count):
+                    larger.setdefault(frozenset(some), ends)
         for table, scope in shared:
-            ends = larger.get(frozenset(scope), tuple(sorted(scope)))
+            ends = larger[frozenset(scope)]
             scopes[ends].append((table, tuple(ends.index(member) for member in scope)))
         return tuple(Joint(ends, tuple(each)) for ends, each in scopes.items())

@@ -163,10 +163,9 @@ class Messages:
             ends, costs = self._ends[edge], self._costs[edge]
             given = tuple(choices[end] if axis in before else slice(None) for axis, end in enumerate(ends))
             found = costs[given]
-            if leads_on:  # the one that is left is behind
-                behind = next(axis for axis in range(len(ends)) if axis != place and axis not in before)
-                sent = self._sent[edge][behind]
-                found = (found - sent).min(axis=1) if place < behind else (found - sent[:, None]).min(axis=0)
+            if leads_on:  # what is left of the others is behind
+                left = [axis for axis in range(len(ends)) if axis not in before]
+                found = _least(found, [self._sent[edge][axis] for axis in left], left.index(place))
             row = row + found
         return int(np.argmin(row))
 
@@ -199,7 +198,12 @@ def _least(costs: Floats, sent: Sequence[Floats], place: int) -> Floats:
         if place == 0:
             return np.minimum.reduce(costs - sent[1], axis=1)
         return np.minimum.reduce(costs - sent[0][:, None], axis=0)
-    first, second = (axis for axis in range(3) if axis != place)
-    both = sent[first][:, None] + sent[second]
-    moved = costs.transpose(place, first, second)
-    return np.minimum.reduce((moved - both).reshape(len(moved), -1), axis=1)
+    others, size = sent[1] if place == 0 else sent[0], costs.shape[place]
+    if place == 0:
+        others = others[None]
+    for axis in range(2 if place == 0 else 1, costs.ndim):
+        others = others[..., None] if axis == place else others[..., None] + sent[axis]
+    left = costs - others
+    if place:
+        left = np.minimum.reduce(left.reshape(-1, *costs.shape[place:]), axis=0)
+    return left if left.ndim == 1 else np.minimum.reduce(left.reshape(size, -1), axis=1)

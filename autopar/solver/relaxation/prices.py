@@ -26,6 +26,7 @@ BOX = 16.0  # times the prices to begin with: further ones are not looked at
 LEAST_BOX = 0.1  # of the bound: what all memory costs at such prices at least
 WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its edge
 SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
+BESIDE = 4  # evaluations beside the prices that prove most, while they find other choices and none that is good
 PATIENCE = 5  # evaluations in a row that prove no more
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 
@@ -55,6 +56,17 @@ class BestPrices:
     choices: tuple[int, ...] | None
     seconds: float
 
+    def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
+        """The same with choices that take so many seconds, if they are faster and within all budgets."""
+        is_better = (over <= 0).all() and seconds < self.seconds
+        return replace(self, choices=choices, seconds=seconds) if is_better else self
+
+
+def _cost(problems: Sequence[Problem], choices: Sequence[int]) -> tuple[float, np.ndarray]:
+    """Seconds of choices, and their bytes over each budget."""
+    over = [each.bytes_of(choices) - (each.budget or 0) for each in problems]
+    return problems[0].seconds_of(choices), np.array(over, dtype=np.float64)
+
 
 def best_prices(
     rows: Priced,
@@ -65,24 +77,34 @@ def best_prices(
     deadline: float,
     radius: float = math.inf,
     worthwhile: float = WORTHWHILE,
-    met: Sequence[tuple[float, np.ndarray]] = (),
+    met: Sequence[Sequence[int]] = (),
     cutoff: float = math.inf,
 ) -> BestPrices:
     """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
 
     With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
     share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
-    ones could prove less than a `worthwhile` share. `met` are seconds of known choices, and their bytes over each
-    budget: where nothing is known of prices, they say where to begin. A bound as high as the `cutoff` ends the search.
+    ones could prove less than a `worthwhile` share. `met` are choices that are known: where nothing is known of prices,
+    they say where to begin. A bound as high as the `cutoff` ends the search.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
-    planes = _Planes(budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300), max(2 * cost, radius * scale))
-    for known, beyond in met:
-        most, wanted = planes.after(known, beyond)
+    seen = [(tuple(each), *_cost(rows.problems, each)) for each in met]
+    best = BestPrices(start, -np.inf, None, np.inf)
+    for choices, seconds, over in seen:
+        best = best.or_faster(choices, seconds, over)
+    seen = seen if best.choices is not None else seen[:1]  # what is dear and does not fit says little of prices
+    widest = math.inf if best.choices is not None else max(2 * cost, radius * scale)
+    planes = _Planes(budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300), widest)
+    for choices, seconds, over in seen:
+        _, wanted = planes.after(seconds, over)
         if not cost:
             start = tuple((NEARER * wanted).tolist())
-    prices, best, open_there, stalled = start, BestPrices(start, -np.inf, None, np.inf), math.inf, 0
+        if best.choices is not None:
+            best = filled(rows.problems, replace(best, prices=start), choices)
+    prices, open_there, stalled = start, math.inf, 0
+    is_dear = radius < math.inf  # evaluations are, and not exact
+    beside, is_beside, known = BESIDE if is_dear else 0, False, {seconds for _, seconds, _ in seen}
     for _ in range(MAX_PLANES):
         try:
             enough = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
@@ -91,24 +113,27 @@ def best_prices(
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
-        seconds = rows.problems[0].seconds_of(choices)
-        over = np.array([each.bytes_of(choices) for each in rows.problems]) - budgets
+        seconds, over = _cost(rows.problems, choices)
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.
             best = replace(best, prices=prices, bound=reached)
             open_there = seconds + float(np.dot(prices, over)) - reached
-        if (over <= 0).all() and seconds < best.seconds:
-            best = replace(best, choices=choices, seconds=seconds)
-        if best.choices is not None and radius < math.inf:  # evaluations are dear
+        best = best.or_faster(choices, seconds, over)
+        if best.choices is not None and is_dear:
             best = filled(rows.problems, best, choices)
         most, wanted = planes.after(seconds, over)
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
-        if is_near or is_settled or is_stalled or is_over(deadline):
+        is_done = is_settled and (not beside or (is_beside and seconds in known))
+        if is_near or is_stalled or is_done or is_over(deadline):
             break
-        prices = tuple((NEARER * wanted + (1 - NEARER) * np.array(best.prices)).tolist())
+        known.add(seconds)
+        # Where prices prove hardly more, there may be better choices at those where the best known cost the same.
+        is_beside, beside = is_settled, beside - is_settled
+        share = 1.0 if is_beside else NEARER
+        prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
     return best
 
 

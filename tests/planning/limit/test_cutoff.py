@@ -16,7 +16,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.planning.limit import memory_limit
 from autopar.planning.planner import best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
-from autopar.solver import narrow
+from autopar.solver import lagrangian, narrow
 from autopar.space.space import Space
 from tests.support.planned import space_of
 
@@ -50,7 +50,28 @@ def test_the_first_bound_ends_it_where_that_is_enough(space: Space, monkeypatch:
         monkeypatch.setattr(module, name, None)  # whoever goes on fails
     with pytest.raises(CutOffError) as caught:
         make_plan(space, {}, limit, cutoff=free.seconds)
-    assert caught.value.seconds > free.seconds
+    assert caught.value.seconds >= free.seconds
+
+
+def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    limit = int(0.7 * free.peak_bytes)
+    seen: list[float] = []
+    least = lagrangian.LeastByElimination.__call__
+    monkeypatch.setattr(
+        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
+    )
+    with pytest.raises(CutOffError):
+        make_plan(space, {}, limit, cutoff=free.seconds)
+    assert len(seen) == 2, "one without a price, and one at the first"
+
+
+def test_none_at_all_where_nothing_may_be_paid_for_memory(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = make_plan(space, {})[0]
+    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # whoever looks for a price fails
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, int(0.7 * free.peak_bytes), cutoff=0.0)
+    assert caught.value.seconds == free.seconds
 
 
 def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:

@@ -18,7 +18,7 @@ from autopar.memory.peak import memory_use
 from autopar.planning import planner
 from autopar.planning.formulation import Pins
 from autopar.planning.limit import memory_limit
-from autopar.planning.limit.answers import Answer, smaller_ones
+from autopar.planning.limit.answers import Answer, in_each_mode, smaller_ones
 from autopar.planning.planner import answer_of, fetched_ahead, formulation_of, make_plan
 from autopar.planning.settings import Settings
 from autopar.solver import narrow
@@ -83,6 +83,13 @@ def test_smaller_ones_say_what_they_take(space: Space, pins: Pins) -> None:
     assert one == answer
     assert other.seconds > one.seconds and other.bound == answer.bound and not other.smaller[1:]
     assert (other.peak_bytes, other.memory) == memory_use(memory, other.choices, other.modes)[:2]
+
+
+def test_choices_are_had_with_every_segment_in_each_mode_that_it_may_have(space: Space, pins: Pins) -> None:
+    answer = replace(_answer(space, pins, 0.9)[0], modes={"first": "none", "second": "selective"})
+    found = in_each_mode(answer, {"first": "", "second": "none|selective"}, ("none", "selective", "full"))
+    assert [each[: len(answer.choices)] for each in found] == [answer.choices] * 4
+    assert [each[len(answer.choices) :] for each in found] == [(0, 1), (0, 0), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

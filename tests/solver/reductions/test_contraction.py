@@ -50,6 +50,7 @@ def test_every_choice_that_is_left_costs_what_it_cost(seed: int) -> None:
     for choices, (seconds, num_bytes) in allowed.items():
         assert np.isclose(found[choices][0], seconds)
         assert found[choices][1] == num_bytes
+        assert smaller.extend(smaller.restrict(choices)) == choices
 
 
 def test_two_nodes_that_must_agree_become_one() -> None:

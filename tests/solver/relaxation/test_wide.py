@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from autopar.solver.relaxation.wide import Wide, consistent, lower_bound
 from autopar.solver.solve import solve
 
 seeds = st.integers(0, 2**31 - 1)
-kinds = st.sampled_from(["hubs", "cliques"])
+kinds = st.sampled_from(["hubs", "cliques", "crowd"])
 shrinks = st.sampled_from([0, 9, 27, 2_000_000])  # entries of a bag that is eliminated beforehand
 
 
@@ -73,10 +75,20 @@ def _in_cliques(rng: np.random.Generator, num_layers: int, k: int) -> Problem:
     return Problem(tuple(nodes), tuple(edges))
 
 
+def _in_a_crowd(rng: np.random.Generator, num_more: int, k: int) -> Problem:
+    """Six nodes that all hang together, and some that hang on four of them each."""
+    ends = list(itertools.combinations(range(6), 2))
+    for more in range(6, 6 + num_more):
+        ends += [(int(node), more) for node in rng.permutation(6)[:4]]
+    nodes = tuple(Node(str(i), rng.random(k), rng.integers(0, 20, k)) for i in range(6 + num_more))
+    return Problem(nodes, tuple(Edge(each, _table(rng, k, k), rng.integers(0, 5, (k, k))) for each in ends))
+
+
 def _problem(seed: int, kind: str, budget: float | None = None, num_layers: int = 2) -> Problem | None:
     """None where everything is forbidden; `budget` lies between the least bytes and those of the best."""
     rng = np.random.default_rng(seed)
-    problem = _with_hubs(rng, 3 * num_layers, 3) if kind == "hubs" else _in_cliques(rng, num_layers, 3)
+    made = {"hubs": _with_hubs, "cliques": _in_cliques, "crowd": _in_a_crowd}[kind]
+    problem = made(rng, 3 * num_layers if kind == "hubs" else num_layers, 2 if kind == "crowd" else 3)
     try:
         least, most = solving.smallest_bytes(problem), solve(problem).num_bytes
     except InfeasibleError:
@@ -154,7 +166,19 @@ def test_without_circles_the_first_sweep_proves_the_optimum(monkeypatch: pytest.
     assert messages.bound == pytest.approx(solve(problem, solver="ilp").seconds)
 
 
-def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_their_steps() -> None:
+def test_what_four_nodes_have_in_common_is_one_where_that_is_the_shorter_way() -> None:
+    rng = np.random.default_rng(0)
+    crowd = _in_a_crowd(rng, 3, 2)
+    found = core_of(crowd, Tables(crowd))
+    assert set(found.nodes) == set(range(6)) and {len(joint.ends) for joint in found.joints} >= {4}
+    large = _in_a_crowd(rng, 3, 18)  # 18**4 entries are too many of four
+    assert {len(joint.ends) for joint in core_of(large, Tables(large)).joints} == {2}
+
+
+def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "SHAPES", ((12_000, 3),))
     rng = np.random.default_rng(0)
     layered = _in_cliques(rng, 6, 3)
     count, menu, stored = len(layered.nodes), Node("p", rng.random(4), np.zeros(4, dtype=np.int64)), rng.random((4, 3))

@@ -1,0 +1,60 @@
+"""Orders of elimination are those of what each bucket would be at that time, hubs of many neighbours included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.solver.order import LARGE, elimination_order
+from autopar.solver.problem import Edge, Node, Problem
+from tests.solver.random_problems import SHAPES, random_rows
+
+
+def with_hub(problem: Problem) -> Problem:
+    """The problem with one more node, next to all others."""
+    last, menu = len(problem.nodes), np.zeros(3)
+    sizes = [node.num_strategies for node in problem.nodes]
+    hub = Node("hub", menu, menu.astype(np.int64))
+    edges = (Edge((last, node), np.zeros((3, size))) for node, size in enumerate(sizes))
+    return Problem((*problem.nodes, hub), (*problem.edges, *edges))
+
+
+def by_growth_anew(problem: Problem) -> list[int]:
+    """Each time the node whose elimination enlarges the tables least, by definition."""
+    sizes = [node.num_strategies for node in problem.nodes]
+    around: dict[int, set[int]] = {node: set() for node in range(len(sizes))}
+    for edge in problem.edges:
+        for one, other in itertools.permutations(edge.ends, 2):
+            around[one].add(other)
+    depth, order = [0] * len(sizes), []
+
+    def priority(node: int) -> tuple[int, ...]:
+        message = math.prod(sizes[other] for other in around[node])
+        growth = message - sum(sizes[node] * sizes[other] for other in around[node])
+        return (growth if len(around[node]) > 1 else -LARGE, sizes[node] * message, depth[node], node)
+
+    while around:
+        node = min(around, key=priority)
+        neighbours = around.pop(node)
+        order.append(node)
+        for one in neighbours:
+            around[one] = (around[one] | neighbours) - {one, node}
+            depth[one] = max(depth[one], depth[node] + 1)
+    return order
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_order_by_growth_takes_what_grows_least(shape: str) -> None:
+    for seed in range(5):
+        (problem,) = random_rows(seed, shape, 1, num_nodes=14)
+        assert elimination_order(with_hub(problem), False, by_growth=True) == by_growth_anew(with_hub(problem))
+
+
+def test_an_order_is_broken_off_at_the_first_bucket_that_is_too_large() -> None:
+    """The hub's own bucket is never the first: all others have two neighbours at most beside it."""
+    (problem,) = random_rows(0, "repeated", 1, num_nodes=14)
+    assert elimination_order(with_hub(problem), True, most=27) is not None
+    assert elimination_order(with_hub(problem), True, most=26) is None
