@@ -44,6 +44,7 @@ TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
+PRICED_WORK = 30_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 GROWTH = 3.0  # of a margin of a wide graph
@@ -99,7 +100,7 @@ def _best_of_narrow(
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
     try:
         reached, _ = whole.at(prices)
-        if not is_dear:
+        if whole.elimination.work <= PRICED_WORK:
             priced = best_prices(whole, prices, abs(reached), 0.0, gap, deadline)
             reached, prices = priced.bound, priced.prices
             if priced.seconds < known:
