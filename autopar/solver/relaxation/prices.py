@@ -91,8 +91,8 @@ def best_prices(
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
-        seconds = rows.problems[0].seconds_of(choices)
-        over = np.array([each.bytes_of(choices) for each in rows.problems]) - budgets
+        seconds, held = rows.problems[0].cost_of(choices)
+        over = np.array([held, *(each.bytes_of(choices) for each in rows.problems[1:])]) - budgets
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.
