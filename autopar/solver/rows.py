@@ -16,7 +16,15 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, check, seconds_until
-from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination import (
+    Elimination,
+    Tables,
+    choices_of,
+    compile_order,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.solver.min_marginals import Excesses, shared_excesses
 from autopar.solver.narrow import best_left, labelled
 from autopar.solver.problem import Floats, Problem
@@ -45,10 +53,17 @@ class Rows:
         self._last: tuple[tuple[float, ...], list[Floats]] = (), []
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], deadline: float, most: float) -> Rows | None:
-        """None where the graph is too wide, or an evaluation takes more than so many entries."""
+    def of(
+        cls, problems: Sequence[Problem], deadline: float, most: float, order: Sequence[int] | None = None
+    ) -> Rows | None:
+        """None where the graph is too wide, or an evaluation takes more than so many entries.
+
+        An order in which nodes are eliminated is looked for if none is given.
+        """
         tables = Tables(problems[0], problems[1:])
-        elimination = narrow_elimination(problems[0], tables)
+        elimination = (
+            narrow_elimination(problems[0], tables) if order is None else compile_order(problems[0], tables, order)
+        )
         if elimination is None or elimination.work > most:
             return None
         return cls(problems, tables, elimination, deadline)
@@ -59,6 +74,8 @@ class Rows:
         """L(λ), and choices that attain it, whatever is known or enough."""
         evaluated = self._evaluated(prices)
         least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
+        if math.isinf(least):
+            return least, choices_of(self.elimination, evaluated)
         slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
         return least - paid - slack, choices_of(self.elimination, evaluated)
 
@@ -70,6 +87,14 @@ class Rows:
         """What strategies cost above L(λ), where that is below a margin."""
         evaluated = self._evaluated(prices)
         return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
+
+    def on(self, left: Sequence[Remaining]) -> Rows:
+        """What is left of the problem, eliminated in the same order."""
+        place = {node: number for number, node in enumerate(left[0].undecided)}
+        order = [place[bucket.bag[0]] for bucket in self.elimination.buckets if bucket.bag[0] in place]
+        found = Rows.of([each.problem for each in left], self.deadline, math.inf, order)
+        assert found is not None, "however many entries it has"
+        return found
 
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin."""

@@ -100,6 +100,8 @@ def _best_of_narrow(
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
     try:
         reached, _ = whole.at(prices)
+        if math.isinf(reached):
+            return Best(None, reached, prices)  # pairs that are allowed contradict each other
         if whole.elimination.work <= PRICED_WORK:
             priced = best_prices(whole, prices, abs(reached), 0.0, gap, deadline)
             reached, prices = priced.bound, priced.prices
@@ -113,9 +115,11 @@ def _best_of_narrow(
             margin = min(widest, known - reached + TOLERANCE * scale)
             below = reached + margin
             left = whole.left(near, margin)
-            rows = Rows.of([each.problem for each in left], deadline, math.inf)
-            assert rows is not None, "an elimination that has become wider"
-            found = best_below(rows, constant_of(left), prices, below, deadline, gap, enough, known)
+            constant = constant_of(left)
+            if math.isinf(constant):
+                found = Best(None, math.inf, prices)
+            else:
+                found = best_below(whole.on(left), constant, prices, below, deadline, gap, enough, known)
             best, known = _faster(whole.problems[0], left, found, best, known)
             bound = max(bound, min(found.bound, below, known))
             is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more

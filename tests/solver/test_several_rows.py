@@ -72,6 +72,13 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
     assert found is not None and found.choices is None and found.bound >= 0.999 * best * (1 - 1e-9)
 
 
+def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = tuple(Node(name, np.zeros(2), np.ones(2, dtype=np.int64)) for name in "ab")
+    found = solve_rows([Problem(nodes, (Edge((0, 1), np.full((2, 2), np.inf)),), 5)] * 2, [0.1, 0.0], math.inf, 60.0)
+    assert found.choices is None and found.bound == math.inf
+    assert not capfd.readouterr().err  # no linear program without an answer
+
+
 def test_a_narrow_graph_with_too_many_rows_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = _rows(3, 3, 2)
     monkeypatch.setattr(several_rows, "MAX_WORK", 0)
