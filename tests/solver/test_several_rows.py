@@ -15,6 +15,7 @@ from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation import prices
 from autopar.solver.relaxation.prices import BestPrices, filled
 from autopar.solver.residual import residual
 from autopar.solver.rows import Rows
@@ -77,6 +78,12 @@ def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFix
     found = solve_rows([Problem(nodes, (Edge((0, 1), np.full((2, 2), np.inf)),), 5)] * 2, [0.1, 0.0], math.inf, 60.0)
     assert found.choices is None and found.bound == math.inf
     assert not capfd.readouterr().err  # no linear program without an answer
+
+
+def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
+    planes = prices._Planes(np.array([1.0, 8e10]), 80.0, math.inf)
+    bound, where = planes.after(1.0, np.array([1e18, -1e9]))
+    assert bound == -math.inf and where.tolist() == [0.0, 0.0]
 
 
 def test_a_narrow_graph_with_too_many_rows_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
