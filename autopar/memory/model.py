@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -61,10 +62,11 @@ class MemoryModel(TensorBytes):
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
         self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
         self._wires: dict[tuple[int, int], Modes | None] = {}
+        self.parts: dict[object, Any] = {}
+        """What `parts` looked up of decisions and wires."""
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
-        alone = not space.program.learns and not self.microbatches.several
-        self.live = Live(self, self.lifetimes) if alone else None
+        self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
         """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
 
     @property
@@ -88,18 +90,16 @@ class MemoryModel(TensorBytes):
         decision, more = self.space.decisions[number], self.accumulation
         if decision.kind not in ("parameter", "buffer", "input") and not more.is_sent(number):
             return {}
-        info = decision.node.meta["tensor"]
-        elements = self.elements(info, decision)
+        elements = self.elements(info := decision.node.meta["tensor"], decision)
         if decision.kind == "output":
             num_gradients = self.microbatches.count if info.requires_grad else 0
             return {"receive buffers": self.times(elements, info.dtype.itemsize * num_gradients)}
         if decision.kind != "parameter":
             name = "receive buffers" if more.is_received(number) else "buffers and inputs"
             return {name: self.times(elements, info.dtype.itemsize * more.arrives(number))}
-        found = {"parameters": self.times(elements, info.dtype.itemsize)}
-        if self.space.optimizer.offload is None:
-            found |= self.kept_by_optimizer(info, elements, self.space.is_matrix(number))
-        return found
+        on_device = self.space.optimizer.offload is None
+        kept = self.kept_by_optimizer(info, elements, self.space.is_matrix(number)) if on_device else {}
+        return {"parameters": self.times(elements, info.dtype.itemsize), **kept}
 
     def stepped(self, number: int) -> list[Bytes]:
         """Bytes of a decision while the optimizer steps, beside what is stored: gradients, and what it works on."""

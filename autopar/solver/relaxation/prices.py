@@ -64,8 +64,10 @@ class BestPrices:
 
 def _cost(problems: Sequence[Problem], choices: Sequence[int]) -> tuple[float, np.ndarray]:
     """Seconds of choices, and their bytes over each budget."""
-    over = [each.bytes_of(choices) - (each.budget or 0) for each in problems]
-    return problems[0].seconds_of(choices), np.array(over, dtype=np.float64)
+    seconds, held = problems[0].cost_of(choices)
+    held_by = (held, *(each.bytes_of(choices) for each in problems[1:]))
+    over = [each - (problem.budget or 0) for problem, each in zip(problems, held_by, strict=True)]
+    return seconds, np.array(over, dtype=np.float64)
 
 
 def best_prices(
@@ -189,10 +191,14 @@ class _Planes:
         solver.Maximize(self._bound)
 
     def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where."""
+        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where.
+
+        Nothing more is (-inf) where the numbers are too far apart for the linear program to be solved.
+        """
         paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
         self._solver.Add(self._bound <= seconds + paid)
-        self._solver.Solve()
+        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return -math.inf, np.zeros(len(self._shares))
         found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
         if self._most < 1.0 and found.max(initial=0.0) > EDGE * self._most:
             self._most = min(WIDER * self._most, 1.0)
