@@ -14,7 +14,7 @@ from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, smaller_ones
+from autopar.planning.limit.answers import Answer, smaller_ones, without_idle_modes
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import (
@@ -234,9 +234,10 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     """The best choices under pins; of several micro-batches with the seconds that are least, one's share of a step."""
     modes = settings.modes(formulation.memory.lifetimes.segments)
     limit, time_limit, gap = settings.memory, settings.time_limit, settings.gap
-    return best_within(
+    found = best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
     )
+    return found if limit is None else without_idle_modes(found, formulation.memory, modes, limit)
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

@@ -71,6 +71,28 @@ def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str])
     return list(dict.fromkeys(choices_of_nodes(answer.choices, each.values()) for each in found))
 
 
+def without_idle_modes(answer: Answer, memory: MemoryModel, modes: Mapping[str, str], limit: int) -> Answer:
+    """The answer with segments as they are that gain nothing by being computed again, or by leaving for the host.
+
+    Among answers of the same seconds any may be found. `modes` say what a segment may be (`Formulation.problem`).
+    """
+    kept = dict(answer.modes)
+
+    def seconds() -> float:
+        return answer.problem.seconds_of(choices_of_nodes(answer.choices, kept.values()))
+
+    least = seconds()
+    for name, mode in answer.modes.items():
+        if mode != MODES[0] and MODES[0] in (modes.get(name) or MODES[0]).split("|"):
+            kept[name] = MODES[0]
+            if seconds() > least:
+                kept[name] = mode
+    if kept == answer.modes:
+        return answer
+    peak, use, place = memory_use(memory, answer.choices, kept)
+    return replace(answer, modes=kept, peak_bytes=peak, memory=use, fullest=place) if peak <= limit else answer
+
+
 def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
     """An answer and the smaller choices that are known beside it, with what they take by a model of memory."""
     count = len(memory.space.decisions)
