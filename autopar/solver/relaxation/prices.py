@@ -48,12 +48,13 @@ class Priced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BestPrices:
-    """Prices, the bound that they prove, and the fastest solution met that is within all budgets."""
+    """Prices, the bound that they prove, the fastest solution met that is within all budgets, and all that were met."""
 
     prices: tuple[float, ...]
     bound: float
     choices: tuple[int, ...] | None
     seconds: float
+    met: tuple[tuple[int, ...], ...] = ()
 
 
 def best_prices(
@@ -91,6 +92,8 @@ def best_prices(
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
+        if choices not in best.met:
+            best = replace(best, met=(*best.met, choices))
         seconds = rows.problems[0].seconds_of(choices)
         over = np.array([each.bytes_of(choices) for each in rows.problems]) - budgets
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
