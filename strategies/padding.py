@@ -6,11 +6,13 @@ the padding of its inputs through (see `sharding.padding`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.sharding.padding import padded_factors
 from autopar.strategies.roles import RoledProgram, Value
+from autopar.strategies.ruled import RuledCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,14 @@ def _followed(graph: RoledProgram) -> Padding:
     }
     factors: dict[str, frozenset[str]] = {}
     for call in graph.calls.values():
-        found = padded_factors(call.call, call.op, call.bound, [dims[value] for value in call.inputs], call.op.padded)
+        found = _padded(call.ruled, tuple([dims[value] for value in call.inputs]))
         factors[call.name] = found
         for position, term in enumerate(call.out_terms):
             dims[call.name, position] = frozenset(dim for dim, names in enumerate(term.dims) if names[0] in found)
     return Padding(dims, factors)
+
+
+@functools.lru_cache(maxsize=8192)
+def _padded(found: RuledCall, padded: tuple[frozenset[int], ...]) -> frozenset[str]:
+    """The factors of a call that may be padded; of equal calls once."""
+    return padded_factors(found.call, found.op, found.bound, padded, found.op.padded)

@@ -10,6 +10,7 @@ They stay in order where one of them is a class, or anything else whose parts an
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
 from autopar.program.operators.experts import COMBINE, DISPATCH
 from autopar.program.program import Program
 from autopar.strategies.roles import ATTENTION, RoledCall, RoledProgram, Value
+from autopar.strategies.ruled import RuledCall
 
 Dim = tuple[Value, int]
 """A dim of a tensor."""
@@ -125,17 +127,24 @@ def _ordered(call: RoledCall) -> frozenset[str]:
 
 def _splits(call: RoledCall) -> Iterator[tuple[str, Value, int]]:
     """Every choice of a call by name, with a tensor that it splits, and the dim."""
-    splittable, outputs = call.bound.splittable, _outputs(call)
-    for value, term in (*zip(call.inputs, call.in_terms, strict=True), *zip(outputs, call.out_terms, strict=True)):
-        for factor in splittable:
-            dim = term.dim_of(factor)
-            if dim is not None:
-                yield factor, value, dim
-    for choice in call.op.choices:
-        placed = (*zip(call.inputs, choice.inputs, strict=True), *zip(outputs, choice.outputs, strict=True))
-        for value, placement in placed:
-            if placement.is_split:
-                yield choice.name, value, placement.dim
+    for name, is_output, position, dim in _places(call.ruled):
+        yield name, (call.name, position) if is_output else call.inputs[position], dim
+
+
+@functools.lru_cache(maxsize=8192)
+def _places(found: RuledCall) -> tuple[tuple[str, bool, int, int], ...]:
+    """The same of all equal calls: whether it is an output or an input, its position, and the dim."""
+    rule, splittable = found.bound.rule, found.bound.splittable
+    split: list[tuple[str, bool, int, int]] = []
+    for is_output, terms in enumerate((rule.inputs, rule.outputs)):
+        for position, term in enumerate(terms):
+            dims = ((factor, term.dim_of(factor)) for factor in splittable)
+            split += [(factor, bool(is_output), position, dim) for factor, dim in dims if dim is not None]
+    for choice in found.op.choices:
+        for is_output, placements in enumerate((choice.inputs, choice.outputs)):
+            placed = enumerate(placements)
+            split += [(choice.name, bool(is_output), position, each.dim) for position, each in placed if each.is_split]
+    return tuple(split)
 
 
 def _outputs(call: RoledCall) -> list[Value]:

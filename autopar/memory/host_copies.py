@@ -42,11 +42,11 @@ class HostCopies:
 
     def bytes_of(self, number: int) -> Bytes | None:
         """Bytes of what a call keeps by itself that leave; None where none do."""
-        return self._leaving(self._own(number))
+        return self._leaving(self._own(number)) if OFFLOAD in self.lifetimes.modes else None
 
     def bytes_on(self, wire: Wire) -> Bytes | None:
         """Bytes that leave of what is kept on account of a wire; None where none do."""
-        return self._leaving(self._wire(wire))
+        return self._leaving(self._wire(wire)) if OFFLOAD in self.lifetimes.modes else None
 
     def seconds_of(self, number: int) -> Bytes | None:
         """Seconds of copies of what a call keeps by itself, as far as nothing hides them."""

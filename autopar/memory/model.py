@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -60,10 +61,11 @@ class MemoryModel(TensorBytes):
         self.lifetimes = Lifetimes(space, MODES if offloads else RECOMPUTATIONS)
         self.host_copies = HostCopies(space, self.lifetimes, self.own, self.wire, self.stays, self.cached)
         self._wires: dict[tuple[int, int], Modes | None] = {}
+        self.parts: dict[object, Any] = {}
+        """What `parts` looked up of decisions and wires."""
         self.accumulation = Accumulation(self, self.lifetimes, self.microbatches)
         self.weights = MovedWeights(self, self.lifetimes, self.accumulation)
-        alone = not space.program.learns and not self.microbatches.several
-        self.live = Live(self, self.lifetimes) if alone else None
+        self.live = None if space.program.learns or self.microbatches.several else Live(self, self.lifetimes)
         """Of a forward alone, in the place of all that is kept for a backward and that a backward works on."""
 
     def fetching_ahead(self, prefetch: int) -> MemoryModel:

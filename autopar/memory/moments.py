@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from autopar.memory.live import Interval
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
-from autopar.memory.tensor_bytes import Modes
+from autopar.memory.parts import ManyParts, WeightParts, parts_of, parts_on
+from autopar.memory.tensor_bytes import Bytes, Modes
 from autopar.memory.uneven_rows import beside
 from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.space import Wire
@@ -35,12 +36,12 @@ def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
     """Bytes of a decision in a row, by strategy; one array per mode of its segment where the mode matters."""
     if memory.live is not None:
         return _alive(memory, row, memory.live.made(number), number)
-    more, first_use = memory.accumulation, memory.lifetimes.position[number]
-    gradients, own = more.gradients(number), memory.own(number)
+    held, first_use = parts_of(memory, number), memory.lifetimes.position[number]
+    gradients, own = held.gradients, held.own
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
-        parts: list[Modes] = [(array,) for array in memory.stored(number).values()]
+        parts: list[Modes] = [(array,) for _, array in held.stored]
         if at.phase.steps:
             moments.append((weight, [*parts, *((array,) for array in memory.stepped(number))]))
             continue
@@ -63,49 +64,55 @@ def wire_bytes(memory: MemoryModel, wire: Wire, row: MemoryRow) -> Modes | None:
     """Bytes of a wire in a row, by the strategies at its ends; one array per mode where the mode matters."""
     if memory.live is not None:
         return _alive_on_wire(memory, wire, row, memory.live.moved(wire))
-    more, place, weights = memory.accumulation, memory.lifetimes.position[wire.target], memory.weights
-    kept, again, unreduced = memory.wire(wire), weights.gathered_again(wire), weights.unreduced(wire)
-    held, sent, accumulated, fresh = more.held(wire), more.sent(wire), more.accumulated(wire), more.fresh(wire)
-    reduced, arrived = more.reduced(wire), more.arrived(wire)
-    last_made, sent_off = weights.last_made(wire), weights.sent_off(wire)
-    gathered, copied, layer = weights.gathered(wire), weights.copied_out(wire), memory.lifetimes.layer[wire.target]
+    found, place = parts_on(memory, wire), memory.lifetimes.position[wire.target]
+    kept, sent, of_weight, many = found.kept, found.sent, found.weight, found.many
+    if kept is None and sent is None and of_weight is None and many is None:
+        return None
+    more = memory.accumulation
     moments: list[tuple[int, list[Modes]]] = []
     for moment, weight in row.weights:
         at = moment_of(memory, moment)
         if at.phase.steps:
             moments.append((weight, []))
             continue
-        parts: list[Modes] = [] if held is None else [(held,)]
-        if accumulated is not None and (at.has_run(place) or not at.phase.first):
-            parts.append((accumulated,))
-        if at.phase.end:
-            moments.append((weight, parts if reduced is None else [*parts, (reduced,)]))
-            continue
-        if arrived is not None and at.has_run(place) and not at.phase.first:
-            parts.append((arrived,))
-        parts += _while_kept(memory, at, wire.target, kept)
-        if sent is not None:
-            parts.append(more.waiting(sent, at.phase.others + 1))
-        if fresh is not None and at.computes(place):
-            parts.append((fresh,))
-        on_way = weights.on_way(wire, at.kind == FORWARD) if is_ahead(memory, layer, at) else None
-        if on_way is not None:
-            parts.append((on_way,))
-        if layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
-            if gathered is not None and at.kind == FORWARD:
-                parts.append((gathered,))
-            if again is not None and at.kind in (COMPUTING, GATHERING):
-                parts.append((again,))
-            if copied is not None and at.kind == GATHERING:
-                parts.append((copied,))
-            if unreduced is not None and place > at.place and at.kind != FORWARD:
-                parts.append((unreduced,))
-            if sent_off is not None and at.kind == REDUCING and place >= at.place:
-                parts.append((sent_off,))
-            if last_made is not None and at.kind == REDUCING and place == at.place:
-                parts.append((last_made,))
+        parts: list[Modes] = [] if many is None else _of_many(many, at, place)
+        if not at.phase.end:
+            parts += _while_kept(memory, at, wire.target, kept)
+            if sent is not None:
+                parts.append(more.waiting(sent, at.phase.others + 1))
+            if of_weight is not None:
+                parts += _on_its_way(memory, of_weight, at, wire.target)
         moments.append((weight, parts))
     return memory.total(moments, row.worst)
+
+
+def _of_many(many: ManyParts, at: Moment, place: int) -> list[Modes]:
+    """What there is of a wire to the call at a place on account of many micro-batches."""
+    has_run, first = at.has_run(place), at.phase.first
+    there = [many.held, many.accumulated if has_run or not first else None]
+    if at.phase.end:
+        there.append(many.reduced)
+    else:
+        there += [many.arrived if has_run and not first else None, many.fresh if at.computes(place) else None]
+    return [(each,) for each in there if each is not None]
+
+
+def _on_its_way(memory: MemoryModel, weight: WeightParts, at: Moment, target: int) -> list[Modes]:
+    """What there is of a weight, or its gradient, between how it is stored and how a call uses it."""
+    place, layer, kind = memory.lifetimes.position[target], memory.lifetimes.layer[target], at.kind
+    there: list[Bytes | None] = []
+    if is_ahead(memory, layer, at):
+        there.append(weight.on_way if kind == FORWARD else weight.on_way_again)
+    if layer == memory.lifetimes.layer[memory.lifetimes.calls[at.place]]:
+        there += [
+            weight.gathered if kind == FORWARD else None,
+            weight.again if kind in (COMPUTING, GATHERING) else None,
+            weight.copied if kind == GATHERING else None,
+            weight.unreduced if place > at.place and kind != FORWARD else None,
+            weight.sent_off if kind == REDUCING and place >= at.place else None,
+            weight.last_made if kind == REDUCING and place == at.place else None,
+        ]
+    return [(each,) for each in there if each is not None]
 
 
 def gradient_is_there(memory: MemoryModel, at: Moment, first_use: int) -> bool:

@@ -37,6 +37,7 @@ from autopar.memory.live import Interval, Live
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, depth_at, is_forward
+from autopar.memory.parts import ManyParts, parts_of, parts_on
 from autopar.memory.tensor_bytes import Modes
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import MODES, OFFLOAD
@@ -157,15 +158,15 @@ class _Moments:
 
     def _step(self, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None) -> None:
         memory, space, count = self.memory, self.memory.space, self.count
-        more = memory.accumulation
         mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
         for number, choice in enumerate(choices):
             place = memory.lifetimes.position[number]
-            for name, array in memory.stored(number).items():
+            held = parts_of(memory, number)
+            for name, array in held.stored:
                 self.always[name] += int(array[choice])
             if memory.stepping is not None:
                 self.stepped += sum(int(array[choice]) for array in memory.stepped(number))
-            gradients, own = more.gradients(number), memory.own(number)
+            gradients, own = held.gradients, held.own
             working, forward = memory.working(number), memory.working_forward(number)
             handed_on = memory.handed_on(number) if place < count and self.reduces[place] else None
             excess = space.excess(space.rows.get(number), choices, imbalance)
@@ -183,29 +184,31 @@ class _Moments:
                 self.handed_on[place] += int(handed_on[choice]) + math.ceil(excess * rows)
         for wire in space.wires:
             ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
-            sent, held, accumulated = more.sent(wire), more.held(wire), more.accumulated(wire)
-            fresh, reduced, arrived = more.fresh(wire), more.reduced(wire), more.arrived(wire)
-            if sent is not None:
+            found = parts_on(memory, wire)
+            if found.sent is not None:
                 mode = mode_of.get(memory.lifetimes.segment[wire.source], 0)
-                self.sent += int(sent[min(mode, len(sent) - 1)][ends])
-            if held is not None:
-                self.always["moved weights"] += int(held[ends])
-            if accumulated is not None:
-                self.born[min(place, count)] += int(accumulated[ends])
-            if reduced is not None:
-                self.reduced += int(reduced[ends])
+                self.sent += int(found.sent[min(mode, len(found.sent) - 1)][ends])
+            if found.many is not None:
+                self._hold_for_many(found.many, place, ends)
             if place >= count:
                 continue
-            if arrived is not None:
-                self.arrived[place] += int(arrived[ends])
-            if fresh is not None and memory.space.decisions[wire.target].kind == "call":
-                self.fresh[place] += int(fresh[ends])
-            kept = memory.wire(wire)
-            if kept is not None:
+            if found.kept is not None:
                 excess = space.excess(space.rows_on(wire), choices, imbalance)
-                self._keep(place, kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends, excess)
-            if space.is_weight(wire.source):
+                self._keep(place, found.kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends, excess)
+            if found.weight is not None:
                 self._move(memory, wire, place, ends)
+
+    def _hold_for_many(self, many: ManyParts, place: int, ends: tuple[int, int]) -> None:
+        """What a wire to the call at a place brings on account of many micro-batches."""
+        if many.held is not None:
+            self.always["moved weights"] += int(many.held[ends])
+        if many.accumulated is not None:
+            self.born[min(place, self.count)] += int(many.accumulated[ends])
+        if many.reduced is not None:
+            self.reduced += int(many.reduced[ends])
+        if place < self.count:
+            for many_bytes, at in ((many.arrived, self.arrived), (many.fresh, self.fresh)):
+                at[place] += 0 if many_bytes is None else int(many_bytes[ends])
 
     def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...], excess: float) -> None:
         kept, whole = (int(modes[each][ends]) for each in (min(mode, len(modes) - 1), 0))
@@ -219,18 +222,18 @@ class _Moments:
             self.alive[each.end] -= num_bytes
 
     def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
-        weights, layer = memory.weights, memory.lifetimes.layer[wire.target]
+        weight, layer = parts_on(memory, wire).weight, memory.lifetimes.layer[wire.target]
+        assert weight is not None, "a wire that brings no weight"
         found = (
-            *(weights.gathered(wire), weights.gathered_again(wire)),
-            weights.copied_out(wire) if memory.live is None else weights.arriving(wire),
-            *(weights.unreduced(wire), weights.sent_off(wire), weights.last_made(wire)),
+            *(weight.gathered, weight.again),
+            weight.copied if memory.live is None else memory.weights.arriving(wire),
+            *(weight.unreduced, weight.sent_off, weight.last_made, weight.on_way_again, weight.on_way),
         )
-        gathered, again, copied, unreduced, sent_off, last_made = (
+        gathered, again, copied, unreduced, sent_off, last_made, *on_way = (
             0 if each is None else int(each[ends]) for each in found
         )
-        for forward, by_layer in enumerate(self.on_way):
-            on_way = weights.on_way(wire, bool(forward))
-            by_layer[layer] += 0 if on_way is None else int(on_way[ends])
+        for by_layer, num_bytes in zip(self.on_way, on_way, strict=True):
+            by_layer[layer] += num_bytes
         self.of_layer[layer] += gathered
         self.again[layer] += again
         self.copied[layer] += copied

@@ -9,6 +9,7 @@ model whose matmuls meet infinite values does not train on one process either.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 
@@ -52,9 +53,12 @@ def _may_be_infinite(program: Program) -> frozenset[str]:
 
 
 def _passes(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
+    return isinstance(node.target, torch._ops.OpOverload) and _lets_pass(node.target)
+
+
+@functools.cache
+def _lets_pass(operation: torch._ops.OpOverload) -> bool:
+    schema = operation._schema
     is_view = any(result.alias_info is not None for result in schema.returns)
     return is_view or schema.name.partition("::")[2] in PASSING
 

@@ -40,7 +40,7 @@ from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import reduce_problem
 from autopar.solver.residual.counting_ilp import best_counts
 from autopar.solver.residual.labels import best_labels
-from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
+from autopar.solver.residual.residual import Counted, Evaluated, Residual, TooManyChoicesError
 from autopar.units import format_share
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
@@ -262,11 +262,15 @@ def _close_the_gap(
 
 
 def labelled(
-    problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float
+    problems: Sequence[Problem],
+    prices: Sequence[float],
+    limit: float,
+    deadline: float,
+    evaluated: Evaluated | None = None,
 ) -> tuple[Counted, bool]:
     """The best that labels find, and whether what may be better is soon counted."""
     try:
-        residual = Residual(problems, prices, limit, deadline)
+        residual = Residual(problems, prices, limit, deadline, evaluated)
         found = best_labels(residual)
         seconds = limit if found.choices is None else problems[0].seconds_of(found.choices)
         return found, residual.below(min(limit, seconds)).is_small
@@ -281,11 +285,21 @@ def best_left(
     tolerance: float,
     deadline: float,
     effort: float,
+    evaluated: Evaluated | None = None,
+    only_few: bool = False,
 ) -> Counted:
-    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP."""
+    """What is left of a problem, solved by counts, or where it is too wide for that by the plain ILP.
+
+    With `only_few` TooManyChoicesError where that takes long.
+    """
     try:
-        return best_counts(Residual(problems, prices, limit, deadline), tolerance, effort)
+        residual = Residual(problems, prices, limit, deadline, evaluated)
+        if only_few and not residual.is_small:
+            raise TooManyChoicesError
+        return best_counts(residual, tolerance, effort)
     except TooManyChoicesError:
+        if only_few:
+            raise
         if len(problems) > 1 and sum(edge.seconds.size for edge in problems[0].edges) > ILP_PAIRS:
             return Counted(None, -math.inf, False)
         counts_work = effort < math.inf

@@ -121,6 +121,12 @@ class _Alike:
         held = 0 if self.num_bytes is None else int(self.num_bytes[index].sum())
         return self.seconds[index].tolist(), held
 
+    def held(self, choices: Integers) -> int:
+        """Bytes of all at one choice per node of the problem."""
+        if self.num_bytes is None:
+            return 0
+        return int(self.num_bytes[tuple([choices[ends] for ends in self.ends])].sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -160,7 +166,8 @@ class Problem:
 
     def bytes_of(self, choices: Sequence[int]) -> int:
         """Bytes of the chosen strategies together."""
-        return self.cost_of(choices)[1]
+        chosen = np.array(choices, dtype=np.intp)
+        return sum(each.held(chosen) for each in self._alike)
 
     def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, int]:
         """Seconds and bytes at one choice per node: of all, or of some nodes (a mask) and the edges among these."""

@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, check, seconds_until
-from autopar.solver.elimination import Elimination, Tables, choices_of, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination import (
+    Elimination,
+    Tables,
+    choices_of,
+    compile_order,
+    evaluate,
+    narrow_elimination,
+    optimum,
+)
 from autopar.solver.min_marginals import Excesses, shared_excesses
 from autopar.solver.narrow import best_left, labelled
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.relaxation.wide import WORTHWHILE, Wide
-from autopar.solver.residual.residual import Counted
+from autopar.solver.residual.residual import Counted, Evaluated, TooManyChoicesError
 
 ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
 ROUGHLY = 0.1  # of what is open: a sweep that closes less is slow at prices yet to be found
 ROUGHLY_NEAR = 5e-4  # of the seconds: messages so near to choices are good enough at prices yet to be found
+SMALL_WORK = 1_000_000  # entries of an elimination that labels and counts look through whole
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
 
 _T = TypeVar("_T")
@@ -43,10 +53,17 @@ class Rows:
         self._last: tuple[tuple[float, ...], list[Floats]] = (), []
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], deadline: float, most: float) -> Rows | None:
-        """None where the graph is too wide, or an evaluation takes more than so many entries."""
+    def of(
+        cls, problems: Sequence[Problem], deadline: float, most: float, order: Sequence[int] | None = None
+    ) -> Rows | None:
+        """None where the graph is too wide, or an evaluation takes more than so many entries.
+
+        An order in which nodes are eliminated is looked for if none is given.
+        """
         tables = Tables(problems[0], problems[1:])
-        elimination = narrow_elimination(problems[0], tables)
+        elimination = (
+            narrow_elimination(problems[0], tables) if order is None else compile_order(problems[0], tables, order)
+        )
         if elimination is None or elimination.work > most:
             return None
         return cls(problems, tables, elimination, deadline)
@@ -57,6 +74,8 @@ class Rows:
         """L(λ), and choices that attain it, whatever is known or enough."""
         evaluated = self._evaluated(prices)
         least, paid = optimum(self.elimination, evaluated), float(np.dot(prices, self.budgets))
+        if math.isinf(least):
+            return least, choices_of(self.elimination, evaluated)
         slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
         return least - paid - slack, choices_of(self.elimination, evaluated)
 
@@ -69,31 +88,50 @@ class Rows:
         evaluated = self._evaluated(prices)
         return shared_excesses(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
 
+    def on(self, left: Sequence[Remaining]) -> Rows:
+        """What is left of the problem, eliminated in the same order."""
+        place = {node: number for number, node in enumerate(left[0].undecided)}
+        order = [place[bucket.bag[0]] for bucket in self.elimination.buckets if bucket.bag[0] in place]
+        found = Rows.of([each.problem for each in left], self.deadline, math.inf, order)
+        assert found is not None, "however many entries it has"
+        return found
+
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin."""
         return [remaining(each, found, margin) for each in self.problems]
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
         """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
-        left, constant = self._left(prices, margin)
-        if math.isinf(constant):
+        near = self._near(prices, limit, margin)
+        if near is None:
             return Counted(None, limit, True), True
         soon = after(COUNTING * seconds_until(self.deadline))
-        problems = [each.problem for each in left]
-        result, is_small = self._by(lambda: labelled(problems, prices, limit - constant, soon)) or UNLABELLED
-        return _of_the_whole(result, left[0], limit), is_small
+        search = lambda: labelled(near.problems, prices, near.limit, soon, near.evaluated)  # noqa: E731
+        found, is_small = self._by(search) or UNLABELLED
+        return near.of_the_whole(found, limit), is_small
 
     def counted(
-        self, prices: tuple[float, ...], limit: float, margin: float, tolerance: float, effort: float
-    ) -> Counted:
-        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ)."""
-        left, constant = self._left(prices, margin)
-        if math.isinf(constant):
+        self,
+        prices: tuple[float, ...],
+        limit: float,
+        margin: float,
+        tolerance: float,
+        effort: float,
+        only_few: bool = False,
+    ) -> Counted | None:
+        """The best choices of at most `limit` seconds, all of whose strategies are within a margin of L(λ).
+
+        With `only_few` None where what is left takes long to count.
+        """
+        near = self._near(prices, limit, margin)
+        if near is None:
             return Counted(None, limit, True)
         soon = after(COUNTING * seconds_until(self.deadline))
-        problems = [each.problem for each in left]
-        result = self._by(lambda: best_left(problems, prices, limit - constant, tolerance, soon, effort))
-        return _of_the_whole(result or UNCOUNTED, left[0], limit)
+        search = lambda: best_left(near.problems, prices, near.limit, tolerance, soon, effort, near.evaluated, only_few)  # noqa: E731
+        try:
+            return near.of_the_whole(self._by(search) or UNCOUNTED, limit)
+        except TooManyChoicesError:
+            return None
 
     def _by(self, search: Callable[[], _T]) -> _T | None:
         """What a search finds that has a part of the time; None where that was too short for it to begin."""
@@ -103,10 +141,15 @@ class Rows:
             check(self.deadline)
             return None
 
-    def _left(self, prices: tuple[float, ...], margin: float) -> tuple[list[Remaining], float]:
-        """What is left within a margin, and what the rest takes: no end where nothing is left."""
+    def _near(self, prices: tuple[float, ...], limit: float, margin: float) -> _Near | None:
+        """What labels and counts look through; None where nothing is within the margin."""
+        if self.elimination.work <= SMALL_WORK:  # to cut it takes longer than to look through it
+            return _Near(self.problems, limit, (self.tables, self.elimination, self._evaluated(prices)))
         left = self.within(prices, margin)
-        return left, constant_of(left)
+        constant = constant_of(left)
+        if math.isinf(constant):
+            return None
+        return _Near([each.problem for each in left], limit - constant, left=left[0])
 
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
@@ -146,7 +189,18 @@ def constant_of(left: Sequence[Remaining]) -> float:
     return math.inf if any(math.isinf(each.constant) for each in left) else left[0].constant
 
 
-def _of_the_whole(found: Counted, left: Remaining, limit: float) -> Counted:
-    """What was found of a problem that is left, as choices and a bound of all of it."""
-    choices = None if found.choices is None else left.extend(found.choices)
-    return Counted(choices, min(found.bound + left.constant, limit), found.is_proven)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Near:
+    """Problems that choices are looked for in, all of a problem or what is left of it, and the most they may cost."""
+
+    problems: Sequence[Problem]
+    limit: float
+    evaluated: Evaluated | None = None
+    left: Remaining | None = None
+
+    def of_the_whole(self, found: Counted, limit: float) -> Counted:
+        """What was found as choices and a bound of all of the problem."""
+        if self.left is None:
+            return found
+        choices = None if found.choices is None else self.left.extend(found.choices)
+        return Counted(choices, min(found.bound + self.left.constant, limit), found.is_proven)

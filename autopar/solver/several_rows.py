@@ -4,14 +4,14 @@
 
 1. One evaluation at prices that are nearly right bounds the problem; strategies that no choices within a margin of that
    bound take are left out (`min_marginals`), and little is left.
-2. There the best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the
-   next prices lie halfway to those that are best against all of them. Where these prove that nothing lies within the
-   margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and what is
-   within a margin there is kept beside the rest, until something may be found.
-3. Labels (`residual.labels`) give choices that fill the budgets. Where more is asked for, and would not be dear, counts
-   of what is left, with all rows, within a margin that grows from round to round, give the best
-   (`residual.counting_ilp`). Within the margin of the first step it is the best of all; else that is taken again,
-   wider, at the prices found.
+2. The best prices are found by cutting planes (Kelley 1960): every x that was met bounds L from above, and the next
+   prices lie halfway to those that are best against all of them. Where evaluations are cheap, they are looked for on
+   the whole, before anything is left out. Where they take seconds, on what is left: if these prove that nothing lies
+   within the margin, what is left lacks strategies that are cheap at them: they are tried on the whole, halfway, and
+   what is within a margin there is kept beside the rest, until something may be found.
+3. Counts of what is left, with all rows, and labels where there is too much to count, give the best within the margin
+   (`residual.below`). Within the margin of the first step it is the best of all; else that is taken again, wider, at
+   the prices found.
 
 Where the graph is too wide for elimination, messages bound the whole at prices (`relaxation`), which are looked for on
 it, by cutting planes again; what is left within a margin of the bound is narrow, if not too much is. Choices that fit
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune
 from autopar.solver.relaxation.prices import NEARER, best_prices
+from autopar.solver.residual.below import Best, best_below
 from autopar.solver.residual.crossing import crossed
 from autopar.solver.rows import Rows, WideRows, constant_of
 
@@ -43,27 +44,14 @@ TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
+PRICED_WORK = 30_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
-FIRST_EPSILON, GROWTH = 2e-5, 3.0  # of the bound: what is counted first, and growth of that
-LABELLED = (5e-5, 5e-4, 2e-3, math.inf)  # of the bound: within which labels are looked at, until one is good enough
+GROWTH = 3.0  # of a margin of a wide graph
 LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wide graph
 RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
 LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
 PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best choices that are within all budgets (None: none better than those known), a bound, and its prices."""
-
-    choices: tuple[int, ...] | None
-    bound: float
-    prices: tuple[float, ...]
-    is_searched: bool = True
-    """Whether all was looked at that could be better; else a count was broken off."""
-    reached: float = -math.inf
-    """What the prices alone prove."""
 
 
 def solve_rows(
@@ -120,6 +108,13 @@ def _best_of_narrow(
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
     try:
         reached, _ = whole.at(prices)
+        if math.isinf(reached):
+            return Best(None, reached, prices)  # pairs that are allowed contradict each other
+        if whole.elimination.work <= PRICED_WORK:
+            priced = best_prices(whole, prices, abs(reached), 0.0, gap, deadline)
+            reached, prices = priced.bound, priced.prices
+            if priced.seconds < known:
+                best, known = priced.choices, priced.seconds
         scale, near, steps = abs(reached), None, 0
         while True:
             bound = max(bound, reached)
@@ -128,10 +123,9 @@ def _best_of_narrow(
             margin = min(widest, min(known, limit) - reached + TOLERANCE * scale)
             below = reached + margin
             left = whole.left(near, margin)
-            rows = Rows.of([each.problem for each in left], deadline, math.inf)
-            assert rows is not None, "an elimination that has become wider"
             start, constant = prices, constant_of(left)
-            if is_dear and constant < math.inf:
+            rows = None if math.isinf(constant) else whole.on(left)
+            if is_dear and rows is not None:
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
                 if bound < below and not is_closed(known, bound, gap):
@@ -143,7 +137,10 @@ def _best_of_narrow(
                 break
             # Where counts take long, a wider margin may have choices that are near enough.
             counting = enough if is_widest and not is_dear else replace(enough, is_brief=True)
-            found = _best_of(rows, constant, start, below, deadline, gap, counting, known)
+            if rows is None:
+                found = Best(None, math.inf, prices)
+            else:
+                found = best_below(rows, constant, start, below, deadline, gap, counting, known)
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
@@ -200,7 +197,7 @@ def _best_of_wide(
                 continue
             # What is left may have the best answer that is found, though it is not within the margin.
             below = min(known, reached + WIDER * margin)
-            found = _best_of(rows, constant_of(left), prices, below, deadline, gap, enough, known)
+            found = best_below(rows, constant_of(left), prices, below, deadline, gap, enough, known)
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(problems[0], made, best, known)
             bound = max(bound, min(found.bound, reached + margin, known))
@@ -218,62 +215,3 @@ def _faster(
     """The best choices so far and the seconds known, or others that were made, if they are faster."""
     seconds = math.inf if made is None else problem.seconds_of(made)
     return (made, seconds) if seconds < known else (best, known)
-
-
-def _best_of(
-    rows: Rows,
-    constant: float,
-    start: Sequence[float],
-    below: float,
-    deadline: float,
-    gap: float,
-    enough: Enough,
-    known: float,
-) -> Best:
-    """The best of what is left that is below some seconds; its bound holds for what is left.
-
-    `constant` are the seconds of what is decided.
-    """
-    if math.isinf(constant):
-        return Best(None, math.inf, tuple(start))
-    scale = abs(below)
-    priced = best_prices(rows, tuple(start), scale, constant, gap, deadline)
-    prices, best, seconds = priced.prices, priced.choices, priced.seconds
-    bound = reached = priced.bound
-    epsilon = FIRST_EPSILON * scale
-    most = min(seconds, below - constant)
-
-    def result(is_searched: bool = True) -> Best:
-        return Best(best, bound + constant, prices, is_searched, reached + constant)
-
-    def is_done() -> bool:
-        """Whether what is known is near enough, nothing is left to be found, or the time is over."""
-        is_near = is_closed(min(seconds + constant, known), bound + constant, gap)
-        return is_near or bound >= most - TOLERANCE * scale or is_over(deadline)
-
-    for near in LABELLED:
-        if is_done():
-            break
-        limit = min(most, reached + near * scale)
-        looked, is_small = rows.labelled(prices, limit, limit - reached + TOLERANCE * scale)
-        if looked.choices is not None and (fast := rows.problems[0].seconds_of(looked.choices)) < seconds:
-            best, seconds = looked.choices, fast
-            most = min(most, fast)
-        bound = max(bound, min(looked.bound, limit, most))
-        if is_closed(min(seconds + constant, known), bound + constant, enough.counted):
-            if not is_small:
-                return result(is_searched=False)
-            break
-    while not is_done():
-        limit = min(most, reached + epsilon)
-        margin = limit - reached + TOLERANCE * scale
-        effort = enough.effort(min(seconds + constant, known), bound + constant)
-        looked = rows.counted(prices, limit, margin, TOLERANCE / 2 * scale, effort)
-        if looked.choices is not None and (fast := rows.problems[0].seconds_of(looked.choices)) < seconds:
-            best, seconds = looked.choices, fast
-            most = min(most, fast)
-        bound = max(bound, min(looked.bound, limit))
-        if not looked.is_proven:
-            return result(is_searched=False)
-        epsilon *= GROWTH
-    return result()

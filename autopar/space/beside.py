@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -23,18 +24,18 @@ def beside_of(program: Program, hardware: Hardware) -> Beside:
     """Of all calls and parameters; made once for a program and a device."""
     known: dict[Hardware, Beside] = program.facts.setdefault("beside", {})
     if hardware not in known:
+        counts = Counter(each.ruled for each in RoledProgram.of(program).calls.values() if not is_view(each.call))
         computed = [
-            (seconds_alone(each.call, each.op, each.bound, hardware), backward_share(each.call, each.op))
-            for each in RoledProgram.of(program).calls.values()
-            if not is_view(each.call)
+            (count, seconds_alone(each.call, each.op, each.bound, hardware), backward_share(each.call, each.op))
+            for each, count in counts.items()
         ]
         weights = list(weights_of(program))
         gathered = sum(elements * used.itemsize for elements, used, _ in weights)
         summed = sum(elements * dtype.itemsize for elements, _, dtype in weights if dtype is not None)
-        backward = sum(share for _, share in computed)
+        backward = sum(count * share for count, _, share in computed)
         known[hardware] = Beside(
-            Pass(sum(seconds for seconds, _ in computed), len(computed) * hardware.op_latency_s, gathered),
-            Pass(sum(seconds * share for seconds, share in computed), backward * hardware.op_latency_s, summed),
+            Pass(sum(n * seconds for n, seconds, _ in computed), counts.total() * hardware.op_latency_s, gathered),
+            Pass(sum(n * seconds * share for n, seconds, share in computed), backward * hardware.op_latency_s, summed),
             len(weights),
         )
     return known[hardware]

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import several_rows
+from autopar.solver import rows, several_rows
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation import prices
 from autopar.solver.relaxation.prices import BestPrices, filled
+from autopar.solver.residual import residual
+from autopar.solver.rows import Rows
 from autopar.solver.several_rows import solve_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -68,6 +71,19 @@ def test_no_answer_is_given_that_is_no_better_than_a_known_one() -> None:
     assert best < math.inf
     found = solve_rows(problems, [0.0, 0.0], 0.999 * best, 60.0)
     assert found is not None and found.choices is None and found.bound >= 0.999 * best * (1 - 1e-9)
+
+
+def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = tuple(Node(name, np.zeros(2), np.ones(2, dtype=np.int64)) for name in "ab")
+    found = solve_rows([Problem(nodes, (Edge((0, 1), np.full((2, 2), np.inf)),), 5)] * 2, [0.1, 0.0], math.inf, 60.0)
+    assert found.choices is None and found.bound == math.inf
+    assert not capfd.readouterr().err  # no linear program without an answer
+
+
+def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
+    planes = prices._Planes(np.array([1.0, 8e10]), 80.0, math.inf)
+    bound, where = planes.after(1.0, np.array([1e18, -1e9]))
+    assert bound == -math.inf and where.tolist() == [0.0, 0.0]
 
 
 def test_a_narrow_graph_with_too_many_rows_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +143,42 @@ def test_what_joins_two_layers_separates_them() -> None:
     edges = tuple(Edge(ends, table) for ends in [*ring, (0, 8), (8, 16), (16, 24)])
     assert separators(Problem(nodes, edges)) == {8, 16}
     assert separators(Problem(nodes[:9], edges[:8])) == frozenset()
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=seeds, share=st.sampled_from([1.01, 1.1, 1.5]))
+def test_whole_or_cut_to_what_is_near_there_is_the_same_to_count(seed: int, share: float) -> None:
+    problems, prices = _rows(seed, 3, 2), (0.01, 0.02)
+    whole = Rows.of(problems, math.inf, math.inf)
+    assert whole is not None and whole.elimination.work <= rows.SMALL_WORK
+    reached, _ = whole.at(prices)
+    limit = share * max(reached, 0.1)
+    best = _brute_force(problems)
+    with pytest.MonkeyPatch.context() as patch:
+        found = [whole.counted(prices, limit, limit - reached, 1e-9, math.inf)]
+        patch.setattr(rows, "SMALL_WORK", 0)
+        found.append(whole.counted(prices, limit, limit - reached, 1e-9, math.inf))
+    for each in found:
+        assert each is not None and each.is_proven and each.bound == pytest.approx(min(best, limit))
+        if best <= limit:
+            assert each.choices is not None and problems[0].seconds_of(each.choices) == pytest.approx(best)
+
+
+def test_what_takes_long_to_count_is_not_where_only_few_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Rows.of(_rows(3, 3, 2), math.inf, math.inf)
+    assert whole is not None
+    limit = whole.at((0.0, 0.0))[0] * 1.5
+    asked = (0.0, 0.0), limit, limit, 1e-9, math.inf
+    assert whole.counted(*asked, only_few=True) is not None
+    monkeypatch.setattr(residual, "FEW", 0)
+    assert whole.counted(*asked, only_few=True) is None and whole.counted(*asked) is not None
+
+
+def test_where_there_is_little_to_count_no_labels_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = _rows(1, 3, 2)
+    monkeypatch.setattr(Rows, "labelled", None)
+    found = solve_rows(problems, [0.01, 0.01], math.inf, 60.0)
+    assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(_brute_force(problems))
+    monkeypatch.setattr(residual, "FEW", 0)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        solve_rows(problems, [0.01, 0.01], math.inf, 60.0)

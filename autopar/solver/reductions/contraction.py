@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,6 +43,8 @@ class Contracted:
 def contract(problem: Problem) -> Contracted:
     """Join pairs of nodes, largest first, until none is left that hardly leaves a choice."""
     state = _State(problem)
+    if not state.join_some():
+        return Contracted(problem, tuple(state.members.values()))
     while state.join_some():
         pass
     return state.result()
@@ -53,14 +56,19 @@ class _State:
     def __init__(self, problem: Problem) -> None:
         self.budget = problem.budget
         self.nodes: dict[int, Node] = dict(enumerate(problem.nodes))
-        self.members = {node: {node: np.arange(each.num_strategies)} for node, each in self.nodes.items()}
+        every = {node.num_strategies: np.arange(node.num_strategies) for node in problem.nodes}
+        self.members = {node: {node: every[each.num_strategies]} for node, each in self.nodes.items()}
         self.edges: dict[int, Edge] = dict(enumerate(problem.edges))
-        self.at: dict[int, set[int]] = {node: set() for node in self.nodes}
+        self.made: dict[object, object] = {}
+
+    @cached_property
+    def at(self) -> dict[int, set[int]]:
         """Node → its edges."""
+        found: dict[int, set[int]] = {node: set() for node in self.nodes}
         for number, edge in self.edges.items():
             for end in edge.ends:
-                self.at[end].add(number)
-        self.made: dict[object, object] = {}
+                found[end].add(number)
+        return found
 
     def join_some(self) -> bool:
         """Join pairs that have no node in common; False where there is none."""

@@ -94,8 +94,8 @@ def best_prices(
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
         if choices not in best.met:
             best = replace(best, met=(*best.met, choices))
-        seconds = rows.problems[0].seconds_of(choices)
-        over = np.array([each.bytes_of(choices) for each in rows.problems]) - budgets
+        seconds, held = rows.problems[0].cost_of(choices)
+        over = np.array([held, *(each.bytes_of(choices) for each in rows.problems[1:])]) - budgets
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.
@@ -167,10 +167,14 @@ class _Planes:
         solver.Maximize(self._bound)
 
     def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where."""
+        """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where.
+
+        Nothing more is (-inf) where the numbers are too far apart for the linear program to be solved.
+        """
         paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
         self._solver.Add(self._bound <= seconds + paid)
-        self._solver.Solve()
+        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return -math.inf, np.zeros(len(self._shares))
         found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
         if self._most < 1.0 and found.max(initial=0.0) > EDGE * self._most:
             self._most = min(WIDER * self._most, 1.0)

@@ -69,6 +69,10 @@ class _Counting:
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 2
         solver.parameters.random_seed = 0
+        # Counts have neither symmetries nor much to probe for: looking takes longer than the search.
+        solver.parameters.symmetry_level = 0
+        solver.parameters.cp_model_probing_level = 0
+        solver.parameters.max_presolve_iterations = 1
         solver.parameters.max_time_in_seconds = seconds_until(self.residual.deadline)
         solver.parameters.max_deterministic_time = effort
         solver.parameters.relative_gap_limit = 0.0

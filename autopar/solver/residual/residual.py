@@ -36,24 +36,39 @@ class Counted:
     is_proven: bool
 
 
+Evaluated = tuple[Tables, Elimination, list[Floats]]
+"""Tables of problems, how they are eliminated, and what that gives at some prices."""
+
+
+def _evaluated(problems: Sequence[Problem], prices: Sequence[float], deadline: float) -> Evaluated:
+    tables = Tables(problems[0], problems[1:])
+    orders = [compile_elimination(problems[0], tables, balanced) for balanced in (True, False)]
+    elimination = min(orders, key=lambda each: each.work)
+    if elimination.largest > MAX_ENTRIES:
+        raise TooManyChoicesError
+    return tables, elimination, evaluate(elimination, tables.weighted(*prices), deadline)
+
+
 class Residual:
     """A problem with memory rows, evaluated at their prices, and the margin that a limit on the seconds leaves.
 
     The problems are one with a memory row each: they differ in bytes and budgets. The nearer to the best the prices
-    are, the fewer choices are left. Raises TooManyChoicesError, and TimeLimitError where not even the choices are known
+    are, the fewer choices are left. `evaluated` are their tables, an elimination, and what `evaluate` gives at the
+    prices, where these are known. Raises TooManyChoicesError, and TimeLimitError where not even the choices are known
     by the deadline.
     """
 
-    def __init__(self, problems: Sequence[Problem], prices: Sequence[float], limit: float, deadline: float) -> None:
-        problem = problems[0]
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        prices: Sequence[float],
+        limit: float,
+        deadline: float,
+        evaluated: Evaluated | None = None,
+    ) -> None:
         self.budgets = [each.budget for each in problems]
         self.prices, self.limit, self.deadline = tuple(prices), limit, deadline
-        tables = Tables(problem, problems[1:])
-        orders = [compile_elimination(problem, tables, balanced) for balanced in (True, False)]
-        self.elimination: Elimination = min(orders, key=lambda each: each.work)
-        if self.elimination.largest > MAX_ENTRIES:
-            raise TooManyChoicesError
-        self.weighted = evaluate(self.elimination, tables.weighted(*prices), deadline)
+        tables, self.elimination, self.weighted = evaluated or _evaluated(problems, prices, deadline)
         self.costs = tables.costs()
         roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
