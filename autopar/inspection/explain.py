@@ -20,7 +20,7 @@ from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
 from autopar.planning.formulation import Pins
-from autopar.planning.planner import answer_of, formulation_of, replan
+from autopar.planning.planner import answer_of, formulations_of, replan
 from autopar.planning.settings import PlanContext, context_of
 from autopar.plans.difference import Amount
 from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
@@ -240,7 +240,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
         for role in _roles(decision, axis)
         if role != decision.role(context.choices[number], axis)
     ]
-    formulation = formulation_of(context.memory_model, context.settings)
+    formulations = formulations_of(context.memory_model, context.settings)
     for axis, role in progress(asked, "alternatives"):
         count = len(decision.menu.strategies)
         mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
@@ -249,7 +249,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
             continue
         try:
             with _quietly():
-                found = answer_of(formulation, _restricted(context, number, mask), context.settings)
+                found = answer_of(formulations, _restricted(context, number, mask), context.settings)
         except InfeasibleError as error:
             yield Alternative(mesh.names[axis], role, None, reason=str(error).partition(";")[0].partition(". ")[0])
         else:

@@ -13,7 +13,7 @@ from autopar.memory.peak import memory_use
 from autopar.pipeline.masks import masks_of
 from autopar.pipeline.stage_search import Known, StageSearch
 from autopar.planning.limit.answers import Answer
-from autopar.planning.planner import Solved, fetched_ahead, formulation_of, plan_of, written
+from autopar.planning.planner import Solved, fetched_ahead, formulations_of, plan_of, written
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -50,7 +50,7 @@ class StageFinisher:
         assert made is not None
         space = search.space(program)
         settings = replace(search.settings(stage), time_limit=search.planned.request.settings.time_limit)
-        formulation = formulation_of(search.memory_of(space, stage), settings)
+        formulation = formulations_of(search.memory_of(space, stage), settings)[-1]
         own = Solved(
             formulation, masks_of(search.planned, space, search.planned.request.storage), settings, made.answer
         )

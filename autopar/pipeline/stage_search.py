@@ -34,8 +34,8 @@ from autopar.pipeline.structure import kinds, structure
 from autopar.planning.formulation import Pins
 from autopar.planning.limit.answers import share
 from autopar.planning.limit.least_peak import least_peak
-from autopar.planning.planner import Solved, formulation_of, solved
-from autopar.planning.settings import USUAL_DEPTH, Settings
+from autopar.planning.planner import Solved, formulations_of, solved
+from autopar.planning.settings import Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
@@ -178,7 +178,7 @@ class StageSearch:
         program = self.program(first, end)[0]
         space = self.space(program)
         settings = self.settings(stage)
-        formulation = formulation_of(self.memory_of(space, stage), settings)
+        formulation = formulations_of(self.memory_of(space, stage), settings)[-1]
         modes = settings.modes(formulation.memory.lifetimes.segments) or None
         pins = masks_of(self.planned, space, self.planned.request.storage)
         return least_peak(formulation, pins, modes, self.deadline).peak_bytes
@@ -189,17 +189,11 @@ class StageSearch:
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
-        """The best choices within a gap that leave room for weights a layer ahead, else the best that fit."""
-        asked = self.settings(stage, SHARE_OF_TIME, gap)
+        """The best choices within a gap; with all of the time where a share of it was too little for any."""
         runs = self.microbatches(stage)
-        if asked.memory is not None and asked.prefetch == "auto":
-            try:
-                return replace(solved(space, pins, replace(asked, prefetch=USUAL_DEPTH), runs), settings=asked)
-            except (InfeasibleError, TimeLimitError):
-                pass
         try:
-            return solved(space, pins, asked, runs)
-        except TimeLimitError:  # its share of the time was too little for any choices
+            return solved(space, pins, self.settings(stage, SHARE_OF_TIME, gap), runs)
+        except TimeLimitError:
             return solved(space, pins, self.settings(stage, 1.0, gap), runs)
 
     def space(self, program: Program) -> Space:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
+from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, smaller_ones, without_idle_modes
+from autopar.planning.limit.answers import Answer, without_idle_modes
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import (
@@ -29,6 +31,7 @@ from autopar.planning.settings import (
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.space.space import Space
 from autopar.steps.step import step_timeline
 
@@ -57,8 +60,9 @@ def make_plan(
     that of one micro-batch; with several `microbatches` the plan is the best for all of them together, its memory
     that of the step, and its seconds, rows and traffic those of a step of one micro-batch (see `step_seconds`).
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
-    layer where the best plan leaves room for it, or two where its timeline is shorter by that. No other seconds depend
-    on it. `activations` says whether what segments save goes to the host, `leaving` of how many (see `Settings`).
+    layer where any plan has room for it: the plan is the best of those that have. It fetches two ahead where it leaves
+    room for that and its timeline is shorter by it. No other seconds depend on it. `activations` says whether what
+    segments save goes to the host, `leaving` of how many (see `Settings`).
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
@@ -69,9 +73,13 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """The best choices of a space, before it is known how far ahead weights are fetched; many are made for one plan."""
+    """The best choices of a space, before it is known whether they fetch weights further ahead than was asked for.
+
+    Many are made for one plan.
+    """
 
     formulation: Formulation
+    """Its model of memory counts the weights that are fetched ahead."""
     pins: Pins
     settings: Settings
     answer: Answer
@@ -85,12 +93,40 @@ class Solved:
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
     model = MemoryModel(space, microbatches, offloads=settings.offloads)
-    formulation = formulation_of(model, settings)
-    return Solved(formulation, pins, settings, _best(formulation, pins, settings))
+    return solved_by(formulations_of(model, settings), pins, settings)
+
+
+def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulation, ...]:
+    """What states the problems of plans with these settings: with weights so far ahead as is tried first, and then."""
+    return tuple(Formulation(memory.space, memory.fetching_ahead(depth)) for depth in settings.depths)
+
+
+def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Solved:
+    """The best choices of the first of these problems that has any; the problems may be asked again and again.
+
+    They share the time limit. Why there are no choices is said of the last of them alone.
+    """
+    deadline = after(settings.time_limit)
+    *first, last = formulations
+    for formulation in first:
+        # With a cut-off it is not worked out why nothing fits.
+        tried = replace(settings, cutoff=min(settings.cutoff, sys.float_info.max))
+        try:
+            return Solved(formulation, pins, settings, _best(formulation, pins, tried))
+        except CutOffError as error:
+            if error.seconds < math.inf:
+                raise
+        except InfeasibleError:
+            pass
+        except TimeLimitError:
+            if is_over(deadline):
+                raise
+    left = settings if not first else replace(settings, time_limit=seconds_until(deadline))
+    return Solved(last, pins, settings, _best(last, pins, left))
 
 
 def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of choices that were found, weights fetched ahead where there is room, and its choices."""
+    """The plan of choices that were found, weights fetched further ahead where there is room, and its choices."""
     answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
     return written(made, answer, model)
 
@@ -172,62 +208,46 @@ def is_bounded(plan: Plan, settings: Settings) -> bool:
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
     """The best plan of the same space under other pins, or with other settings too; annotations and mode stay."""
     settings = settings or context.settings
-    formulation = formulation_of(context.memory_model, settings)
-    answer, model = _searched(formulation, pins, settings)
+    made = solved_by(formulations_of(context.memory_model, settings), pins, settings)
+    answer, model = fetched_ahead(made.answer, made.formulation.memory, settings)
+    answer = _of_a_microbatch(answer, model)
     changed = replace(
         context, memory_model=model, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings
     )
     return written_down(changed, answer)
 
 
-def formulation_of(memory: MemoryModel, settings: Settings) -> Formulation:
-    """What states the problems of plans with these settings."""
-    return Formulation(memory.space, memory.fetching_ahead(settings.least_prefetch))
-
-
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """The answer with as many layers fetched ahead as there is room for and use of, and the model of its memory.
+    """The answer with weights fetched as far ahead as there is room for and use of, and the model of its memory.
 
-    Where the fastest choices leave no room, those that are nearly as fast and take less memory may: what waits for no
-    weights makes more good than they cost.
+    `memory` is the model that the answer was found with; choices that gather nothing fetch nothing ahead.
     """
     if not memory.weights.gathers(answer.choices):
         return answer, memory.fetching_ahead(0)
     if settings.prefetch != "auto" or settings.memory is None:
         return answer, memory
     found, model = answer, memory
-    for depth in DEPTHS[1:]:
+    for depth in DEPTHS[1 + memory.prefetch :]:
         ahead = memory.fetching_ahead(depth)
-        fitting = next((each for each in smaller_ones(found, ahead) if each.peak_bytes <= settings.memory), None)
-        if fitting is None:
+        peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
+        if peak > settings.memory or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
             break
-        is_other = fitting.choices != found.choices
-        if (is_other or depth > USUAL_DEPTH) and not _is_faster(ahead, fitting, model, found):
-            break
-        found, model = fitting, ahead
+        found, model = replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
     return found, model
 
 
-def _is_faster(further: MemoryModel, one: Answer, less: MemoryModel, other: Answer) -> bool:
+def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
     """Whether a step is faster, as a timeline, that fetches weights further ahead."""
     if further.space.hardware.communication_share == 1:
         return False  # nothing passes beside computing
-    with_more, with_less = (
-        step_timeline(memory, answer.choices, answer.modes).seconds
-        for memory, answer in ((further, one), (less, other))
-    )
+    with_more, with_less = (step_timeline(memory, answer.choices, answer.modes).seconds for memory in (further, less))
     return with_more < (1 - WORTH) * with_less
 
 
-def answer_of(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
-    """The best choices under pins; InfeasibleError where there are none. A formulation may be asked again and again."""
-    return _of_a_microbatch(_best(formulation, pins, settings), formulation.memory)
-
-
-def _searched(formulation: Formulation, pins: Pins, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """The best choices under pins, weights fetched ahead where there is room, and the model of their memory."""
-    answer, model = fetched_ahead(_best(formulation, pins, settings), formulation.memory, settings)
-    return _of_a_microbatch(answer, model), model
+def answer_of(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Answer:
+    """The best choices under pins as `solved_by` finds them, with the seconds of a step of one micro-batch."""
+    made = solved_by(formulations, pins, settings)
+    return _of_a_microbatch(made.answer, made.formulation.memory)
 
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
@@ -237,7 +257,7 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     found = best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
     )
-    return found if limit is None else without_idle_modes(found, formulation.memory, modes, limit)
+    return without_idle_modes(found, formulation.memory, modes, limit) if modes and limit is not None else found
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

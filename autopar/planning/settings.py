@@ -34,7 +34,8 @@ class Settings:
     """Under a memory limit: how far from the best, as a share of the step, a plan may be proven to be; None: it is the
     best, or within a thousandth of it where more would be dear."""
     prefetch: int | str = "auto"
-    """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room."""
+    """How many layers ahead of their use weights are fetched; "auto": one, but none where a limit has no room; a second
+    one where there is room for it, and use."""
     hurried: bool = False
     """Whether this is one of many plans, of which none is worth a long search."""
     cutoff: float = math.inf
@@ -80,11 +81,14 @@ class Settings:
         return self.activations != "stay"
 
     @property
-    def least_prefetch(self) -> int:
-        """The depth that a plan must have room for: where "auto" has a limit, layouts come first."""
-        if self.prefetch == "auto":
-            return USUAL_DEPTH if self.memory is None else 0
-        return int(self.prefetch)
+    def depths(self) -> tuple[int, ...]:
+        """How many layers ahead plans fetch weights that are looked for, in turn, until there is one within the limit.
+
+        What the search makes least counts gathers as issued ahead: without room for that a step takes longer.
+        """
+        if self.prefetch != "auto":
+            return (int(self.prefetch),)
+        return (USUAL_DEPTH,) if self.memory is None else (USUAL_DEPTH, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

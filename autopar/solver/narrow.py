@@ -84,11 +84,13 @@ class Enough:
     """Where counts of equal parts take long: they are broken off. Infinite: wherever they do."""
     cutoff: float = math.inf
     """Seconds of another solution: where memory has a price, and its bound is as high, the search ends."""
+    is_brief: bool = False
+    """Whether counts that take long are broken off, however near a solution is."""
 
     def effort(self, seconds: float, bound: float) -> float:
         """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
         is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
-        return EFFORT if is_near else math.inf
+        return EFFORT if is_near or self.is_brief else math.inf
 
 
 EXACT = Enough()

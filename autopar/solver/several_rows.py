@@ -34,10 +34,10 @@ from autopar.solver.min_marginals import cheapest
 from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
-from autopar.solver.reductions.fixing import Remaining
 from autopar.solver.reductions.reduction import prune
 from autopar.solver.relaxation.prices import NEARER, best_prices
 from autopar.solver.residual.below import Best, best_below
+from autopar.solver.residual.crossing import crossed
 from autopar.solver.rows import Rows, WideRows, constant_of
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
@@ -63,6 +63,7 @@ def solve_rows(
     enough: Enough = EXACT,
     met: Sequence[Sequence[int]] = (),
     is_wide: bool | None = None,
+    limit: float = math.inf,
 ) -> Best:
     """The best choice per node within all budgets, or better than `known` seconds.
 
@@ -71,7 +72,8 @@ def solve_rows(
     the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
     are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination, one that is
     not by nothing else: with too many rows for that nothing is found (None: either is tried). By messages a bound as
-    high as the cut-off of `enough` ends the search.
+    high as the cut-off of `enough` ends the search. Choices of more than `limit` seconds are not looked for; the bound
+    is no higher than that where they may be better than what is known.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
@@ -84,15 +86,21 @@ def solve_rows(
         allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
         seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
         gap = max(gap, enough.dear, TOLERANCE)
-        found = _best_of_wide(smaller, tuple(prices), seen, known, deadline, gap, enough)
+        found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough)
     else:
-        found = _best_of_narrow(whole, tuple(prices), known, deadline, gap, enough)
+        found = _best_of_narrow(whole, tuple(prices), known, limit, deadline, gap, enough)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
     return replace(found, choices=choices)
 
 
 def _best_of_narrow(
-    whole: Rows, prices: tuple[float, ...], known: float, deadline: float, gap: float, enough: Enough
+    whole: Rows,
+    prices: tuple[float, ...],
+    known: float,
+    limit: float,
+    deadline: float,
+    gap: float,
+    enough: Enough,
 ) -> Best:
     """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
     is_dear = whole.elimination.work > CHEAP_WORK
@@ -112,18 +120,31 @@ def _best_of_narrow(
             bound = max(bound, reached)
             widest = math.inf if share > WIDEST else (share + TOLERANCE) * scale
             near = near or whole.excesses(prices, widest)
-            margin = min(widest, known - reached + TOLERANCE * scale)
+            margin = min(widest, min(known, limit) - reached + TOLERANCE * scale)
             below = reached + margin
             left = whole.left(near, margin)
-            constant = constant_of(left)
-            if math.isinf(constant):
+            start, constant = prices, constant_of(left)
+            rows = None if math.isinf(constant) else whole.on(left)
+            if is_dear and rows is not None:
+                priced = best_prices(rows, prices, scale, constant, gap, deadline)
+                start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
+                if bound < below and not is_closed(known, bound, gap):
+                    met = [left[0].extend(each) for each in priced.met]
+                    made = crossed(whole, met, start, bound, known, gap)
+                    best, known = _faster(whole.problems[0], made, best, known)
+            is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
+            if is_closed(known, bound, gap) or is_over(deadline):
+                break
+            # Where counts take long, a wider margin may have choices that are near enough.
+            counting = enough if is_widest and not is_dear else replace(enough, is_brief=True)
+            if rows is None:
                 found = Best(None, math.inf, prices)
             else:
-                found = best_below(whole.on(left), constant, prices, below, deadline, gap, enough, known)
-            best, known = _faster(whole.problems[0], left, found, best, known)
+                found = best_below(rows, constant, start, below, deadline, gap, counting, known)
+            made = None if found.choices is None else left[0].extend(found.choices)
+            best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
-            is_within = found.bound < below - 2 * TOLERANCE * abs(below)  # and no wider margin proves more
-            is_widest = share > (WIDEST if known < math.inf else WIDE)
+            is_within = found.is_searched and found.bound < below - 2 * TOLERANCE * abs(below)
             is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
             if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
                 break
@@ -177,7 +198,8 @@ def _best_of_wide(
             # What is left may have the best answer that is found, though it is not within the margin.
             below = min(known, reached + WIDER * margin)
             found = best_below(rows, constant_of(left), prices, below, deadline, gap, enough, known)
-            best, known = _faster(problems[0], left, found, best, known)
+            made = None if found.choices is None else left[0].extend(found.choices)
+            best, known = _faster(problems[0], made, best, known)
             bound = max(bound, min(found.bound, reached + margin, known))
             if not found.is_searched or margin >= known - reached:
                 break
@@ -188,11 +210,8 @@ def _best_of_wide(
 
 
 def _faster(
-    problem: Problem, left: Sequence[Remaining], found: Best, best: tuple[int, ...] | None, known: float
+    problem: Problem, made: tuple[int, ...] | None, best: tuple[int, ...] | None, known: float
 ) -> tuple[tuple[int, ...] | None, float]:
-    """The best choices of the whole so far and the seconds known, or those found of what is left if they are faster."""
-    if found.choices is None:
-        return best, known
-    choices = left[0].extend(found.choices)
-    seconds = problem.seconds_of(choices)
-    return (choices, seconds) if seconds < known else (best, known)
+    """The best choices so far and the seconds known, or others that were made, if they are faster."""
+    seconds = math.inf if made is None else problem.seconds_of(made)
+    return (made, seconds) if seconds < known else (best, known)

@@ -48,17 +48,27 @@ def test_a_bound_is_no_more_and_an_answer_no_less_than_the_optimum(seed: int, sh
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), enough=enoughs)
-def test_with_several_rows_too(seed: int, shape: str, num_rows: int, enough: Enough) -> None:
+@given(
+    seed=seeds, shape=shapes, num_rows=st.integers(1, 3), enough=enoughs, is_dear=st.booleans(), room=st.none() | rooms
+)
+def test_with_several_rows_too(
+    seed: int, shape: str, num_rows: int, enough: Enough, is_dear: bool, room: float | None
+) -> None:
     problems = random_rows(seed, shape, num_rows)
     best = reference(problems)
     if reference([without_limit(problems[0])]) == math.inf:
         return
-    found = solve_rows(problems, [0.01] * num_rows, math.inf, 60.0, enough=enough)
+    limit = math.inf if room is None or best == math.inf else room * best - 0.05
+    with pytest.MonkeyPatch.context() as patch:
+        if is_dear:
+            patch.setattr(several_rows, "CHEAP_WORK", 0)
+        found = solve_rows(problems, [0.01] * num_rows, math.inf, 60.0, enough=enough, limit=limit)
     assert found is not None and found.bound <= best * (1 + CLOSE)
     if found.choices is not None:
         assert all(each.fits(each.bytes_of(found.choices)) for each in problems)
         assert best <= problems[0].seconds_of(found.choices) * (1 + CLOSE)
+    elif enough == EXACT and limit < math.inf:
+        assert found.bound >= min(limit, best) * (1 - CLOSE), "all below the limit was looked at"
 
 
 @settings(deadline=None, max_examples=20)

@@ -313,10 +313,8 @@ class _Search(Asked):
         """What the first answer's bound leaves of the problem, where elimination takes seconds; else None."""
         if first.row is None or not first.multiplier or not self._is_dear(first):
             return None
-        try:
-            return Narrowed(Cuts(self._prepared(first.row, limit, modes), first.multiplier, self.deadline))
-        except TimeLimitError:
-            return None
+        row = first.row
+        return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))
 
     def _proven(
         self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None

@@ -6,9 +6,11 @@ is found there, what is left within more is. No choices are proven to be nearer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.errors import TimeLimitError
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem
@@ -19,12 +21,12 @@ SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all 
 
 
 class Narrowed:
-    """The cuts of a problem with one row, from the narrowest on."""
+    """The cuts of a problem with one row, from the narrowest on; `cuts` makes them anew, as their tables are large."""
 
-    def __init__(self, cuts: Cuts) -> None:
-        self._cuts: Cuts | None = cuts
+    def __init__(self, cuts: Callable[[], Cuts]) -> None:
+        self._cuts = cuts
         self._wider = list(SHARES)
-        self._cut = self._widened()
+        self._cut: Cut | None = None
 
     def best(
         self,
@@ -37,20 +39,24 @@ class Narrowed:
     ) -> Best:
         """As `solve_rows`, within the narrowest cut that may have something better than is known."""
         while True:
-            left, limit = [self._cut.of(each) for each in problems], self._cut.limit
-            found = solve_rows(left, prices, min(known, limit), seconds_until(deadline), gap, enough)
-            found = replace(found, bound=min(found.bound, limit))
-            if found.choices is not None or known <= limit or not self._wider or is_over(deadline):
+            try:
+                self._cut = cut = self._cut or self._widened(known)
+            except TimeLimitError:
+                return Best(None, -math.inf, tuple(prices), is_searched=False)
+            left, seconds = [cut.of(each) for each in problems], seconds_until(deadline)
+            found = solve_rows(left, prices, known, seconds, gap, enough, limit=cut.limit)
+            found = replace(found, bound=min(found.bound, cut.limit))
+            if found.choices is not None or known <= cut.limit or not self._wider or is_over(deadline):
                 return found
-            self._cut = self._widened()
+            self._cut = None
 
     def may_be_further(self, known: float) -> bool:
         """Whether something better than is known may be beyond the widest cut, where all that is nearer was tried."""
-        return not self._wider and self._cut.limit < known
+        return not self._wider and self._cut is not None and self._cut.limit < known
 
-    def _widened(self) -> Cut:
-        assert self._cuts is not None, "no wider cut"
-        cut = self._cuts.within(self._wider.pop(0))
-        if not self._wider:
-            self._cuts = None  # its tables are large
+    def _widened(self, known: float) -> Cut:
+        """The next cut, no wider than what is better than is known."""
+        cut = self._cuts().within(self._wider.pop(0), known)
+        if known <= cut.limit:
+            self._wider.clear()
         return cut

@@ -7,6 +7,7 @@ found with one row makes the problem smaller for all the searches that add other
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +55,9 @@ class Cuts:
         self.bound = optimum(self._elimination, self._evaluated) - paid
         """No choices within the budget take less."""
 
-    def within(self, share: float) -> Cut:
-        """What choices take that cost no more than a share above the bound."""
-        prepared, limit = self._prepared, self.bound + share * abs(self.bound)
+    def within(self, share: float, known: float = math.inf) -> Cut:
+        """What choices take that cost no more than a share above the bound, nor than is known."""
+        prepared, limit = self._prepared, min(self.bound + share * abs(self.bound), known)
         margin = limit - self.bound + ROUNDING * abs(self.bound)
         tables, evaluated = prepared.tables, self._evaluated
         found = shared_excesses(prepared.smaller, self._elimination, tables, evaluated, margin, self._deadline)

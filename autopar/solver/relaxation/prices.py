@@ -49,12 +49,13 @@ class Priced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BestPrices:
-    """Prices, the bound that they prove, and the fastest solution met that is within all budgets."""
+    """Prices, the bound that they prove, the fastest solution met that is within all budgets, and all that were met."""
 
     prices: tuple[float, ...]
     bound: float
     choices: tuple[int, ...] | None
     seconds: float
+    met: tuple[tuple[int, ...], ...] = ()
 
     def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
         """The same with choices that take so many seconds, if they are faster and within all budgets."""
@@ -115,6 +116,8 @@ def best_prices(
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
+        if choices not in best.met:
+            best = replace(best, met=(*best.met, choices))
         seconds, over = _cost(rows.problems, choices)
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:

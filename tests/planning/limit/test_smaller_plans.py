@@ -1,5 +1,4 @@
-"""Beside the fastest choices smaller ones are known: they are taken where those are over the limit at other moments, or
-leave no room to fetch weights ahead."""
+"""Beside the fastest choices smaller ones are known: they are taken where those are over the limit at other moments."""
 
 from __future__ import annotations
 
@@ -15,11 +14,10 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Link
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
-from autopar.planning import planner
 from autopar.planning.formulation import Pins
 from autopar.planning.limit import memory_limit
 from autopar.planning.limit.answers import Answer, in_each_mode, smaller_ones
-from autopar.planning.planner import answer_of, fetched_ahead, formulation_of, make_plan
+from autopar.planning.planner import answer_of, formulations_of, make_plan
 from autopar.planning.settings import Settings
 from autopar.solver import narrow
 from autopar.space.space import Space
@@ -63,9 +61,10 @@ def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypat
 
 def _answer(space: Space, pins: Pins, share: float) -> tuple[Answer, MemoryModel]:
     """The best within a share of what the best without a limit takes, without weights that are fetched ahead."""
-    settings = Settings(memory=int(share * make_plan(space, pins, prefetch=0)[0].peak_bytes))
-    formulation = formulation_of(MemoryModel(space), settings)
-    return answer_of(formulation, pins, settings), formulation.memory
+    limit = int(share * make_plan(space, pins, prefetch=0)[0].peak_bytes)
+    settings = Settings(memory=limit, prefetch=0)
+    formulations = formulations_of(MemoryModel(space), settings)
+    return answer_of(formulations, pins, settings), formulations[0].memory
 
 
 def _with_smaller(space: Space, pins: Pins) -> tuple[Answer, MemoryModel]:
@@ -90,18 +89,3 @@ def test_choices_are_had_with_every_segment_in_each_mode_that_it_may_have(space:
     found = in_each_mode(answer, {"first": "", "second": "none|selective"}, ("none", "selective", "full"))
     assert [each[: len(answer.choices)] for each in found] == [answer.choices] * 4
     assert [each[len(answer.choices) :] for each in found] == [(0, 1), (0, 0), (1, 1), (2, 1)]
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_smaller_ones_make_room_for_weights_fetched_ahead_where_that_is_faster(
-    space: Space, pins: Pins, is_faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer, memory = _with_smaller(space, pins)
-    other = list(smaller_ones(answer, memory))[1]
-    ahead = memory.fetching_ahead(1)
-    needed = [memory_use(ahead, each.choices, each.modes)[0] for each in (answer, other)]
-    assert needed[1] < needed[0] and memory.weights.gathers(answer.choices)
-    monkeypatch.setattr(planner, "_is_faster", lambda *_: is_faster)
-    found, model = fetched_ahead(answer, memory, Settings(memory=needed[0] - 1))
-    assert found.choices == (other.choices if is_faster else answer.choices)
-    assert model.prefetch == (1 if is_faster else 0)
