@@ -97,8 +97,14 @@ def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatc
 
 
 def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulation, ...]:
-    """What states the problems of plans with these settings: with weights so far ahead as is tried first, and then."""
-    return tuple(Formulation(memory.space, memory.fetching_ahead(depth)) for depth in settings.depths)
+    """What states the problems of plans with these settings: with weights so far ahead as is tried first, and then.
+
+    Where nothing passes beside computing, no room is asked for that "auto" would fetch ahead into.
+    """
+    depths = settings.depths
+    if memory.space.hardware.communication_share == 1:
+        depths = depths[-1:]
+    return tuple(Formulation(memory.space, memory.fetching_ahead(depth)) for depth in depths)
 
 
 def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Solved:

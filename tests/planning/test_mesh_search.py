@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -398,7 +399,7 @@ def test_within_a_limit_the_search_on_a_mesh_ends_where_it_is_proven_to_be_no_be
         patch.setattr(planner, "best_within", within)
         found = autopar.plan(Layers(), "auto", (X_64_16,), devices=4, **asked)
     first, *later = cutoffs
-    assert first == math.inf and later and all(math.isfinite(each) for each in later)
+    assert first >= sys.float_info.max and later and max(later) < 1
     each = [autopar.plan(Layers(), mesh, (X_64_16,), **asked) for mesh in meshes_of("auto", 4, SLOW_DEVICES, 2)]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS)
 

@@ -18,9 +18,16 @@ from autopar.planning.limit.least_peak import least_peak
 from autopar.planning.planner import fetched_ahead, formulations_of, make_plan, solved_by
 from autopar.planning.settings import Settings
 from autopar.space.space import Space
-from tests.planning.limit.test_smaller_plans import pins, space
+from tests.planning.limit.test_smaller_plans import pins
+from tests.planning.limit.test_smaller_plans import space as on_the_host
 
-__all__ = ["pins", "space"]
+__all__ = ["on_the_host", "pins"]
+
+
+@pytest.fixture(scope="module")
+def space(on_the_host: Space) -> Space:
+    """The same layers where collectives pass beside computing."""
+    return replace(on_the_host, hardware=replace(on_the_host.hardware, communication_share=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,14 @@ def test_where_no_plan_has_room_for_a_layer_ahead_it_is_the_best_of_all(
         assert found.prefetch == 0 and found.peak_bytes <= limit and found.verify().ok
     with pytest.raises(InfeasibleError, match=re.escape(f"({least[0]} bytes)")):
         make_plan(space, pins, least[0] - 1)
+
+
+def test_where_nothing_passes_beside_computing_no_room_is_asked_for(
+    on_the_host: Space, pins: Pins, least: tuple[int, int]
+) -> None:
+    for limit in least:
+        found, plain = (make_plan(on_the_host, pins, limit, prefetch=each)[0] for each in ("auto", 0))
+        assert (found.choices, found.bound) == (plain.choices, plain.bound) and found.peak_bytes <= limit
 
 
 def test_a_cut_off_ends_the_search_with_room_and_no_room_does_not(
