@@ -24,12 +24,17 @@ class BesideBackward(Generic[T]):
         self._waiting: SimpleQueue[T | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._backward = -1
+        """The number of the backward that waits for the thread at its end; one that fails does not come to that."""
 
     def put(self, each: T) -> None:
         """Have `each` stepped; called by a hook of a backward."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="autopar-host-steps", daemon=True)
             self._thread.start()
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._waiting.put(each)
 

@@ -189,6 +189,19 @@ def test_what_fails_beside_the_backward_fails_it_and_the_next_goes_on() -> None:
     assert (other < 1).all()
 
 
+def test_a_backward_that_fails_leaves_the_next_one_to_wait_for_its_steps() -> None:
+    early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = OffloadedAdamW([early, late], gradients="host")
+    optimizer.step_in_backward()
+    broken = (early * 1).clone()
+    broken.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (late.sum() + broken.sum()).backward()
+    for count in (1, 2):
+        (early.sum() + late.sum()).backward()
+        assert optimizer.state[early]["step"] == count and optimizer.state[late]["step"] >= count
+
+
 def test_steps_beside_the_backward_need_gradients_on_the_host() -> None:
     with pytest.raises(InputError, match=r'step_in_backward .* wait on the device; make it with gradients="host"'):
         OffloadedAdamW(_model().parameters()).step_in_backward()
