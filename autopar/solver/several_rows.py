@@ -70,10 +70,10 @@ def solve_rows(
     The problems are one with a memory row each: they differ in bytes and budgets. `prices` (in seconds per byte) are
     near those of the answer. What is found by the time limit comes with its bound. A gap (a share of the seconds) ends
     the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
-    are choices that are known, over the budgets or not. A graph that `is_wide` is not tried by elimination, one that is
-    not by nothing else: with too many rows for that nothing is found (None: either is tried). By messages a bound as
-    high as the cut-off of `enough` ends the search. Choices of more than `limit` seconds are not looked for; the bound
-    is no higher than that where they may be better than what is known.
+    are choices that are known, over the budgets or not, of whose parts others may be made. A graph that `is_wide` is
+    not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
+    either is tried). By messages a bound as high as the cut-off of `enough` ends the search. Choices of more than
+    `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
@@ -82,13 +82,13 @@ def solve_rows(
     whole = None if is_wide else Rows.of(smaller, deadline, MAX_WORK)
     if whole is None and is_wide is False:
         return Best(None, -math.inf, tuple(prices), is_searched=False)
+    allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
+    seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
     if whole is None:
-        allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
-        seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
         gap = max(gap, enough.dear, TOLERANCE)
         found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough)
     else:
-        found = _best_of_narrow(whole, tuple(prices), known, limit, deadline, gap, enough)
+        found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
     return replace(found, choices=choices)
 
@@ -96,6 +96,7 @@ def solve_rows(
 def _best_of_narrow(
     whole: Rows,
     prices: tuple[float, ...],
+    seen: Sequence[tuple[int, ...]],
     known: float,
     limit: float,
     deadline: float,
@@ -129,7 +130,7 @@ def _best_of_narrow(
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
                 if bound < below and not is_closed(known, bound, gap):
-                    met = [left[0].extend(each) for each in priced.met]
+                    met = [*seen, *(left[0].extend(each) for each in priced.met)]
                     made = crossed(whole, met, start, bound, known, gap)
                     best, known = _faster(whole.problems[0], made, best, known)
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)

@@ -283,7 +283,7 @@ class _Search(Asked):
             if narrowed is None:
                 best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
             else:
-                best = narrowed.best(problems, at, known, after(left), max(self.gap, self.enough), enough)
+                best = narrowed.best(problems, at, known, after(left), max(self.gap, self.enough), enough, met)
             self.check(best.bound)
             prices = dict(zip(sorted(places), best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)

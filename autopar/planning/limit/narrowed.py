@@ -36,15 +36,20 @@ class Narrowed:
         deadline: float,
         gap: float,
         enough: Enough,
+        met: Sequence[Sequence[int]] = (),
     ) -> Best:
-        """As `solve_rows`, within the narrowest cut that may have something better than is known."""
+        """As `solve_rows`, within the narrowest cut that may have something better than is known.
+
+        Of the choices that were met those count that the cut leaves.
+        """
         while True:
             try:
                 self._cut = cut = self._cut or self._widened(known)
             except TimeLimitError:
                 return Best(None, -math.inf, tuple(prices), is_searched=False)
             left, seconds = [cut.of(each) for each in problems], seconds_until(deadline)
-            found = solve_rows(left, prices, known, seconds, gap, enough, limit=cut.limit)
+            within = [each for each in met if cut.holds(each)]
+            found = solve_rows(left, prices, known, seconds, gap, enough, within, limit=cut.limit)
             found = replace(found, bound=min(found.bound, cut.limit))
             if found.choices is not None or known <= cut.limit or not self._wider or is_over(deadline):
                 return found

@@ -8,6 +8,7 @@ found with one row makes the problem smaller for all the searches that add other
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,10 @@ class Cut:
 
     kept: tuple[NDArray[np.bool_], ...]
     limit: float
+
+    def holds(self, choices: Sequence[int]) -> bool:
+        """Whether it leaves all of some choices."""
+        return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
     def of(self, problem: Problem) -> Problem:
         """A problem with these nodes, in which the other strategies are forbidden; equal menus stay one array."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from autopar.solver.deadline import NEVER
 from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Node, Problem
 from autopar.solver.reductions.cuts import Cut, Cuts
-from autopar.solver.several_rows import Best
+from autopar.solver.several_rows import Best, solve_rows
 from autopar.space.space import Space
 
 
@@ -109,3 +111,17 @@ def test_the_narrowest_cut_with_something_better_is_searched(
     assert found.choices == (None if choice is None else (choice,))
     assert found.bound == pytest.approx(bound) and cuts.tried == tried
     assert choice is not None or searched.may_be_further(known) == (known == math.inf)
+
+
+def test_choices_that_were_met_go_on_where_the_cut_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Sequence[Sequence[int]]] = []
+
+    def searched(*arguments: Any, **options: Any) -> Best:
+        given.append(arguments[6])
+        return solve_rows(*arguments, **options)
+
+    monkeypatch.setattr(narrowed, "SHARES", (0.6,))
+    monkeypatch.setattr(narrowed, "solve_rows", searched)
+    cuts = narrowed.Narrowed(_Line)
+    cuts.best([_problem(8)], [0.0], math.inf, NEVER, 0.0, Enough(1.0, 0.0), [(1,), (3,)])
+    assert given == [[(1,)]]
