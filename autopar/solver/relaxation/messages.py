@@ -84,7 +84,9 @@ class Messages:
         self._constant = sum(float(self._evaluated[table]) for table in self._core.constants)
         for node, tables in zip(self._core.nodes, self._core.own, strict=True):
             own = sum((self._evaluated[table] for table in tables[1:]), self._evaluated[tables[0]])
-            self._left[node] = self._left[node] + (own - self._own[node])
+            allowed = own < np.inf
+            changed = np.subtract(own, self._own[node], out=np.full(len(own), np.inf), where=allowed)
+            self._left[node] = self._left[node] + changed
             self._own[node] = own
         joined: dict[tuple[tuple[int, tuple[int, ...]], ...], Floats] = {}  # what equal nodes have between them is one
         for joint in self._core.joints:
@@ -144,12 +146,20 @@ class Messages:
                 least.append(each)
             if not is_fresh:
                 np.maximum(self._reached[node], before + (gathered - gathered.min()), out=self._reached[node])
+            forbidden = gathered == np.inf if gathered.max() == np.inf else None
+            if forbidden is not None:  # by what joints have in common
+                gathered = np.where(forbidden, 0.0, gathered)
+                least = [np.where(forbidden, np.inf, each) for each in least]
             if choices is not None:
                 choices[node] = self._best(visit, least, choices)
             share = visit.share * gathered
+            left[node] = visit.rest * gathered
             for (edge, place, _, leads_on, _), each in zip(visit.edges, least, strict=True):
                 sent[edge][place] = each - share if leads_on else each
-            left[node] = visit.rest * gathered
+            if forbidden is not None:  # no neighbour is to count on it
+                left[node][forbidden] = np.inf
+                for edge, place, *_ in visit.edges:
+                    sent[edge][place][forbidden] = -np.inf
             bound += float(left[node].min())
         # All that an edge costs at least has gone to the last of its nodes.
         self.bound, self._is_fresh = max(before, bound), False

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, TimeLimitError
@@ -141,6 +141,7 @@ def test_no_choices_below_the_limit_lose_a_strategy(seed: int, kind: str, above:
 
 @settings(deadline=None, max_examples=15)
 @given(seed=seeds, kind=kinds, budget=st.one_of(st.none(), st.floats(0.0, 1.0)), shrinks=shrinks)
+@example(seed=0, kind="crowd", budget=None, shrinks=2_000_000)  # joints forbid a strategy that no pair forbids
 def test_the_optimum_is_found_where_the_graph_is_wide(seed: int, kind: str, budget: float | None, shrinks: int) -> None:
     problem = _problem(seed, kind, budget)
     if problem is None:
