@@ -118,8 +118,11 @@ def _in_precision(sequence: int, precision: str) -> tuple[int, int]:
 
 
 def _fetched_ahead() -> list[tuple[int, int]]:
-    """For weights that are fetched not ahead, and one and two layers ahead."""
-    return [_measured("tiny-llama", (2,), "zero3", 4, 64, prefetch=depth) for depth in (0, 1, 2)]
+    """For weights that are fetched not ahead, and one and two layers ahead; of two measurements the least counts.
+
+    Where the machine is busy, a thread of gloo may be late to free what was sent.
+    """
+    return [min(_measured("tiny-llama", (2,), "zero3", 4, 64, prefetch=depth) for _ in range(2)) for depth in (0, 1, 2)]
 
 
 def test_weights_that_are_fetched_ahead_are_counted(ranks: Ranks) -> None:
