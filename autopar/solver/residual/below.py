@@ -101,13 +101,8 @@ class _Search:
                     return False
                 break
         while not self._is_done():
-            limit = min(self.most, self.reached + self.epsilon)
-            found = self._counted(limit, only_few=False)
-            assert found is not None, "a count of whatever there is"
-            self._meet(found, limit)
-            if not found.is_proven:
+            if not self._count_further(only_few=False):
                 return False
-            self.epsilon *= GROWTH
         return True
 
     def _count_few(self) -> bool:
@@ -120,15 +115,27 @@ class _Search:
                 if found is not None:
                     self._meet(found, self.most)
                     continue
-            limit = min(self.most, self.reached + self.epsilon)
-            found = self._counted(limit, only_few=True)
-            if found is None:
+            is_proven = self._count_further(only_few=True)
+            if is_proven is None:
                 break
-            self._meet(found, limit)
-            if not found.is_proven:
+            if not is_proven:
                 return False
-            self.epsilon *= GROWTH
         return True
+
+    def _count_further(self, only_few: bool) -> bool | None:
+        """Count within the margin that it has come to, and widen that; False where the count was broken off.
+
+        None where there is much to count, and only little is to be.
+        """
+        limit = min(self.most, self.reached + self.epsilon)
+        found = self._counted(limit, only_few)
+        assert found is not None or only_few, "a count of whatever there is"
+        if found is None:
+            return None
+        self._meet(found, limit)
+        if found.is_proven:
+            self.epsilon *= GROWTH
+        return found.is_proven
 
     def _is_done(self) -> bool:
         """Whether what is known is near enough, nothing is left to be found, or the time is over."""
