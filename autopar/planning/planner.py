@@ -263,7 +263,7 @@ def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
     found = best_within(
         formulation, pins, limit, modes, settings.solver, time_limit, gap, settings.hurried, settings.cutoff
     )
-    return without_idle_modes(found, formulation.memory, modes, limit) if modes and limit is not None else found
+    return without_idle_modes(found, formulation, pins, modes, limit) if modes and limit is not None else found
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

@@ -10,6 +10,7 @@ import numpy as np
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import memory_use
+from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.least_peak import Moments
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
@@ -71,15 +72,22 @@ def in_each_mode(answer: Answer, modes: Mapping[str, str], known: Sequence[str])
     return list(dict.fromkeys(choices_of_nodes(answer.choices, each.values()) for each in found))
 
 
-def without_idle_modes(answer: Answer, memory: MemoryModel, modes: Mapping[str, str], limit: int) -> Answer:
+def without_idle_modes(
+    answer: Answer, formulation: Formulation, pins: Pins, modes: Mapping[str, str], limit: int
+) -> Answer:
     """The answer with segments as they are that gain nothing by being computed again, or by leaving for the host.
 
     Among answers of the same seconds any may be found. `modes` say what a segment may be (`Formulation.problem`).
     """
     kept = dict(answer.modes)
+    if all(mode == MODES[0] for mode in kept.values()):
+        return answer
+    problem = answer.problem
+    if len(problem.nodes) < len(answer.choices) + len(kept):  # the bound is of the problem without segments
+        problem = formulation.problem(pins, modes=modes)
 
     def seconds() -> float:
-        return answer.problem.seconds_of(choices_of_nodes(answer.choices, kept.values()))
+        return problem.seconds_of(choices_of_nodes(answer.choices, kept.values()))
 
     least = seconds()
     for name, mode in answer.modes.items():
@@ -89,7 +97,7 @@ def without_idle_modes(answer: Answer, memory: MemoryModel, modes: Mapping[str, 
                 kept[name] = mode
     if kept == answer.modes:
         return answer
-    peak, use, place = memory_use(memory, answer.choices, kept)
+    peak, use, place = memory_use(formulation.memory, answer.choices, kept)
     return replace(answer, modes=kept, peak_bytes=peak, memory=use, fullest=place) if peak <= limit else answer
 
 

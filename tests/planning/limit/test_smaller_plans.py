@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from autopar.planning.limit import memory_limit
 from autopar.planning.limit.answers import Answer, in_each_mode, smaller_ones
 from autopar.planning.planner import answer_of, formulations_of, make_plan
 from autopar.planning.settings import Settings
+from autopar.program.recompute_segments import MODES
 from autopar.solver import narrow
 from autopar.space.space import Space
 from tests.support.planned import space_of
@@ -89,3 +91,23 @@ def test_choices_are_had_with_every_segment_in_each_mode_that_it_may_have(space:
     found = in_each_mode(answer, {"first": "", "second": "none|selective"}, ("none", "selective", "full"))
     assert [each[: len(answer.choices)] for each in found] == [answer.choices] * 4
     assert [each[len(answer.choices) :] for each in found] == [(0, 1), (0, 0), (1, 1), (2, 1)]
+
+
+def test_an_answer_that_is_computed_again_may_have_the_bound_of_a_plan_without_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the time is over before prices of moments prove more than a plan without a limit does."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+    space = space_of(nn.Sequential(*layers), (torch.zeros(512, WIDTH),), load("cpu"), dp=2)
+    free = make_plan(space, {}, prefetch=0)[0]
+    limit = int(0.8 * free.peak_bytes)
+    best = make_plan(space, {}, limit, prefetch=0)[0]
+    solve_rows = memory_limit.solve_rows
+    monkeypatch.setattr(memory_limit._Search, "where_the_backward_begins", lambda *args: None)
+    monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
+    monkeypatch.setattr(memory_limit, "solve_rows", lambda *a, **k: replace(solve_rows(*a, **k), bound=-math.inf))
+    with pytest.warns(RuntimeWarning, match="not proven best"):
+        found = make_plan(space, {}, limit, prefetch=0)[0]
+    assert set(found.recompute.values()) - {MODES[0]}, "nothing is computed again: the test says nothing"
+    assert found.bound == free.seconds < found.seconds == best.seconds
+    assert found.verify().ok
