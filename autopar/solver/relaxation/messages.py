@@ -11,7 +11,8 @@ Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
 
 The bound never falls, and ends near that of the ILP's linear relaxation, which without a memory row is nearly always
 the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off on
-the way: each node takes the strategy that is best beside those before it and what is known of those behind it.
+the way: each node takes the strategy that is best beside those before it and what is known of those behind it. Where that
+ends in something forbidden, it is the best of those that leave all nodes behind it a strategy from then on (`domains`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination import Tables
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.relaxation.core import core_of
+from autopar.solver.relaxation.domains import Domains
 
 CHECKED = 256  # nodes that are visited between two looks at the clock
 
@@ -71,6 +73,8 @@ class Messages:
         self._constant = 0.0
         self._is_fresh = True
         self._reached: list[Floats] = []
+        self._is_guarded = False
+        """Whether choices were read off that are forbidden."""
         self._met: list[int] | None = None
         """Of the core, by node; zeros for the others."""
         self.bound = -np.inf
@@ -102,8 +106,10 @@ class Messages:
         """Once through all nodes and back; choices are read off on the way back."""
         self._through(self._visits[0], None)
         choices = [0] * len(self.problem.nodes)
-        self._through(self._visits[1], choices)
+        domains = Domains(self._own, self._ends, self._costs) if self._is_guarded else None
+        self._through(self._visits[1], choices, domains)
         cost = self._cost_of(choices)
+        self._is_guarded = self._is_guarded or cost == np.inf
         if cost < self.cost:
             self._met, self.cost = choices, cost
 
@@ -129,11 +135,11 @@ class Messages:
         self._core.spread(found, self._evaluated, most, self.bound)
         return found
 
-    def _through(self, visits: Sequence[_Visit], choices: list[int] | None) -> None:
+    def _through(self, visits: Sequence[_Visit], choices: list[int] | None, domains: Domains | None = None) -> None:
         before, bound, is_fresh = self.bound, self._constant, self._is_fresh
         costs, sent, left = self._costs, self._sent, self._left
         for number, visit in enumerate(visits):
-            if not number % CHECKED:
+            if domains is not None or not number % CHECKED:
                 check(self.deadline)
             node = visit.node
             gathered, least = left[node], []
@@ -151,7 +157,7 @@ class Messages:
                 gathered = np.where(forbidden, 0.0, gathered)
                 least = [np.where(forbidden, np.inf, each) for each in least]
             if choices is not None:
-                choices[node] = self._best(visit, least, choices)
+                choices[node] = self._best(visit, least, choices, domains)
             share = visit.share * gathered
             left[node] = visit.rest * gathered
             for (edge, place, _, leads_on, _), each in zip(visit.edges, least, strict=True):
@@ -164,7 +170,9 @@ class Messages:
         # All that an edge costs at least has gone to the last of its nodes.
         self.bound, self._is_fresh = max(before, bound), False
 
-    def _best(self, visit: _Visit, least: Sequence[Floats], choices: Sequence[int]) -> int:
+    def _best(
+        self, visit: _Visit, least: Sequence[Floats], choices: Sequence[int], domains: Domains | None = None
+    ) -> int:
         row = self._own[visit.node]
         for (edge, place, _, leads_on, before), each in zip(visit.edges, least, strict=True):
             if not before:
@@ -177,7 +185,8 @@ class Messages:
                 left = [axis for axis in range(len(ends)) if axis not in before]
                 found = _least(found, [self._sent[edge][axis] for axis in left], left.index(place))
             row = row + found
-        return int(np.argmin(row))
+        taken = None if domains is None else domains.take(visit.node, row)
+        return int(np.argmin(row)) if taken is None else taken
 
 
 def _spread(table: Floats, axes: Sequence[int], num_ends: int) -> Floats:

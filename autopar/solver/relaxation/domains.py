@@ -1,0 +1,64 @@
+"""What the nodes of a core may still take beside what some of them have taken: forbidden pairs, passed on (AC-3).
+
+Where much is forbidden, the best strategy beside the nodes before may leave one behind without any. So a strategy is
+taken only if all nodes keep one that has some beside it along every joint (Mackworth 1977).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.solver.problem import Floats
+
+_Mask = np.ndarray
+
+
+class Domains:
+    """Strategies of each node that no joint rules out, while nodes take theirs one after the other."""
+
+    def __init__(self, own: Mapping[int, Floats], ends: Sequence[tuple[int, ...]], costs: Sequence[Floats]) -> None:
+        self._allowed: dict[int, _Mask] = {node: row < np.inf for node, row in own.items()}
+        finite: dict[int, _Mask] = {id(table): table < np.inf for table in costs}
+        self._joints = [
+            (scope, finite[id(table)]) for scope, table in zip(ends, costs, strict=True) if not finite[id(table)].all()
+        ]
+        self._at: dict[int, list[int]] = {node: [] for node in own}
+        for number, (scope, _) in enumerate(self._joints):
+            for end in scope:
+                self._at[end].append(number)
+        self._allowed.update(self._left({}, range(len(self._joints))) or {})
+
+    def take(self, node: int, row: Floats) -> int | None:
+        """The least of a row whose strategy leaves every other node one; None if none does."""
+        for choice in np.argsort(row, kind="stable").tolist():
+            if not self._allowed[node][choice] or row[choice] == np.inf:
+                continue
+            alone = np.zeros(len(row), dtype=bool)
+            alone[choice] = True
+            left = self._left({node: alone}, self._at[node])
+            if left is not None:
+                self._allowed.update(left)
+                return choice
+        return None
+
+    def _left(self, changed: dict[int, _Mask], joints: Sequence[int]) -> dict[int, _Mask] | None:
+        """What changes of some nodes leave of all that they reach; None where a node is left without a strategy."""
+        waiting = dict.fromkeys(joints)
+        while waiting:
+            number = next(iter(waiting))
+            del waiting[number]
+            scope, mask = self._joints[number]
+            for axis, end in enumerate(scope):
+                allowed = changed.get(end, self._allowed[end])
+                mask = mask & allowed.reshape([-1 if axis == dim else 1 for dim in range(mask.ndim)])
+            for axis, end in enumerate(scope):
+                support = mask.any(axis=tuple(dim for dim in range(mask.ndim) if dim != axis))
+                if support.sum() == changed.get(end, self._allowed[end]).sum():
+                    continue
+                if not support.any():
+                    return None
+                changed[end] = support
+                waiting.update(dict.fromkeys(other for other in self._at[end] if other != number))
+        return changed
