@@ -77,7 +77,7 @@ def best_within(
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
     Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
-    elimination takes seconds, and counts of equal parts longer than that (two, where the graph is wide). Where it is not
+    elimination takes seconds, and counts of equal parts longer than that (two, where a graph is wide). Where it is not
     proven to be that near, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
     InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
     was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
