@@ -180,8 +180,7 @@ class WideRows:
 
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin above that bound."""
-        least, _ = self._wide.least(*prices)
-        return self._wide.within(least + margin, *prices)
+        return self._wide.within(self._wide.bound(*prices) + margin, *prices)
 
 
 def constant_of(left: Sequence[Remaining]) -> float:

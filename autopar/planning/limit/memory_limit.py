@@ -36,7 +36,6 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
-from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
@@ -59,7 +58,7 @@ ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where m
 WIDELY = 5e-3  # of the seconds: how far from the best an answer may be where the graph is wide, if nothing was said
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
 FIRST_SHARE = 0.5  # of the time, at most, goes to the limit at one moment
-FAR = 2e-3  # of the seconds: an answer that is further from the best is put aside while one with all rows is looked for
+FAR = 2e-3  # of the seconds: an answer further from the best is no help; on a wide graph what is nearer is a good start
 HALF = 0.5  # of the time that is left, at most, goes to each sum of moments, and to all until one fits
 SPARE = 0.08  # of the time, beyond it, at most, to say what the least is that was found
 
@@ -78,8 +77,8 @@ def best_within(
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
     Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
-    elimination takes seconds, and counts of equal parts longer than that. Where the answer is not proven to be that
-    near, its bound is below its seconds, and a RuntimeWarning says so. A search that is `hurried` counts nowhere long.
+    elimination takes seconds, and counts of equal parts longer than that (two, where a graph is wide). Where it is not
+    proven to be that near, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
     InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
     was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
     than that, or none is within the limit: what pays nothing for memory is an answer.
@@ -87,9 +86,10 @@ def best_within(
     enough = ENOUGH if gap is None else gap
     counted = math.inf if hurried else enough
     deadline, spare = after(time_limit), SPARE * time_limit
-    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, counted, cutoff)
+    far = FAR if gap is None else gap
+    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, counted, far, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.where_the_backward_begins(limit, modes) or search.solve(None, limit, forced)
+    found = search.where_the_backward_begins(limit, modes) or search.without_a_limit(limit, forced)
     if limit is None or (found.peak_bytes <= limit and not found.multiplier):
         return found
     search.check(found.bound)
@@ -118,6 +118,8 @@ class _Search(Asked):
     """As the gap, where more would be dear."""
     counted: float
     """Where counts take long (`Enough`)."""
+    far: float
+    """Where the graph is wide, what is near enough to go on from, and to count no longer."""
     cutoff: float = math.inf
     """Seconds of a plan that is known: what is no faster is not looked for."""
     prepared: dict[MemoryRow | None, Prepared] = field(default_factory=dict)
@@ -141,6 +143,11 @@ class _Search(Asked):
         enough = Enough(max(gap, self.enough), max(gap, self.counted))
         solution = solve_prepared(prepared, time_limit=left, gap=gap, price=price, enough=enough)
         return self._answer(prepared.problem, solution, modes, row)
+
+    def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
+        """The best without the limit, or where that would not fit, choices near it."""
+        found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
+        return self.solve(None, limit, modes) if limit and found.peak_bytes <= limit and share(found) else found
 
     def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
         """The problem with a row and a limit, ready to be solved; that of the row before is kept."""
@@ -235,13 +242,8 @@ class _Search(Asked):
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
     def _fits(self, solution: Solution, limit: int, modes: Modes | None) -> bool:
-        choices, chosen = self._split(solution.choices, modes)
+        choices, chosen = self.split(solution.choices, modes)
         return bool(bytes_by_moment(self.formulation.memory, choices, chosen).max() <= limit)
-
-    def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Choices of decisions, and modes of segments."""
-        count = len(self.formulation.space.decisions)
-        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 
     def _bytes_of(self, answer: Answer) -> np.ndarray:
         return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
@@ -257,7 +259,7 @@ class _Search(Asked):
     def _answer(
         self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None
     ) -> Answer:
-        choices, chosen = self._split(solution.choices, modes)
+        choices, chosen = self.split(solution.choices, modes)
         peak, use, place = memory_use(self.formulation.memory, choices, chosen)
         certificate = solution.solver, solution.multiplier, problem, row, solution.smaller
         return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
@@ -271,7 +273,7 @@ class _Search(Asked):
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
-        enough = Enough(self.enough, self.counted, self.cutoff)
+        enough = Enough(self.enough, self.counted if found.first.row else max(self.counted, self.far), self.cutoff)
         for _ in range(MAX_MOMENTS):
             if is_over(until := self.deadline if found.fitting else halfway):
                 return bool(found.fitting)

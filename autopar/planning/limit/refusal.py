@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
+from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import is_over, moment_in
 from autopar.solver.infeasibility import Conflict
 from autopar.units import format_bytes
@@ -27,6 +28,11 @@ class Asked:
     deadline: float
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
+
+    def split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
+        """Choices of decisions, and modes of segments, of the choices of a problem's nodes."""
+        count = len(self.formulation.space.decisions)
+        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins."""

@@ -27,8 +27,7 @@ VISIT = 6_000  # entries that are passed in the time that a message takes beside
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Nodes of the core, in their order, and the tables between them: number, and for each of its dims the place among
-    the nodes."""
+    """Nodes of the core, and the tables between them: number, and for each of its dims the place among the nodes."""
 
     ends: tuple[int, ...]
     tables: tuple[tuple[int, tuple[int, ...]], ...]
@@ -182,13 +181,16 @@ class _Shrinking:
         return list(bag[1:])
 
     def _joints(self) -> tuple[Joint, ...]:
-        """What lies between the same nodes, or between some of them, is one."""
+        """What lies between the same nodes, or between some of them, is one; its ends come in order of their sizes.
+
+        The longest rows are then what lies together in memory: over short ones messages take several times as long.
+        """
         left = dict.fromkeys(factor for factors in self.at.values() for factor in factors)
         scopes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         larger: dict[frozenset[int], tuple[int, ...]] = {}
         shared = [self.factors[factor] for factor in left if len(self.factors[factor][1]) > 1]
         for _, scope in sorted(shared, key=lambda each: -len(each[1])):
-            ends = tuple(sorted(scope))
+            ends = tuple(sorted(scope, key=lambda end: (self.sizes[end], end)))
             for count in range(2, len(ends) + 1) if frozenset(ends) not in larger else ():
                 for some in itertools.combinations(ends, count):
                     larger.setdefault(frozenset(some), ends)

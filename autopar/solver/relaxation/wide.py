@@ -78,13 +78,18 @@ class Wide:
         found = point(self.problem, self._pruned.extend(messages.choices()))
         return min(messages.bound, messages.cost), found
 
+    def bound(self, *prices: float) -> float:
+        """The bound at some prices: what is known of it, if they were the last that `least` was asked for."""
+        if self._messages is None or prices != self._prices:
+            return self.least(*prices)[0]
+        return min(self._messages.bound, self._messages.cost)
+
     def within(self, most: float, *prices: float) -> list[Remaining]:
         """For each row, what is left of its problem without the strategies that no choices of at most `most` take.
 
         `most` is in seconds + prices · bytes. TimeLimitError where that takes until the deadline.
         """
-        if prices != self._prices:
-            self.least(*prices)
+        self.bound(*prices)
         assert self._pruned is not None and self._messages is not None, "no choices"
         of_node, alive, every = [], [], dict[int, Integers]()
         masks: dict[bytes, Floats] = {}  # what is left of equal nodes stays equal

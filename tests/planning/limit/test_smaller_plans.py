@@ -74,7 +74,7 @@ def _with_smaller(space: Space, pins: Pins) -> tuple[Answer, MemoryModel]:
     fast, memory = _answer(space, pins, 0.9)
     small, _ = _answer(space, pins, 0.8)
     assert small.peak_bytes < fast.peak_bytes and small.modes.keys() == fast.modes.keys()
-    modes = [memory_limit.MODES.index(each) for each in small.modes.values()]
+    modes = [MODES.index(each) for each in small.modes.values()]
     return replace(fast, smaller=((*small.choices, *modes),)), memory
 
 

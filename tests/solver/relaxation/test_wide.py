@@ -176,6 +176,36 @@ def test_what_four_nodes_have_in_common_is_one_where_that_is_the_shorter_way() -
     assert {len(joint.ends) for joint in core_of(large, Tables(large)).joints} == {2}
 
 
+def test_ends_come_in_order_of_their_sizes_and_the_longest_rows_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_BAG", 0)
+    rng, sizes, ends = np.random.default_rng(0), (4, 5, 2), (1, 0, 2)
+    nodes = tuple(Node(str(size), rng.random(size), np.zeros(size, dtype=np.int64)) for size in sizes)
+    table = rng.random([sizes[end] for end in ends])
+    problem = Problem(nodes, (Edge(ends, table), Edge((1, 2), rng.random((5, 2)))))
+    (joint,) = core_of(problem, Tables(problem)).joints
+    assert joint.ends == (2, 0, 1)
+    bound, found = Wide(problem).least(0.0)
+    assert found is not None and found.seconds == pytest.approx(solve(problem, solver="ilp").seconds)
+    assert bound <= found.seconds
+
+
+def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(0, "cliques", 0.5)
+    assert problem is not None
+    _make_wide(monkeypatch)
+    search, swept, sweep = Wide(problem), [0], Messages.sweep
+
+    def counted(messages: Messages) -> None:
+        swept[0] += 1
+        sweep(messages)
+
+    monkeypatch.setattr(Messages, "sweep", counted)
+    reached, _ = search.least(0.01)
+    taken = swept[0]
+    assert taken and search.bound(0.01) == reached and swept[0] == taken
+    assert Wide(problem).bound(0.01) == reached and swept[0] == 2 * taken
+
+
 def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_their_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,64 @@
+"""On a wide graph choices near the best without a limit are start enough, unless they are the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.planning.limit import memory_limit
+from autopar.planning.planner import make_plan
+from autopar.solver import solve as solving
+from autopar.solver.problem import Solution
+from autopar.solver.reductions.prepared import Prepared
+from autopar.space.space import Space
+from tests.support.planned import space_of
+
+OPEN = 1e-3
+"""Of the seconds: what a search leaves open that may."""
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return space_of(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), (torch.zeros(32, 32),), dp=4)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The gaps that problems without a limit were asked with; a search that may leaves something open."""
+    found: list[float] = []
+
+    def solved(prepared: Prepared, *, gap: float = 0.0, **options: Any) -> Solution:
+        solution = solving.solve_prepared(prepared, gap=gap, **options)
+        if prepared.problem.budget is None:
+            found.append(gap)
+            return replace(solution, bound=(1 - OPEN) * solution.bound) if gap > OPEN else solution
+        return solution
+
+    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(memory_limit, "solve_prepared", solved)
+    return found
+
+
+def test_what_is_over_the_limit_is_not_looked_for_further(space: Space, asked: list[float]) -> None:
+    free = make_plan(space, {})[0]
+    assert asked == [0.0] and free.gap == 0
+    found = make_plan(space, {}, int(0.8 * free.peak_bytes))[0]
+    assert asked[1:] and set(asked[1:]) == {memory_limit.FAR}
+    assert found.peak_bytes <= 0.8 * free.peak_bytes and found.bound <= found.seconds
+
+
+def test_what_fits_is_the_best(space: Space, asked: list[float]) -> None:
+    free = make_plan(space, {})[0]
+    found = make_plan(space, {}, 2 * free.peak_bytes)[0]
+    assert asked[1:] == [memory_limit.FAR, 0.0]
+    assert found.seconds == free.seconds and found.gap == 0
+
+
+def test_where_the_best_is_asked_for_nothing_is_left_open(space: Space, asked: list[float]) -> None:
+    free = make_plan(space, {})[0]
+    make_plan(space, {}, int(0.8 * free.peak_bytes), gap=0.0)
+    assert set(asked) == {0.0}
