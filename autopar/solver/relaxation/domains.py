@@ -54,7 +54,7 @@ class Domains:
                 allowed = changed.get(end, self._allowed[end])
                 mask = mask & allowed.reshape([-1 if axis == dim else 1 for dim in range(mask.ndim)])
             for axis, end in enumerate(scope):
-                support = mask.any(axis=tuple(dim for dim in range(mask.ndim) if dim != axis))
+                support = np.asarray(mask.any(axis=tuple(dim for dim in range(mask.ndim) if dim != axis)))
                 if support.sum() == changed.get(end, self._allowed[end]).sum():
                     continue
                 if not support.any():

@@ -18,8 +18,8 @@ seeds = st.integers(0, 2**31 - 1)
 def _forbidding(rng: np.random.Generator, ends: list[tuple[int, int]], count: int, k: int, share: float) -> Problem:
     """Nodes of k strategies, and edges that forbid a share of their pairs."""
     nodes = tuple(Node(str(number), rng.random(k), np.zeros(k, dtype=np.int64)) for number in range(count))
-    masks = [rng.random((k, k)) < share for _ in ends]
-    return Problem(nodes, tuple(Edge(e, np.where(mask, np.inf, rng.random((k, k)))) for e, mask in zip(ends, masks)))
+    tables = (np.where(rng.random((k, k)) < share, np.inf, rng.random((k, k))) for _ in ends)
+    return Problem(nodes, tuple(map(Edge, ends, tables)))
 
 
 def _taken(problem: Problem, order: list[int]) -> list[int | None]:
