@@ -141,7 +141,8 @@ class _Turns:
             self._late = error
             return
         except CutOffError as error:
-            self._at_least = min(self._at_least, error.seconds)
+            if error.seconds >= self.seconds:  # else the model is yet to be planned, or another is the faster
+                self._at_least = min(self._at_least, error.seconds)
             raise
         if self.best is None or seconds_of_microbatch(plan) < cutoff:
             context = replace(context_of(plan), settings=self._request.settings)

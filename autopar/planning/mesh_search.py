@@ -7,9 +7,13 @@ bounds    meshes are tried by what a step takes at least on them (`at_least`), o
           first, which may be wrong, then the simplest; one that takes as long as the best plan so far is not tried, and
           one whose search proves as much ends there (`cutoff`); of meshes that are no simpler than that of the best
           plan, one that gains too little to be a line of its own is no better either
+axes      of meshes of as many, those come first that split an axis of the best so far
+time      all share a part of the time limit; what is left is for those that may find more in longer turns, the fastest
+          first, each of which has half of it and at least twice as much as before: until any plan is found all of it
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
-The clock decides nothing but what is left out when the time limit passes. What has no plan is listed with the reason.
+The clock decides nothing but what is not tried, and how far a plan is proven, when the time limit passes. What has no
+plan is listed with the reason.
 
 Two arrangements whose plans take the same time and memory are one plan, with its mesh written in two ways (data
 parallelism over dp=64 and over dp=2 × tp=32): they are one line of the table, and the simplest mesh stands for them.
@@ -38,6 +42,12 @@ MAX_DEVICES = 10**6
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
+FIRST_ROUND = 0.6
+"""Of the time in which meshes have their first turns."""
+TOGETHER = 8
+"""Meshes that share what is left of it, at most: of many, those that come last may have none."""
+MUCH_SHORTER = 0.8
+"""Of a turn that found no plan on a mesh of as many axes: one of less finds none either."""
 MOST_PIPELINES = 4
 """That are planned; each takes as long as many meshes without one."""
 
@@ -226,25 +236,73 @@ def try_meshes(
 ) -> tuple[Tried[P], ...]:
     """Plan on each mesh; one where the pins, the limit or the schedules leave nothing keeps the reason."""
     deadline = after(time_limit)
+    first = after(FIRST_ROUND * seconds_until(deadline)) if len(meshes) > 1 else deadline
     bounds = {mesh: at_least(mesh) if at_least else 0.0 for mesh in meshes}
     likely = {mesh: outlook(mesh) if outlook else 0.0 for mesh in meshes}
-    ordered = sorted(meshes, key=lambda mesh: (bounds[mesh], likely[mesh], mesh.ndim))
-    found: dict[Mesh, Tried[P]] = {}
-    for number, mesh in enumerate(progress(ordered, "meshes")):
-        seconds = [each.found.seconds for each in found.values() if each.found]
-        cutoff = min(seconds, default=math.inf)
-        if number and is_over(deadline):
-            found[mesh] = Tried(mesh, None, NOT_TRIED + why_over())
-        elif bounds[mesh] > cutoff:
-            found[mesh] = Tried(mesh, None, _no_better(bounds[mesh]))
-        elif pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
-            found[mesh] = Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
-        else:
-            # As long as nothing is found any plan is worth all the time; then what is left is for all meshes that are.
-            left = seconds_until(deadline)
-            left = left / (len(meshes) - number) if seconds else left
-            found[mesh] = _try(make, mesh, Turn(left, _cutoff(mesh, found.values())))
+    waiting, found, late = list(meshes), dict[Mesh, Tried[P]](), dict[Mesh, float]()
+
+    def plan(mesh: Mesh, until: float, share: float) -> Tried[P]:
+        """What comes of a mesh in a share of the time that is left; `late` has the turns that were too short."""
+        if found and is_over(until):
+            late[mesh] = 0.0
+            return Tried(mesh, None, NOT_TRIED + why_over())
+        known = [each for other, each in found.items() if other != mesh]
+        if bounds[mesh] > min(map(_seconds, known), default=math.inf):
+            return Tried(mesh, None, _no_better(bounds[mesh]))
+        if pipeline in mesh.axes and _pipelines(found, pipeline) >= MOST_PIPELINES:
+            return Tried(mesh, None, f"left out: {MOST_PIPELINES} pipelines that may be faster were planned")
+        turn = Turn(share * seconds_until(until), _cutoff(mesh, known))
+        short = (late[each] for each in late if each.ndim == mesh.ndim and not found[each].found)
+        if turn.time_limit < MUCH_SHORTER * max(short, default=0.0):
+            late[mesh] = late.get(mesh, 0.0)
+            return Tried(mesh, None, f"{NOT_TRIED}what was left of the time was too little")
+        end = after(turn.time_limit)
+        tried = _try(make, mesh, turn)
+        if seconds_until(end) < turn.time_limit / 2 and _is_open(tried):
+            late[mesh] = turn.time_limit
+        return tried
+
+    for _ in progress(meshes, "meshes"):
+        mesh = min(waiting, key=lambda each: (bounds[each], likely[each], each.ndim, _joined(each, found, pipeline)))
+        waiting.remove(mesh)
+        found[mesh] = plan(mesh, first, 1 / min(1 + len(waiting), TOGETHER))
+    for mesh in progress(sorted(late, key=lambda each: _seconds(found[each])), "meshes, for longer"):
+        best, left, before = min(map(_seconds, found.values())), seconds_until(deadline), late[mesh]
+        if left > before and _least(found[mesh]) < best:
+            share = 1.0 if math.isinf(best) else max(0.5, min(2 * before / left, 1.0))
+            found[mesh] = _better(found[mesh], plan(mesh, deadline, share))
     return tuple(found[mesh] for mesh in meshes)
+
+
+def _seconds(tried: Tried[Any]) -> float:
+    return tried.found.seconds if tried.found else math.inf
+
+
+def _least(tried: Tried[Any]) -> float:
+    """What a step takes at least, by what was proven with its plan; 0 where there is none."""
+    return (1 - (tried.found.gap or 0)) * tried.found.seconds if tried.found else 0.0
+
+
+def _is_open(tried: Tried[Any]) -> bool:
+    """Whether more time may find a plan, or one that is more than equal plans differ by faster."""
+    if tried.found is None:
+        return tried.reason.startswith(NOT_TRIED)
+    return tried.found.gap is not None and tried.found.gap > EQUAL_SECONDS
+
+
+def _better(before: Tried[P], again: Tried[P]) -> Tried[P]:
+    """What was found with more time, unless it is no better than before."""
+    if before.found is None:
+        return again
+    return again if (_seconds(again), -_least(again)) < (_seconds(before), -_least(before)) else before
+
+
+def _joined(mesh: Mesh, found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> float:
+    """The least step that is known of meshes that two neighbouring axes of this one are one axis of."""
+    outer, sizes = int(pipeline in mesh.axes), mesh.sizes
+    joined = ((*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) for at in range(outer, mesh.ndim - 1))
+    others = (Mesh(dict(zip(mesh.names, each, strict=False)), mesh.hardware) for each in joined)
+    return min((_seconds(found[other]) for other in others if other in found), default=math.inf)
 
 
 def _cutoff(mesh: Mesh, found: Iterable[Tried[Any]]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import sys
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
-from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture, trace
 from autopar.compiler.offline import _Planner
 from autopar.compiler.plan_cache import PlanCache
@@ -47,31 +45,14 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
 from autopar.units import format_seconds
 from tests.support.families import FAMILIES
+from tests.support.meshes import candidate, maker, plans_of
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import SLOW_LINKS, X_BD, TwoLinears
-
-
-def maker(hardware: Hardware = SLOW_DEVICES, annotated: bool = False) -> Callable[[Mesh], Plan]:
-    """Plans of the smallest model on any mesh."""
-    model = TwoLinears()
-    if annotated:
-        annotate(model, "up", tp="column")
-    program = capture(model, (X_BD,), {})
-
-    def make(mesh: Mesh) -> Plan:
-        space = build_space(program, mesh, hardware)
-        return make_plan(space, pins_of(annotations_of(model), space, "auto", {}))[0]
-
-    return make
 
 
 def search(make: Callable[[Mesh], Plan], meshes: Sequence[Mesh], time_limit: float = math.inf) -> Searched[Plan]:
     """The best of the plans that `make` finds."""
     return best_mesh(lambda mesh, _: candidate(make(mesh)), meshes, time_limit)
-
-
-def candidate(plan: Plan, seconds: float | None = None) -> Candidate[Plan]:
-    return Candidate(plan, plan.seconds if seconds is None else seconds, plan.gap, "1 micro-batch", 0, "-")
 
 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("cpu")], ids=lambda each: each.name)
@@ -101,21 +82,6 @@ def test_a_family_is_planned_on_every_mesh_of_eight_devices() -> None:
     assert all(text in found.note for text in ("dp=8", "dp=2 × tp=4", "dp=4 × tp=2", "dp=2 × tp=2 × sp=2"))
 
 
-@functools.cache
-def _any_plan(mesh: Mesh) -> Plan:
-    return maker()(mesh)
-
-
-def plans_of(*seconds_and_bytes: tuple[float, int]) -> dict[Mesh, Plan]:
-    """Meshes of 8 devices, in the order in which they are tried, with plans that take so much."""
-    meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
-    plan = _any_plan(meshes[0])
-    return {
-        mesh: replace(plan, mesh=mesh, seconds=seconds, bound=seconds, peak_bytes=num_bytes)
-        for mesh, (seconds, num_bytes) in zip(meshes, seconds_and_bytes, strict=False)
-    }
-
-
 def test_equal_plans_are_one_line_under_the_simplest_mesh_also_where_another_is_faster_by_a_latency() -> None:
     plans = plans_of((1.0005, 100), (1.2, 100), (1.0, 100), (1.0004, 100))
     found = search(plans.__getitem__, tuple(plans))
@@ -142,23 +108,7 @@ def test_meshes_are_compared_by_a_step_of_all_micro_batches() -> None:
     assert found.best.seconds == 2.0 and "8.00 s" in found.note
 
 
-def test_what_the_time_limit_leaves_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, now = plans_of((1.0, 100), (0.5, 100), (0.2, 100)), [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    given = []
-
-    def slow(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
-        given.append(turn.time_limit)
-        now[0] += 6
-        return candidate(plans[mesh])
-
-    with pytest.warns(UserWarning, match="time limit of 10 s passed when 2 of 3 meshes had been tried"):
-        found = best_mesh(slow, tuple(plans), 10)
-    assert found.best.seconds == 0.5 and given == [10, 2]  # all the time, then half of what is left for two
-    assert "dp=4 × tp=2" in found.note and "not tried: the time limit passed" in found.note
-
-
-def test_a_search_that_ends_before_any_plan_is_found_is_no_proof_that_there_is_none() -> None:
+def test_a_search_that_ends_beforeany_plan_is_found_is_no_proof_that_there_is_none() -> None:
     def late(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
         raise TimeLimitError("the time limit passed")
 
@@ -198,7 +148,7 @@ def test_a_mesh_without_a_plan_is_listed_with_the_reason() -> None:
     assert 'the mesh has no axis "tp"' in line
 
 
-def test_a_search_without_any_plan_says_why_for_each_mesh() -> None:
+def test_a_search_withoutany_plan_says_why_for_each_mesh() -> None:
     def make(mesh: Mesh) -> Plan:
         raise InfeasibleError(f"nothing fits {mesh.ndim} axes")
 

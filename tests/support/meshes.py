@@ -1,0 +1,51 @@
+"""Plans of the smallest model on any mesh, and candidates of a search for the best one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.annotations.annotate import annotate, annotations_of, pins_of
+from autopar.capture.export import capture
+from autopar.hardware.profile import Hardware
+from autopar.planning.mesh_search import Candidate, meshes_of
+from autopar.planning.planner import make_plan
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from autopar.space.build import build_space
+from tests.support.parity import SLOW_DEVICES
+from tests.support.planned import X_BD, TwoLinears
+
+
+def maker(hardware: Hardware = SLOW_DEVICES, annotated: bool = False) -> Callable[[Mesh], Plan]:
+    """Plans of the smallest model on any mesh."""
+    model = TwoLinears()
+    if annotated:
+        annotate(model, "up", tp="column")
+    program = capture(model, (X_BD,), {})
+
+    def make(mesh: Mesh) -> Plan:
+        space = build_space(program, mesh, hardware)
+        return make_plan(space, pins_of(annotations_of(model), space, "auto", {}))[0]
+
+    return make
+
+
+def candidate(plan: Plan, seconds: float | None = None) -> Candidate[Plan]:
+    return Candidate(plan, plan.seconds if seconds is None else seconds, plan.gap, "1 micro-batch", 0, "-")
+
+
+@functools.cache
+def any_plan(mesh: Mesh) -> Plan:
+    return maker()(mesh)
+
+
+def plans_of(*seconds_and_bytes: tuple[float, int]) -> dict[Mesh, Plan]:
+    """Meshes of 8 devices, in the order in which they are tried, with plans that take so much."""
+    meshes = meshes_of("auto", 8, SLOW_DEVICES, 3)
+    plan = any_plan(meshes[0])
+    return {
+        mesh: replace(plan, mesh=mesh, seconds=seconds, bound=seconds, peak_bytes=num_bytes)
+        for mesh, (seconds, num_bytes) in zip(meshes, seconds_and_bytes, strict=False)
+    }
