@@ -11,8 +11,8 @@ Kolmogorov 2006; for edges of three nodes SRMP, Kolmogorov 2015):
 
 The bound never falls, and ends near that of the ILP's linear relaxation, which without a memory row is nearly always
 the optimum itself. All this is done on the core of a graph (`core`): what is narrow is exact. Choices are read off on
-the way: each node takes the strategy that is best beside those before it and what is known of those behind it. Once that
-has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
+the way: each node takes the strategy that is best beside those before it and what is known of those behind it. Once
+that has ended in something forbidden, only such are taken as leave all nodes behind them a strategy (`domains`).
 """
 
 from __future__ import annotations
