@@ -20,6 +20,7 @@ from autopar.files.replace import replace_text
 from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
+from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
@@ -51,8 +52,6 @@ PIPELINE_PLAN = Record(
         ),
     }
 )
-TRANSIENT = ("working set", "gathered weights")
-"""Parts of a stage's memory that are there only while it runs: the stages of a rank take turns."""
 
 
 @dataclass(frozen=True, slots=True)
