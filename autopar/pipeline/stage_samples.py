@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 
 from autopar.errors import TimeLimitError
-from autopar.pipeline.stage_search import MOST_DECISIONS, Known, StageSearch
+from autopar.pipeline.stage_search import Known, StageSearch
 from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.rooms import Sample, SamplesOf
 from autopar.solver.deadline import is_over, seconds_until
@@ -19,8 +19,10 @@ SHARE_OF_TIME = 0.4
 """Of the time that is left, at most: further samples are left out."""
 NEAR, ROUGHLY = 0.05, 0.2
 """How far from the best samples, and the first plans of large stages, may be, as shares."""
-ASKED = 0
-"""Large stages that are planned, after those of the cut that samples lead to, before that is taken."""
+LARGE = 150
+"""Decisions of a large stage."""
+ASKED = 8
+"""Large stages that are planned, those of the cut that samples lead to among them, before the best cut is taken."""
 
 
 def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float]:
@@ -41,7 +43,7 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[Sa
             found.append(search.ask(first, end, by_flight[int(place * (count - 1))], NEAR))
         if is_over(until):
             break
-    if any(each.made is not None and len(each.made.space.decisions) > MOST_DECISIONS for each in found):
+    if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
         search.roughly, search.most_asked = ROUGHLY, ASKED
 
     least, most = search.held[by_flight[0]], search.held[by_flight[-1]]

@@ -59,20 +59,20 @@ def best_cuts_within(
     costs: StageCosts,
     tolerance: float = 0.0,
     kinds: Sequence[int] | None = None,
-    first: Cuts | None = None,
+    thought: Floats | None = None,
 ) -> Cuts:
     """The cut of least seconds by `costs`, within the tolerance (relative), with seconds that no cut is below.
 
     The sums of blocks are lower bounds of `costs` (asserted). With `kinds`, a number per block that is the same for
-    equal blocks, what a stage takes beyond its blocks says of other stages what these take at least (`alike`). `first`
-    is a cut to begin with, and what its stages are thought to take.
+    equal blocks, what a stage takes beyond its blocks says of other stages what these take at least (`alike`). With
+    what stages are `thought` to take, [stage, first block, end block], the search begins with the best cut by that.
 
     Raises:
         PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
         TimeLimitError: No more may be asked for, and no cut is known to fit.
     """
     search = _Search.of(problem, costs, kinds)
-    best = None if first is None else search.cut_as_thought(first)
+    best = None if thought is None else search.cut_as_thought(thought)
     while True:
         found = search.cheapest()
         enough = found.seconds * (1 + max(tolerance, _EQUAL))
@@ -154,28 +154,38 @@ class _Search:
                     return None
         return known
 
-    def cut_as_thought(self, thought: Cuts) -> Cuts | None:
-        """A cut with what its stages take, asked for where it is not known to be the pace that was thought of.
+    def cut_as_thought(self, thought: Floats) -> Cuts | None:
+        """The best cut by what stages are thought to take that fits, with what they do take.
 
-        None if any does not fit, or the time is over.
+        Stages are asked for where they are not known, or known to take longer than what sets the pace of their pass.
+        None where no cut is thought to fit, or the time is over.
         """
-        places = stages_of(thought.starts, len(self.problem.blocks))
-        by_pass = np.array(thought.stage_seconds).reshape(-1, self.problem.schedule.num_ranks)
-        wanted = dict(zip(places, np.repeat(by_pass.max(axis=1), self.problem.schedule.num_ranks), strict=True))
-        by_flight = sorted(places, key=lambda place: -self.in_flight[place[0]])
-        for place in by_flight:
-            if np.isinf(self._known(place)) and (
-                self.costs.is_over(len(self.asked), False) or np.isinf(self._ask(place))
-            ):
+        problem, ranks = self.problem, self.problem.schedule.num_ranks
+        while True:
+            table = np.maximum(thought, self.table)
+            starts = cheapest_cut(problem.fill(table), table, ranks, problem.pace)
+            if starts is None:
                 return None
+            places = stages_of(starts, len(problem.blocks))
+            by_flight = sorted(places, key=lambda place: -self.in_flight[place[0]])
+            unknown = [place for place in by_flight if np.isinf(self._known(place))]
+            if not unknown:
+                break
+            for place in unknown:
+                if self.costs.is_over(len(self.asked), False):
+                    return None
+                if np.isinf(self._known(place)) and np.isinf(self._ask(place)):
+                    break  # another cut then
+        taken = np.array([table[place] for place in places]).reshape(-1, ranks)
+        paces = np.repeat(taken.max(axis=1), ranks)
         for place in by_flight:
             stage, first, end = place
-            most = NEARLY * wanted[place] - float(self.transfers[place])
+            most = NEARLY * float(paces[stage]) - float(self.transfers[place])
             if self._known(place) > most and place not in self.asked and not self.costs.is_over(len(self.asked), False):
                 self._ask(place)
             if self._known(place) > most and place in self.asked and self.costs.closer(first, end, stage):
                 self._note(place, self.costs.seconds(first, end, stage))
-        return self.cut_that_takes(thought.starts, {place: self._known(place) for place in places})
+        return self.cut_that_takes(starts, {place: self._known(place) for place in places})
 
     def learn_of_one(self, places: Sequence[Place], known: dict[Place, float]) -> bool:
         """Ask for the stage, or more closely, of whose open seconds the most are learned; False where there is none."""

@@ -40,8 +40,9 @@ def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str
     """What a stage holds by its choices.
 
     While others run, it keeps what all its micro-batches in flight have saved and sent, and all gradients, as they are
-    added up and as they are reduced, and never more than at its fullest moment. Nor is it less than what is there at
-    that moment and does not go with it, as `PipelinePlan.rank_bytes` counts.
+    added up and as they are reduced; where no micro-batch follows the first backward there are gradients beside one
+    less of them. That is never more than at its fullest moment. Nor is it less than what is there at that moment and
+    does not go with it, as `PipelinePlan.rank_bytes` counts.
     """
     peak, use, _ = memory_use(memory, choices, modes)
     runs = memory.microbatches
@@ -50,5 +51,7 @@ def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str
     moments = PlanMoments(memory, choices, modes)
     saved = runs.in_flight * int(moments.kept.sum())
     running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, "activations")) - saved
-    resting = sum(moments.ending(END).values()) + saved + runs.in_flight * moments.sent
+    waiting, beside = saved + runs.in_flight * moments.sent, saved // runs.in_flight + moments.sent
+    ending = sum(moments.ending(END).values()) + waiting - (beside if runs.in_flight == runs.count else 0)
+    resting = max(moments.always_total + waiting, ending)
     return Held(max(peak - running, min(resting, peak)), peak)

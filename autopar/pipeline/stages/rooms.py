@@ -9,7 +9,7 @@ A stage of middling size is planned within some memory limits: its samples say w
 longer, more micro-batches in flight take more memory, and longer stages take as much more of both. Each rank takes the
 samples, one for each of its stages, that take the least seconds together of those that fit (`fastest`, a
 multiple-choice knapsack), which gives memory to the stage that gains the most by it. Within these rooms the best cut is
-found by the seconds of samples, for the search to begin with (`cut_with_rooms`).
+found by the seconds of samples, for the search to begin with (`thought_in_rooms`).
 
 What the samples leave goes to stages by their micro-batches in flight. Where no samples fit, stages share by these
 alone, and where that leaves no cut, each stage of an even cut gets the least that it needs (`rooms_of_least`).
@@ -24,8 +24,8 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.pipeline.schedules.schedule import Schedule
-from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
-from autopar.pipeline.stages.cuts import CutProblem, Cuts, cuts_of, own_seconds, transfers
+from autopar.pipeline.stages.cheapest_cut import Floats
+from autopar.pipeline.stages.cuts import CutProblem, own_seconds, transfers
 from autopar.pipeline.stages.held import Held, Room
 
 BETWEEN = (0.25, 0.5, 0.75)
@@ -62,18 +62,19 @@ SamplesOf = Callable[[int], Sequence[Sample]]
 """Stage → its samples, for a stage of the size that was sampled."""
 
 
-def cut_with_rooms(
+def thought_in_rooms(
     problem: CutProblem, memory: int, samples: SamplesOf, sampled: float
-) -> tuple[Cuts | None, tuple[Room, ...]]:
-    """Rooms, and the best cut within them, by samples of a stage of so many seconds; None where none fits."""
+) -> tuple[Floats, tuple[Room, ...]]:
+    """Rooms, and what stages are thought to take in them, by samples of a stage of so many seconds.
+
+    That is [stage, first block, end block], with transfers; infinite where nothing fits.
+    """
     schedule, own = problem.schedule, own_seconds(problem)
     every = [_filled_in(samples(stage)) for stage in range(schedule.num_stages)]
     size = sum(problem.own_seconds) / schedule.num_stages / sampled
     rooms = shared_rooms(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
     table = np.stack([_within(*each) for each in zip(own / sampled, every, rooms, strict=True)])
-    table = np.maximum(table, own) + transfers(problem)
-    starts = cheapest_cut(problem.fill(table), table, schedule.num_ranks, problem.pace)
-    return None if starts is None else cuts_of(problem, table, starts), rooms
+    return np.maximum(table, own) + transfers(problem), rooms
 
 
 def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[Room, ...]:

@@ -19,6 +19,7 @@ from autopar.planning.limit import memory_limit
 from autopar.planning.limit.answers import Answer, in_each_mode, smaller_ones
 from autopar.planning.planner import answer_of, formulations_of, make_plan
 from autopar.planning.settings import Settings
+from autopar.program.recompute_segments import MODES
 from autopar.solver import narrow
 from autopar.space.space import Space
 from tests.support.planned import space_of
@@ -72,7 +73,7 @@ def _with_smaller(space: Space, pins: Pins) -> tuple[Answer, MemoryModel]:
     fast, memory = _answer(space, pins, 0.9)
     small, _ = _answer(space, pins, 0.8)
     assert small.peak_bytes < fast.peak_bytes and small.modes.keys() == fast.modes.keys()
-    modes = [memory_limit.MODES.index(each) for each in small.modes.values()]
+    modes = [MODES.index(each) for each in small.modes.values()]
     return replace(fast, smaller=((*small.choices, *modes),)), memory
 
 
