@@ -103,7 +103,7 @@ def measure(row: Row) -> Measured:
             plan = _plan(row, model, inputs)
             outcome: dict[str, Any] = {
                 "step": plan.seconds,
-                "gap": getattr(plan, "gap", None),
+                "gap": plan.gap,
                 "peak_bytes": plan.peak_bytes,
                 "solver": getattr(plan, "solver", row.schedule),
             }
@@ -122,7 +122,7 @@ def measure(row: Row) -> Measured:
 
 
 def _plan(row: Row, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """A Plan, or a PipelinePlan, which has no gap."""
+    """A Plan or a PipelinePlan."""
     limits = {"memory": row.memory, "time_limit": row.time_limit, "microbatches": row.microbatches}
     if row.is_searched:
         found = {"devices": row.mesh[0], "hardware": row.hardware, "pipeline": row.pipeline}

@@ -56,7 +56,7 @@ def memory_use(
     `imbalance` of the rows of experts is that of the space, unless it is given. Where several backwards of a step can
     be the fullest, the timeline is that of the one that is, with the end.
     """
-    moments = _Moments(memory, choices, modes, imbalance)
+    moments = PlanMoments(memory, choices, modes, imbalance)
     if not memory.lifetimes.calls:
         return moments.always_total, MemoryUse(moments.always, ()), 0
     phases = memory.microbatches.phases
@@ -73,7 +73,7 @@ def memory_use(
     return peak, use, moment
 
 
-def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int, MemoryUse, int]:
+def _phase_use(memory: MemoryModel, moments: PlanMoments, number: int) -> tuple[int, MemoryUse, int]:
     """What `memory_use` finds in one phase."""
     phases = memory.microbatches.phases
     names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
@@ -90,7 +90,7 @@ def _phase_use(memory: MemoryModel, moments: _Moments, number: int) -> tuple[int
 
 def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> np.ndarray:
     """The bytes at every moment, by its number (see `moment_of`); 0 at those that are none."""
-    moments, phases = _Moments(memory, choices, modes), memory.microbatches.phases
+    moments, phases = PlanMoments(memory, choices, modes), memory.microbatches.phases
     found = np.zeros((FORWARD + 1, len(phases), moments.count), dtype=np.int64)
     for number, phase in enumerate(phases):
         if phase.end:
@@ -101,7 +101,7 @@ def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[
     return found.reshape(-1)
 
 
-class _Moments:
+class PlanMoments:
     """The bytes of one plan over the places of its calls."""
 
     def __init__(

@@ -20,6 +20,7 @@ from autopar.files.replace import replace_text
 from autopar.files.schema import ListOf, Maybe, OneOf, Record, Whole
 from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
+from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
@@ -49,10 +50,9 @@ PIPELINE_PLAN = Record(
                 }
             )
         ),
-    }
+    },
+    optional={"bound": SECONDS},
 )
-TRANSIENT = ("working set", "gathered weights")
-"""Parts of a stage's memory that are there only while it runs: the stages of a rank take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class PipelinePlan:
     starts: tuple[int, ...]
     """The number of the first block of each stage, as `stages.splitting.split` takes them."""
     timeline: Timeline = field(repr=False)
+    bound: float = 0.0
+    """Seconds that no other cut and plans of stages take less than, as far as `gap` says; 0 where nothing is known."""
     memory_limit: int | None = None
     """Bytes per device that the stages of a rank were planned to keep to."""
     notes: tuple[str, ...] = ()
@@ -116,6 +118,17 @@ class PipelinePlan:
     def seconds(self) -> float:
         """The predicted step of all micro-batches."""
         return self.timeline.seconds
+
+    @property
+    def gap(self) -> float:
+        """The share of the step that other cuts and plans of stages could save at most; 1 where nothing is known.
+
+        It is proven of the formula by which a model is cut (`stages.cuts`), not of the simulated step: with tensors
+        that go from stage to stage as they do in the plan of the whole, of whose seconds a stage takes no less than the
+        share of its blocks; and, where several stages share the memory of a rank, with the parts that were dealt to
+        them. A stage's timeline is as far above the least that it can be as the sum of its seconds is proven to be.
+        """
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
 
     @property
     def bubble(self) -> float:
@@ -206,6 +219,7 @@ class PipelinePlan:
             "mesh": {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware},
             "axis": self.axis,
             "schedule": asdict(self.schedule),
+            "bound": self.bound,
             "memory_limit": self.memory_limit,
             "notes": self.notes,
             "starts": self.starts,
@@ -237,6 +251,7 @@ class PipelinePlan:
                 stages=stages,
                 starts=tuple(values["starts"]),
                 timeline=simulate(schedule, [stage.seconds for stage in stages]),
+                bound=values.get("bound", 0.0),
                 memory_limit=values["memory_limit"],
                 notes=tuple(values["notes"]),
             )

@@ -27,13 +27,16 @@ from autopar.pipeline.finished_stages import StageFinisher
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.planned_blocks import PlannedBlocks, planned_blocks
 from autopar.pipeline.request import PipelineRequest
-from autopar.pipeline.rooms import rooms_in_flight, rooms_of_least
 from autopar.pipeline.schedules.simulation import simulate
+from autopar.pipeline.stage_samples import sampled
 from autopar.pipeline.stage_search import TOLERANCE, StageSearch
 from autopar.pipeline.stage_seconds import stage_seconds
+from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import CutProblem, best_cuts
+from autopar.pipeline.stages.cuts import CutProblem, best_cuts, step_seconds
+from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
+from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
 from autopar.planning.offload import Plans, plan_as_offload_asks
 from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
@@ -51,8 +54,13 @@ from autopar.units import format_share
 MOST_CUTS = 200
 """Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
 
-FINISHING = 0.1
-"""Of the time, at most, goes to the plans of the stages of the cut that was found."""
+FINISHING, HALF = 0.1, 0.5
+"""Of the time that is left, goes to the plans of the stages of the cut that was found, and at most."""
+WRITING = 2.5
+"""Times what the plan of the whole took, where that is more: all stages are laid out and written down."""
+
+_Cut = tuple[tuple[int, ...], StageSearch, float]
+"""The first block of every stage, what is known of stages, and seconds by the formula that no cut is below."""
 
 
 def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
@@ -80,8 +88,10 @@ def plan_pipeline(request: PipelineRequest) -> PipelinePlan:
 def _planned(request: PipelineRequest) -> PipelinePlan:
     """The best plan where it is said what is offloaded."""
     deadline = after(request.settings.time_limit)
+    before = seconds_until(deadline)
     planned = planned_blocks(request, request.schedule.num_stages)
-    starts, search = _cut(planned, deadline - FINISHING * seconds_until(deadline))
+    left = seconds_until(deadline)
+    starts, search, bound = _cut(planned, deadline - min(max(FINISHING * left, WRITING * (before - left)), HALF * left))
     blocks, storage = planned.blocks, dict(request.storage)
     finisher = StageFinisher(search, deadline)
     stages: list[StagePlan] = []
@@ -95,41 +105,48 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
     contexts = [context_of(stage.plan) for stage in stages]
     warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
+    timeline = simulate(request.schedule, [stage.seconds for stage in stages])
+    least = bound / step_seconds(_cut_problem(planned), starts, [stage.seconds for stage in stages])
     return PipelinePlan(
         mesh=request.mesh,
         axis=request.axis,
         schedule=request.schedule,
         stages=tuple(stages),
         starts=starts,
-        timeline=simulate(request.schedule, [stage.seconds for stage in stages]),
+        timeline=timeline,
+        bound=min(least, 1.0) * timeline.seconds,
         memory_limit=request.settings.memory,
         notes=_notes_of(stages),
     )
 
 
-def _cut(planned: PlannedBlocks, deadline: float) -> tuple[tuple[int, ...], StageSearch]:
-    """The first block of every stage, and what is known of stages."""
+def _cut_problem(planned: PlannedBlocks) -> CutProblem:
+    return CutProblem(planned.costs, planned.cut_seconds, planned.request.schedule, planned.places())
+
+
+def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
+    """The best cut, and what was found on the way."""
     request, memory = planned.request, planned.request.settings.memory
-    schedule = request.schedule
-    problem = CutProblem(planned.costs, planned.cut_seconds, schedule, planned.places())
+    schedule, problem = request.schedule, _cut_problem(planned)
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
     held = tuple(map(schedule.in_flight, range(schedule.num_stages)))
-
-    def search_within(rooms: Sequence[int | None]) -> StageSearch:
-        return StageSearch(planned, deadline, tuple(rooms), held, until)
-
+    room = None if memory is None else Room(memory, memory)
+    search = StageSearch(planned, deadline, (room,) * schedule.num_stages, held, until)
     if memory is None:
-        return refined(problem, best_cuts(problem).starts), search_within([None] * schedule.num_stages)
+        best = best_cuts(problem)
+        return refined(problem, best.starts), search, best.seconds
     if schedule.chunks == 1:
-        return _within(problem, search_within([memory] * schedule.num_stages))
-    search = search_within(rooms_in_flight(planned, memory))
-    try:
         return _within(problem, search)
+    samples, seconds = sampled(search, best_cuts(problem).starts, memory)
+    thought, search.rooms = thought_in_rooms(problem, memory, samples, seconds)
+    try:
+        return _within(problem, search, thought)
     except PipelineError:
         for starts in _cuts_to_try(problem):
-            rooms = rooms_of_least(planned, memory, starts, search.least)
+            rooms = rooms_of_least(schedule, memory, starts, len(planned.blocks), search.least)
             if rooms is not None:
-                return _within(problem, search_within(rooms))
+                search.rooms = rooms
+                return _within(problem, search)
         raise
 
 
@@ -143,10 +160,10 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
     return sorted(allowed, key=lambda starts: best_cuts(replace(problem, starts=starts)).seconds)
 
 
-def _within(problem: CutProblem, search: StageSearch) -> tuple[tuple[int, ...], StageSearch]:
+def _within(problem: CutProblem, search: StageSearch, thought: Floats | None = None) -> _Cut:
     """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
     costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer)
-    found = best_cuts_within(problem, costs, TOLERANCE, search.kinds)
+    found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
     if found.seconds > found.bound * (1 + TOLERANCE):
         number = search.num_asked
         why = f"{why_over()} when {number} stages had been planned"
@@ -158,7 +175,7 @@ def _within(problem: CutProblem, search: StageSearch) -> tuple[tuple[int, ...], 
             RuntimeWarning,
             stacklevel=2,
         )
-    return found.starts, search
+    return found.starts, search, found.bound
 
 
 def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:

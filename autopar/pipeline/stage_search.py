@@ -1,11 +1,15 @@
 """What the stages of a pipeline take within their memory, found out for as few of them as the cut needs.
 
 A stage is its structure (its calls, without their names), the micro-batches that it has in flight, and the memory that
-it may take. Stages of equal structure have the same choices before them, so that what is found for one serves others:
+it may take: at its fullest moment, and while others of its rank run (`rooms`). Stages of equal structure have the same
+choices before them, so that what is found for one serves others:
 
     in flight f, room M  →  f' <= f, M' >= M      its choices fit there, too: they bound what that stage takes
     in flight f, room M  →  any f', M'            its choices may fit there: memory is counted, nothing is solved
     does not fit in M with f                      does not fit in M' <= M with f' >= f
+
+The search for choices has the limit at the fullest moment alone, which bounds; where what it finds keeps too much while
+others run, it is looked for with less at the fullest moment, too.
 
 A stage is asked for roughly first: choices that fit, and a bound, which is soon had and mostly near. Only where the cut
 needs to know it is looked for choices within the tolerance, which can take a hundred times as long.
@@ -26,9 +30,9 @@ import numpy as np
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
-from autopar.memory.peak import memory_use
 from autopar.pipeline.masks import masks_of
 from autopar.pipeline.planned_blocks import PlannedBlocks
+from autopar.pipeline.stages.held import Held, Room, as_much, held_by
 from autopar.pipeline.stages.splitting import stage_between
 from autopar.pipeline.structure import kinds, structure
 from autopar.planning.formulation import Pins
@@ -57,6 +61,8 @@ NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
 SHARE_OF_TIME = 0.125
 """Of the time that is left, at most, goes to each stage that is asked for."""
+TIGHTER = 0.97
+"""Of a limit on the fullest moment, at most, where choices keep too much otherwise."""
 LEAST_SECONDS = 1.0
 """That the plan of a stage has, however late it is."""
 
@@ -66,7 +72,7 @@ class Known:
     """A stage that was asked for: with so many micro-batches in flight and so much room, its choices, if any fit."""
 
     in_flight: int
-    room: int | None
+    room: Room | None
     made: Solved | None
     seconds: float
     """Of one micro-batch, with its share of what is done once; infinite where it does not fit."""
@@ -82,12 +88,16 @@ class StageSearch:
 
     planned: PlannedBlocks
     deadline: float
-    rooms: tuple[int | None, ...]
-    """Bytes per stage."""
+    rooms: Sequence[Room | None]
+    """Of the stages; None: as much as they like."""
     held: tuple[int, ...]
     """Micro-batches in flight per stage."""
     until: tuple[float, ...]
     """Seconds of the blocks before each, and of all, by the plan of the whole."""
+    roughly: float = ROUGHLY
+    """How far from the best the first plan of a stage may be, as a share."""
+    most_asked: int = MOST_ASKED
+    """Stages that are planned before the best cut so far, if there is one, is taken."""
     by_structure: dict[int, list[Known]] = field(default_factory=lambda: defaultdict(list))
     kinds: Sequence[int] = ()
     """Of blocks: equal stages are of equal kinds. Numbered as the search begins."""
@@ -97,7 +107,7 @@ class StageSearch:
     programs: dict[tuple[int, int], tuple[Program, int]] = field(default_factory=dict)
     spaces: dict[int, tuple[Space, dict[int, np.ndarray]]] = field(default_factory=dict)
     """Structure → the space of the first stage that has it, and its pins."""
-    fits: dict[tuple[int, int], int] = field(default_factory=dict)
+    holds: dict[tuple[int, int], Held] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
 
     def __post_init__(self) -> None:
@@ -110,11 +120,15 @@ class StageSearch:
 
     def is_over(self, asked: int, has_cut: bool) -> bool:
         """Whether the best cut so far has to do, or, where there is none, time is over."""
-        return (has_cut and asked >= MOST_ASKED) or is_over(self.deadline)
+        return (has_cut and asked >= self.most_asked) or is_over(self.deadline)
+
+    def own_seconds(self, first: int, end: int) -> float:
+        """Seconds of the blocks from one to another, by the plan of the whole."""
+        return self.until[end] - self.until[first]
 
     def seconds(self, first: int, end: int, stage: int) -> float:
         """Seconds of one micro-batch within the stage's room; infinite where it does not fit."""
-        known = self.find(first, end, stage) or self._ask(first, end, stage, ROUGHLY)
+        known = self.find(first, end, stage) or self.ask(first, end, stage, self.roughly)
         return known.seconds
 
     def at_least(self, first: int, end: int, stage: int) -> float:
@@ -130,7 +144,7 @@ class StageSearch:
         is_large = known.made is not None and len(known.made.space.decisions) > MOST_DECISIONS
         if is_large or known.is_close or known.seconds <= known.least * (1 + TOLERANCE) or is_over(self.deadline):
             return False
-        self._ask(first, end, stage, TOLERANCE)
+        self.ask(first, end, stage, TOLERANCE)
         return True
 
     def at_most(self, first: int, end: int, stage: int) -> float:
@@ -141,11 +155,7 @@ class StageSearch:
     def fuller(self, stage: int) -> Sequence[int]:
         """The stages with no more room and as many micro-batches in flight."""
         held, room = self.held[stage], self.rooms[stage]
-        return [
-            other
-            for other, each in enumerate(self.rooms)
-            if self.held[other] >= held and (room is None or (each is not None and each <= room))
-        ]
+        return [other for other, each in enumerate(self.rooms) if self.held[other] >= held and as_much(room, each)]
 
     def find(self, first: int, end: int, stage: int) -> Known | None:
         """What was found out of just this stage, or that it does not fit."""
@@ -153,7 +163,7 @@ class StageSearch:
         for each in reversed(self.by_structure[self.program(first, end)[1]]):  # what was asked more closely first
             if (each.in_flight, each.room) == (held, room):
                 return each
-            if each.made is None and each.in_flight <= held and _as_much(each.room, room):
+            if each.made is None and each.in_flight <= held and as_much(each.room, room):
                 return each
         return None
 
@@ -189,23 +199,43 @@ class StageSearch:
         return self._solved(space, masks_of(self.planned, space, storage), stage, TOLERANCE)
 
     def _solved(self, space: Space, pins: Pins, stage: int, gap: float) -> Solved:
-        """The best choices within a gap; with all of the time where a share of it was too little for any."""
+        """The best choices within a gap, which keep no more than they may while others run."""
+        room = self.rooms[stage]
+        found = self._within(space, pins, stage, gap, None if room is None else room.peak)
+        if room is None:
+            return found
+        made, bound, most = found, found.answer.bound, room.peak
+        while (held := self._held(made)).kept > room.kept and most > room.kept:
+            # What it takes beside that while it runs, other choices may take, too.
+            most = max(min(room.kept + held.peak - held.kept, int(TIGHTER * most)), room.kept)
+            made = self._within(space, pins, stage, gap, most)
+        if held.kept > room.kept:
+            raise InfeasibleError("no choices that were found keep as little as they may while others run")
+        return replace(made, answer=replace(made.answer, bound=min(bound, made.answer.seconds)))
+
+    def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
+        """The best choices within a gap and a peak; with all of the time where a share of it was too little for any."""
         runs = self.microbatches(stage)
         try:
-            return solved(space, pins, self.settings(stage, SHARE_OF_TIME, gap), runs)
+            return solved(space, pins, self.settings(stage, SHARE_OF_TIME, gap, peak), runs)
         except TimeLimitError:
-            return solved(space, pins, self.settings(stage, 1.0, gap), runs)
+            return solved(space, pins, self.settings(stage, 1.0, gap, peak), runs)
+
+    @staticmethod
+    def _held(made: Solved) -> Held:
+        return held_by(made.formulation.memory, made.answer.choices, made.answer.modes)
 
     def space(self, program: Program) -> Space:
         received = {name: self.planned.boundary(name) for name in program.received}
         return self.planned.request.space(program, received)
 
-    def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE) -> Settings:
-        """How a stage is planned; the gap counts under a memory limit."""
+    def settings(self, stage: int, share: float = 1.0, gap: float = TOLERANCE, peak: int | None = None) -> Settings:
+        """How a stage is planned, within less than its room if a peak is given; the gap counts under a memory limit."""
         asked, room = self.planned.request.settings, self.rooms[stage]
-        within = asked.gap if room is None else max(asked.gap or 0.0, gap)
+        memory = peak if room is None or peak is not None else room.peak
+        within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
         left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
-        return replace(asked, memory=room, time_limit=left, gap=within, hurried=True)
+        return replace(asked, memory=memory, time_limit=left, gap=within, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:
         """What a stage holds."""
@@ -216,12 +246,13 @@ class StageSearch:
         count, stashes = request.num_microbatches, request.schedule.updates_each
         return Microbatches(count, self.held[stage], request.wanted.reduces_each, stashes=stashes)
 
-    def _ask(self, first: int, end: int, stage: int, gap: float) -> Known:
+    def ask(self, first: int, end: int, stage: int, gap: float) -> Known:
+        """Plan a stage within a gap, and note what was found."""
         program, number = self.program(first, end)
         self.kinds_asked.add(tuple(self.kinds[first:end]))
         before = self.find(first, end, stage)
         # Alone a stage may cost a little less than its share of the whole, which bounds the search.
-        own = self.until[end] - self.until[first]
+        own = self.own_seconds(first, end)
         made, seconds, least = None, math.inf, math.inf
         try:
             if number not in self.spaces:
@@ -244,24 +275,25 @@ class StageSearch:
         self.by_structure[number].append(known)
         return known
 
-    def _fits(self, known: Known, held: int, room: int | None) -> bool:
+    def _fits(self, known: Known, held: int, room: Room | None) -> bool:
         """Whether choices fit with so many micro-batches in flight into so much room."""
-        if room is None or (known.in_flight >= held and _as_much(room, known.room)):
+        if room is None or (known.in_flight >= held and as_much(room, known.room)):
             return True
+        answer = known.made.answer if known.made is not None else None
+        assert answer is not None
+        stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
+        if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room.peak:
+            return False  # far from it: memory need not be counted
+        found = self.holding(known, held)
+        return found.peak <= room.peak and found.kept <= room.kept
+
+    def holding(self, known: Known, held: int) -> Held:
+        """What choices hold with so many micro-batches in flight."""
         key, made = (id(known), held), known.made
         assert made is not None
-        if key not in self.fits:
-            answer = made.answer
-            stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
-            if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room:
-                return False  # far from it: memory need not be counted
+        if key not in self.holds:
             runs = replace(made.formulation.memory.microbatches, in_flight=held)
             ahead = made.formulation.memory.prefetch
             memory = MemoryModel(made.space, runs, ahead, made.settings.offloads)
-            self.fits[key] = memory_use(memory, made.answer.choices, made.answer.modes)[0]
-        return self.fits[key] <= room
-
-
-def _as_much(room: int | None, other: int | None) -> bool:
-    """Whether a room is as large as another."""
-    return room is None or (other is not None and room >= other)
+            self.holds[key] = held_by(memory, made.answer.choices, made.answer.modes)
+        return self.holds[key]

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.report.table import host_words
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds, format_share
 
 HEADERS = ("stage", "rank", "blocks", "forward", "backward", "once", "peak memory", "in flight", "idle")
 """Forward and backward are those of one micro-batch; idle is the share of the step in which the rank waits."""
@@ -44,11 +44,12 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
     schedule, ranks = plan.schedule, range(plan.schedule.num_ranks)
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     fullest = max(ranks, key=plan.rank_bytes)
+    gap = f", gap {format_share(plan.gap)}" if plan.bound else ""
     chunks = f", {schedule.chunks} on each" if schedule.chunks > 1 else ""
     where = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks of axis {plan.axis}{chunks}"
     return (
         Fact("schedule", f"{schedule.name}, m = {plan.microbatches} micro-batches, {where}"),
-        Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}"),
+        Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}{gap}"),
         Fact("memory", f"{format_bytes(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"),
         *([Fact("host", host_words(plan.host))] if plan.host_bytes else []),
     )

@@ -160,6 +160,13 @@ class Problem:
         """The first node of which every strategy is forbidden; None where each has one that is allowed."""
         return next((i for i, node in enumerate(self.nodes) if not np.isfinite(node.seconds).any()), None)
 
+    @property
+    def dearest(self) -> float:
+        """Seconds that no choices take more than, but for forbidden ones."""
+        parts = [each.seconds for each in (*self.nodes, *self.edges)]
+        most = {id(each): float(np.max(each, where=np.isfinite(each), initial=0.0)) for each in _once(parts)}
+        return sum(most[id(each)] for each in parts)
+
     def seconds_of(self, choices: Sequence[int]) -> float:
         """The objective at one choice per node; inf where something forbidden is chosen."""
         return self.cost_of(choices)[0]
@@ -252,3 +259,8 @@ def _check_costs(seconds: Floats, where: str) -> None:
         raise PlanError(f"{where} has seconds of type {seconds.dtype}; give float64.")
     if seconds.size and not seconds.min() > -np.inf:  # min is NaN when any entry is
         raise PlanError(f"{where} has seconds of NaN or -inf; seconds are finite, or inf where forbidden.")
+
+
+def _once(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Each array once that some parts share."""
+    return list({id(each): each for each in arrays}.values())

@@ -107,6 +107,7 @@ def _best_of_narrow(
     is_dear = whole.elimination.work > CHEAP_WORK
     gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
+    dearest = (1 + TOLERANCE) * whole.problems[0].dearest
     try:
         reached, _ = whole.at(prices)
         if math.isinf(reached):
@@ -147,6 +148,8 @@ def _best_of_narrow(
             bound = max(bound, min(found.bound, below, known))
             is_within = found.is_searched and found.bound < below - 2 * TOLERANCE * abs(below)
             is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
+            if bound > dearest:  # no choices are within the budgets: prices of no end prove ever more
+                return Best(None, math.inf, prices)
             if is_closed(known, bound, gap) or is_stopped or is_within or is_widest or is_over(deadline):
                 break
             if found.reached >= below and steps < MAX_STEPS:  # at other prices, which may prove less of the whole

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, pairwise
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from autopar.errors import PipelineError, TimeLimitError
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, simulate
 from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, stages_of
 
 SECONDS = st.integers(0, 12).map(float)
 SCHEDULES = (
@@ -246,6 +247,30 @@ def test_memory_that_no_cut_fits_is_an_error_that_names_the_stage_and_its_blocks
 def test_a_stage_that_is_faster_than_its_blocks_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="below its blocks"):
         best_cuts_within(_problem([1.0] * 4, Schedule("gpipe", 2, 4)), StageCosts(lambda first, end, stage: 0.5))
+
+
+@given(_exact(), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_a_search_that_begins_with_a_thought_ends_with_a_cut_that_fits_and_the_best_if_there_is_time(
+    case: tuple[CutProblem, Exact], is_over: bool
+) -> None:
+    problem, exact = case
+    fitting = [each for each in _all_starts(problem) if _step_seconds(problem, each, exact) < inf]
+    if not fitting:
+        return
+    # All other stages are thought to take too long, and those of two cuts no time, of which one may not fit.
+    thought = np.full((problem.schedule.num_stages, *(len(problem.blocks) + 1,) * 2), 1e6)
+    for place in (
+        *stages_of(fitting[-1], len(problem.blocks)),
+        *stages_of(best_cuts(problem).starts, len(problem.blocks)),
+    ):
+        thought[place] = 0.0
+    costs = StageCosts(lambda *place: exact[place[2], *place[:2]], is_over=lambda asked, has_cut: has_cut and is_over)
+    cuts = best_cuts_within(problem, costs, thought=thought)
+    best = min(_step_seconds(problem, starts, exact) for starts in fitting)
+    assert cuts.bound <= best * (1 + 1e-9) and cuts.starts in fitting
+    assert cuts.seconds == pytest.approx(_step_seconds(problem, cuts.starts, exact))
+    assert is_over or cuts.seconds <= best * (1 + 1e-9)
 
 
 @given(_exact(), st.integers(0, 6), st.booleans())

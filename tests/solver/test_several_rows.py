@@ -82,6 +82,22 @@ def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFix
     assert not capfd.readouterr().err  # no linear program without an answer
 
 
+def test_budgets_that_contradict_each_other_are_told_by_prices_that_prove_more_than_all_choices_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prices of such rows have no end: what they prove grows until no linear program takes their numbers."""
+    rounds, best_below = [], several_rows.best_below
+    monkeypatch.setattr(several_rows, "best_below", lambda *asked: rounds.append(1) or best_below(*asked))
+    nodes = [Node(name, np.array([0.1, 0.2, 0.3]), np.array([10, 0, 5])) for name in "abcdef"]
+    others = [Node(each.name, each.seconds, np.array([0, 10, 5])) for each in nodes]
+    edges = tuple(Edge((n, n + 1), 0.01 * np.eye(3)) for n in range(5))
+    problems = [Problem(tuple(each), edges, 29) for each in (nodes, others)]
+    assert all(_brute_force([each]) < math.inf for each in problems) and _brute_force(problems) == math.inf
+    found = solve_rows(problems, [0.0, 0.0], math.inf, 60.0)
+    assert found.choices is None and found.bound == math.inf and len(rounds) < 4
+    assert problems[0].dearest == pytest.approx(6 * 0.3 + 5 * 0.01)
+
+
 def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
     planes = prices._Planes(np.array([1.0, 8e10]), 80.0, math.inf)
     bound, where = planes.after(1.0, np.array([1e18, -1e9]))

@@ -27,6 +27,8 @@ _EQUAL = 1e-12
 """Relative: what float sums in another order differ by."""
 CLOSER = 10.0
 """So many times longer it takes to ask for a stage more closely than for another one, roughly."""
+NEARLY = 1.05
+"""Of what a stage is thought to take: no more is asked for."""
 StageCost = Callable[[int, int, int], float]
 """(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
 
@@ -53,19 +55,24 @@ class StageCosts:
 
 
 def best_cuts_within(
-    problem: CutProblem, costs: StageCosts, tolerance: float = 0.0, kinds: Sequence[int] | None = None
+    problem: CutProblem,
+    costs: StageCosts,
+    tolerance: float = 0.0,
+    kinds: Sequence[int] | None = None,
+    thought: Floats | None = None,
 ) -> Cuts:
     """The cut of least seconds by `costs`, within the tolerance (relative), with seconds that no cut is below.
 
     The sums of blocks are lower bounds of `costs` (asserted). With `kinds`, a number per block that is the same for
-    equal blocks, what a stage takes beyond its blocks says of other stages what these take at least (`alike`).
+    equal blocks, what a stage takes beyond its blocks says of other stages what these take at least (`alike`). With
+    what stages are `thought` to take, [stage, first block, end block], the search begins with the best cut by that.
 
     Raises:
         PipelineError: No cut fits; names a stage and the smallest range of blocks that did not fit into it.
         TimeLimitError: No more may be asked for, and no cut is known to fit.
     """
     search = _Search.of(problem, costs, kinds)
-    best: Cuts | None = None
+    best = None if thought is None else search.cut_as_thought(thought)
     while True:
         found = search.cheapest()
         enough = found.seconds * (1 + max(tolerance, _EQUAL))
@@ -146,6 +153,39 @@ class _Search:
                 if np.isinf(known[place]):
                     return None
         return known
+
+    def cut_as_thought(self, thought: Floats) -> Cuts | None:
+        """The best cut by what stages are thought to take that fits, with what they do take.
+
+        Stages are asked for where they are not known, or known to take longer than what sets the pace of their pass.
+        None where no cut is thought to fit, or the time is over.
+        """
+        problem, ranks = self.problem, self.problem.schedule.num_ranks
+        while True:
+            table = np.maximum(thought, self.table)
+            starts = cheapest_cut(problem.fill(table), table, ranks, problem.pace)
+            if starts is None:
+                return None
+            places = stages_of(starts, len(problem.blocks))
+            by_flight = sorted(places, key=lambda place: -self.in_flight[place[0]])
+            unknown = [place for place in by_flight if np.isinf(self._known(place))]
+            if not unknown:
+                break
+            for place in unknown:
+                if self.costs.is_over(len(self.asked), False):
+                    return None
+                if np.isinf(self._known(place)) and np.isinf(self._ask(place)):
+                    break  # another cut then
+        taken = np.array([table[place] for place in places]).reshape(-1, ranks)
+        paces = np.repeat(taken.max(axis=1), ranks)
+        for place in by_flight:
+            stage, first, end = place
+            most = NEARLY * float(paces[stage]) - float(self.transfers[place])
+            if self._known(place) > most and place not in self.asked and not self.costs.is_over(len(self.asked), False):
+                self._ask(place)
+            if self._known(place) > most and place in self.asked and self.costs.closer(first, end, stage):
+                self._note(place, self.costs.seconds(first, end, stage))
+        return self.cut_that_takes(starts, {place: self._known(place) for place in places})
 
     def learn_of_one(self, places: Sequence[Place], known: dict[Place, float]) -> bool:
         """Ask for the stage, or more closely, of whose open seconds the most are learned; False where there is none."""

@@ -30,6 +30,7 @@ import numpy as np
 
 from autopar.errors import PipelineError
 from autopar.pipeline.schedules.schedule import Schedule
+from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.stages.cheapest_cut import Floats, cheapest_cut
 
 Place = tuple[int, int, int]
@@ -178,6 +179,14 @@ def cuts_of(problem: CutProblem, table: Floats, starts: tuple[int, ...]) -> Cuts
     own = tuple(float(table[stage]) for stage in stages_of(starts, len(problem.blocks)))
     seconds = problem.seconds_of(own)
     return Cuts(starts, own, seconds, seconds)
+
+
+def step_seconds(problem: CutProblem, starts: Sequence[int], stages: Sequence[StageSeconds]) -> float:
+    """Seconds of a step of a cut, by the formula, whose stages take these, each for a micro-batch."""
+    sent, count = transfers(problem), problem.schedule.num_microbatches
+    own = [each.forward + each.backward_input + each.backward_weight + each.once / count for each in stages]
+    places = stages_of(starts, len(problem.blocks))
+    return problem.seconds_of([each + float(sent[place]) for each, place in zip(own, places, strict=True)])
 
 
 def stages_of(starts: Sequence[int], num_blocks: int) -> list[Place]:

@@ -67,16 +67,19 @@ def least_peak(
     modes: Mapping[str, str] | None,
     deadline: float = NEVER,
     enough: int = 0,
+    is_brief: bool = False,
 ) -> LeastPeak:
     """The plan under pins whose fullest moment is the least full; where a little search proves no plan less full.
 
-    Ends early at a plan of at most `enough` bytes. Unless the time is over the answer does not depend on how fast the
+    Ends early at a plan of at most `enough` bytes, and where it is to be brief once no plan can take so little, or
+    weights of moments prove no more. Unless the time is over the answer does not depend on how fast the
     machine is. Raises InfeasibleError where the pins contradict each other, and TimeLimitError where the search for a
     first plan takes until the deadline.
     """
-    search = _Search(formulation, pins, modes, deadline, enough)
+    search = _Search(formulation, pins, modes, deadline, enough, is_brief)
     search.by_weights()
-    search.by_fixing()
+    if not is_brief:
+        search.by_fixing()
     choices, chosen = search.split(search.points[search.best_point])
     return LeastPeak(choices, chosen, search.best, min(search.least, search.best))
 
@@ -126,10 +129,11 @@ class _Search(Moments):
         modes: Mapping[str, str] | None,
         deadline: float,
         enough: int,
+        is_brief: bool = False,
     ) -> None:
         super().__init__()
         self.formulation, self.pins, self.modes = formulation, pins, modes
-        self.deadline, self.enough = deadline, enough
+        self.deadline, self.enough, self.is_brief = deadline, enough, is_brief
         self.points: list[tuple[int, ...]] = []
         """Choices that were met, of decisions and segments."""
         self.best, self.best_point = 2**62, -1
@@ -186,7 +190,8 @@ class _Search(Moments):
 
     def is_done(self) -> bool:
         """Whether what was found is proven or enough, or the time is over."""
-        return bool(self.points) and (self.best <= max(self.least, self.enough) or is_over(self.deadline))
+        is_settled = self.best <= max(self.least, self.enough) or (self.is_brief and self.least > self.enough)
+        return bool(self.points) and (is_settled or is_over(self.deadline))
 
     def meet_point(self, point: tuple[int, ...]) -> None:
         """Note what choices take."""

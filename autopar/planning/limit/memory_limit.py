@@ -27,20 +27,18 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import bytes_by_moment, memory_use
+from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, choices_of_nodes, full, in_each_mode, share, smaller_ones
+from autopar.planning.limit.answers import Answer, Found, full, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
 from autopar.solver.narrow import Enough
-from autopar.solver.problem import Problem, Solution
+from autopar.solver.problem import Solution
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
@@ -84,10 +82,9 @@ def best_within(
     than that, or none is within the limit: what pays nothing for memory is an answer.
     """
     enough = ENOUGH if gap is None else gap
-    counted = math.inf if hurried else enough
     deadline, spare = after(time_limit), SPARE * time_limit
     far = FAR if gap is None else gap
-    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, counted, far, cutoff)
+    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
     found = search.where_the_backward_begins(limit, modes) or search.without_a_limit(limit, forced)
     if limit is None or (found.peak_bytes <= limit and not found.multiplier):
@@ -116,8 +113,8 @@ class _Search(Asked):
     gap: float
     enough: float
     """As the gap, where more would be dear."""
-    counted: float
-    """Where counts take long (`Enough`)."""
+    is_hurried: bool
+    """Whether nothing is counted long."""
     far: float
     """Where the graph is wide, what is near enough to go on from, and to count no longer."""
     cutoff: float = math.inf
@@ -149,6 +146,11 @@ class _Search(Asked):
         found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
         return self.solve(None, limit, modes) if limit and found.peak_bytes <= limit and share(found) else found
 
+    @property
+    def counted(self) -> float:
+        """How near the best an answer may be where counts take long (`Enough`)."""
+        return math.inf if self.is_hurried else self.enough
+
     def _prepared(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Prepared:
         """The problem with a row and a limit, ready to be solved; that of the row before is kept."""
         if row not in self.prepared:
@@ -172,6 +174,10 @@ class _Search(Asked):
             # What is far from the best is no help: within its margin little can be left out.
             far = found.fitting if not found.is_proven(FAR) else []
             found.fitting = [each for each in found.fitting if each not in far]
+            if self.is_hurried and not far:
+                found.fitting += self.first_answer(limit, modes)
+                if not found.fitting:
+                    self.check(math.inf)  # one of many plans, that may do without: little fits, if anything
             self.by_all_rows(found, limit, modes)
             found.fitting += far
         self.check(found.proof.bound)
@@ -216,11 +222,14 @@ class _Search(Asked):
             ) from None
         if smallest.peak_bytes > limit:
             raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
-        modes = smallest.modes or None
-        problem = self._problem(None, limit, modes)
-        choices = choices_of_nodes(smallest.choices, smallest.modes.values())
-        seconds, num_bytes = problem.cost_of(choices)
-        return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)
+        return self._answer_of(smallest, limit)
+
+    def first_answer(self, limit: int, modes: Modes | None) -> list[Answer]:
+        """Some choices that fit, soon found; [] if none are. Raises InfeasibleError where it is soon proven so."""
+        smallest = self.smallest(self.pins, modes, limit, is_brief=True)
+        if smallest.bound > limit:
+            raise InfeasibleError(str(smallest), smallest.peak_bytes)
+        return [self._answer_of(smallest, limit)] if smallest.peak_bytes <= limit else []
 
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """The best with the limit at the last call; None without one, if no price may be paid, or that is dear."""
@@ -242,27 +251,12 @@ class _Search(Asked):
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
     def _fits(self, solution: Solution, limit: int, modes: Modes | None) -> bool:
-        choices, chosen = self.split(solution.choices, modes)
+        choices, chosen = self._split(solution.choices, modes)
         return bool(bytes_by_moment(self.formulation.memory, choices, chosen).max() <= limit)
-
-    def _bytes_of(self, answer: Answer) -> np.ndarray:
-        return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
-
-    def _problem(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Problem:
-        budget = None if row is None or limit is None else row.total * limit
-        return self.formulation.problem(self.pins, row, budget, modes)
 
     @property
     def _seconds_left(self) -> float:
         return max(seconds_until(self.deadline), LEAST_SECONDS)
-
-    def _answer(
-        self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None
-    ) -> Answer:
-        choices, chosen = self.split(solution.choices, modes)
-        peak, use, place = memory_use(self.formulation.memory, choices, chosen)
-        certificate = solution.solver, solution.multiplier, problem, row, solution.smaller
-        return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""

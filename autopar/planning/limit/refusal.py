@@ -1,15 +1,24 @@
-"""Why there is no plan within a memory limit: the least that one takes, and what each pin is worth."""
+"""What is asked for within a memory limit: its problems, and answers to them.
+
+Where there is no plan, it is said why: the least that one takes, and what each pin is worth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from autopar.memory.moments import MemoryRow
+from autopar.memory.peak import bytes_by_moment, memory_use
 from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.limit.answers import Answer, choices_of_nodes
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import is_over, moment_in
 from autopar.solver.infeasibility import Conflict
+from autopar.solver.problem import Problem, Solution
 from autopar.units import format_bytes
 
 LEAST_SECONDS = 1.0  # that a search has, however late it is
@@ -29,15 +38,10 @@ class Asked:
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
-    def split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
-        """Choices of decisions, and modes of segments, of the choices of a problem's nodes."""
-        count = len(self.formulation.space.decisions)
-        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
-
-    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0) -> LeastPeak:
-        """What takes the least at its fullest moment, or no more than enough, under pins."""
+    def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
+        """What takes the least at its fullest moment, or no more than enough, under pins (see `least_peak`)."""
         spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
-        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough)
+        return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough, is_brief)
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:
         """Why there is no plan: the least that one needs, and what the pins of a conflict are worth."""
@@ -62,3 +66,31 @@ class Asked:
             named = ", ".join(repr(self.formulation.name(node)) for node in pinned[:MAX_NAMED])
             return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
+
+    def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
+        """Choices of decisions, and modes of segments."""
+        count = len(self.formulation.space.decisions)
+        return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
+
+    def _bytes_of(self, answer: Answer) -> np.ndarray:
+        return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
+
+    def _problem(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Problem:
+        budget = None if row is None or limit is None else row.total * limit
+        return self.formulation.problem(self.pins, row, budget, modes)
+
+    def _answer(
+        self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None
+    ) -> Answer:
+        choices, chosen = self._split(solution.choices, modes)
+        peak, use, place = memory_use(self.formulation.memory, choices, chosen)
+        certificate = solution.solver, solution.multiplier, problem, row, solution.smaller
+        return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
+
+    def _answer_of(self, smallest: LeastPeak, limit: int) -> Answer:
+        """The choices of a small peak as an answer of which nothing is proven."""
+        modes = smallest.modes or None
+        problem = self._problem(None, limit, modes)
+        choices = choices_of_nodes(smallest.choices, smallest.modes.values())
+        seconds, num_bytes = problem.cost_of(choices)
+        return self._answer(problem, Solution(choices, seconds, num_bytes, 0.0, "least peak"), modes)

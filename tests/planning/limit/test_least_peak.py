@@ -45,6 +45,16 @@ def test_it_is_what_brute_force_finds() -> None:
     assert found.is_proven and found.peak_bytes == min(peak for _, peak in every_choice(space, peaks=True).values())
 
 
+def test_a_brief_search_ends_where_it_is_known_whether_so_little_is_enough() -> None:
+    space = space_of(TwoLinears(), (X_BD,), load("cpu"))
+    asked = Formulation(space, MemoryModel(space)), {}, None
+    least = least_peak(*asked).peak_bytes
+    for enough in (least // 2, least, 2 * least):
+        found = least_peak(*asked, enough=enough, is_brief=True)
+        assert found.bound <= least <= found.peak_bytes
+        assert found.bound > enough if enough < least // 2 + 1 else found.peak_bytes <= max(enough, found.peak_bytes)
+
+
 def test_it_keeps_to_pins() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     free = least_peak(Formulation(space, MemoryModel(space)), {}, None)

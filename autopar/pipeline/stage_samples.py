@@ -1,0 +1,60 @@
+"""What memory is worth to the stages of a pipeline: one of middling length, planned within some limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+from autopar.errors import TimeLimitError
+from autopar.pipeline.stage_search import Known, StageSearch
+from autopar.pipeline.stages.held import Room
+from autopar.pipeline.stages.rooms import Sample, SamplesOf
+from autopar.solver.deadline import is_over, seconds_until
+
+LIMITS = ((1.0, 1.05), (0.5, 0.85), (0.5, 1.2), (0.125, 0.75), (1.0, 1.25), (0.5, 1.55), (0.125, 1.0), (1.0, 1.6))
+"""Of samples: with the micro-batches in flight of which stage, of all from the least to the most, and the limit, as a
+part of an equal share of a rank's memory."""
+SHARE_OF_TIME = 0.4
+"""Of the time that is left, at most: further samples are left out."""
+NEAR, ROUGHLY = 0.05, 0.2
+"""How far from the best samples, and the first plans of large stages, may be, as shares."""
+LARGE = 150
+"""Decisions of a large stage."""
+ASKED = 8
+"""Large stages that are planned, those of the cut that samples lead to among them, before the best cut is taken."""
+
+
+def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> tuple[SamplesOf, float]:
+    """The samples of each stage: choices of a stage of middling length of a cut, with what they hold there.
+
+    The seconds are those of its blocks, by the plan of the whole. Samples serve the search for stages, too.
+    """
+    spans = sorted(pairwise((*starts, len(search.planned.blocks))), key=lambda span: search.own_seconds(*span))
+    first, end = spans[len(spans) // 2]
+    count, chunks = len(search.held), search.planned.request.schedule.chunks
+    by_flight = sorted(range(count), key=lambda each: search.held[each])
+    found: list[Known] = []
+    until = search.deadline - (1 - SHARE_OF_TIME) * seconds_until(search.deadline)
+    for place, share in LIMITS:
+        limit = min(int(share * memory / chunks), memory)
+        search.rooms = (Room(limit, limit),) * count
+        with suppress(TimeLimitError):
+            found.append(search.ask(first, end, by_flight[int(place * (count - 1))], NEAR))
+        if is_over(until):
+            break
+    if any(each.made is not None and len(each.made.space.decisions) > LARGE for each in found):
+        search.roughly, search.most_asked = ROUGHLY, ASKED
+
+    least, most = search.held[by_flight[0]], search.held[by_flight[-1]]
+    made = [
+        (Sample.of(each.seconds, search.holding(each, least)), Sample.of(each.seconds, search.holding(each, most)))
+        for each in found
+        if each.made is not None
+    ]
+
+    def samples(stage: int) -> Sequence[Sample]:
+        share = (search.held[stage] - least) / max(most - least, 1)  # bytes grow with the micro-batches in flight
+        return [one.towards(other, share) for one, other in made]
+
+    return samples, search.own_seconds(first, end)
