@@ -17,6 +17,7 @@ from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions.fixing import remaining, remaining_of_each
 from autopar.solver.relaxation import prices
 from autopar.solver.relaxation.prices import BestPrices, best_prices, filled
 from autopar.solver.residual import residual
@@ -105,6 +106,28 @@ def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_bud
     assert found.choices is not None and found.seconds == 2.0
     assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
     assert filled(problems, found, (1,) * 8) == found
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, margin=st.floats(0.0, 0.5))
+def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) -> None:
+    problems = _rows(seed, 3, 3)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    near = whole.excesses((0.02, 0.0, 0.01), margin)
+    for together, problem in zip(remaining_of_each(problems, near, margin), problems, strict=True):
+        alone = remaining(problem, near, margin)
+        assert (together.constant, together.undecided) == (alone.constant, alone.undecided)
+        for one, other in zip(alone.problem.edges, together.problem.edges, strict=True):
+            assert one.ends == other.ends and np.array_equal(one.seconds, other.seconds)
+        choices = [int(node.seconds.argmin()) for node in alone.problem.nodes]
+        assert together.problem.cost_of(choices) == alone.problem.cost_of(choices)
+        assert together.problem.budget == alone.problem.budget
+        if alone.constant < math.inf:
+            whole_cost, held = problem.cost_of(alone.extend(choices))
+            seconds, left = alone.problem.cost_of(choices)
+            assert seconds == math.inf or seconds + alone.constant == pytest.approx(whole_cost)
+            assert held - left == (problem.budget or 0) - (alone.problem.budget or 0)
 
 
 class _Roughly:
