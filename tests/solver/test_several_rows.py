@@ -85,7 +85,7 @@ def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFix
 
 def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
     planes = prices._Planes(np.array([1.0, 8e10]), 80.0, math.inf)
-    bound, where = planes.after(1.0, np.array([1e18, -1e9]))
+    bound, where = planes.after((), 1.0, np.array([1e18, -1e9]))
     assert bound == -math.inf and where.tolist() == [0.0, 0.0]
 
 
@@ -106,6 +106,46 @@ def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_bud
     assert found.choices is not None and found.seconds == 2.0
     assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
     assert filled(problems, found, (1,) * 8) == found
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, count=st.integers(1, 3))
+def test_what_the_best_prices_mix_is_within_all_budgets_and_costs_what_they_prove(seed: int, count: int) -> None:
+    problems = _rows(seed, 3, count)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    found = best_prices(whole, (0.05,) * count, 1.0, 0.0, 0.0, NEVER, worthwhile=1e-9)
+    if _brute_force(problems) == math.inf:
+        return  # there are no best prices
+    assert sum(weight for _, weight in found.mixture) == pytest.approx(1.0)
+    seconds = sum(weight * problems[0].seconds_of(choices) for choices, weight in found.mixture)
+    assert seconds == pytest.approx(found.bound, rel=1e-6)
+    for each in problems:
+        held = sum(weight * each.bytes_of(choices) for choices, weight in found.mixture)
+        assert held <= (each.budget or 0) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("is_dear", [False, True])
+def test_a_row_that_is_missing_is_asked_for_before_anything_is_searched(
+    monkeypatch: pytest.MonkeyPatch, is_dear: bool
+) -> None:
+    first, second = _rows(1, 6, 2)
+    monkeypatch.setattr(several_rows, "ASKED_WORK", 0)
+    if is_dear:
+        monkeypatch.setattr(several_rows, "CHEAP_WORK", 0)
+        monkeypatch.setattr(several_rows, "DEAR_MARGIN", 0.5)
+    asked: list[prices.Mixture] = []
+
+    def is_over(mixture: prices.Mixture) -> bool:
+        asked.append(mixture)
+        return sum(weight * second.bytes_of(choices) for choices, weight in mixture) > (second.budget or 0)
+
+    best = solve_rows([first, second], [0.0, 0.0], math.inf, 60.0)
+    assert best.choices is not None and not best.is_over_elsewhere
+    found = solve_rows([first], [0.01], math.inf, 60.0, is_over_elsewhere=is_over)
+    assert len(asked) == 1 and len(asked[0][0][0]) == len(first.nodes)
+    assert found.is_over_elsewhere and not found.is_searched
+    assert 0 < found.bound <= first.seconds_of(best.choices)
 
 
 @settings(deadline=None, max_examples=20)
