@@ -7,8 +7,9 @@ input).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -113,8 +114,11 @@ class LiveBytes(TorchDispatchMode):
     """Watches the storages of some tensors and of all that operations return inside the block.
 
     After each operation it asks which of them still exist, as a profiler does not hear of memory that another thread
-    frees: gloo's threads are often the last to hold what was sent.
+    frees: gloo's threads are often the last to hold what was sent. A new highest moment counts only if it is one after
+    `SETTLING_S`, too, as such a thread may be late where the machine is busy.
     """
+
+    SETTLING_S: Final = 0.001
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -133,6 +137,14 @@ class LiveBytes(TorchDispatchMode):
 
     def look(self) -> int:
         """Bytes that the storages hold now: a storage may be gone, or empty for a while."""
+        total = self._count()
+        if total > self.highest:
+            time.sleep(self.SETTLING_S)
+            total = self._count()
+        self.highest = max(self.highest, total)
+        return total
+
+    def _count(self) -> int:
         total = 0
         for key, reference in list(self._known.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -140,7 +152,6 @@ class LiveBytes(TorchDispatchMode):
                 del self._known[key]
             else:
                 total += storage.nbytes()
-        self.highest = max(self.highest, total)
         return total
 
     def _meet(self, tensors: Iterable[Tensor]) -> None:

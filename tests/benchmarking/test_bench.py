@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from autopar.benchmarking import runner as runner_module
 from autopar.benchmarking.bench import BenchResult, bench
 from autopar.benchmarking.dtensor_plans import tensor_parallel_plan
 from autopar.benchmarking.measurement import Measurement
-from autopar.benchmarking.meters import CollectiveCounter, peak_bytes
+from autopar.benchmarking.meters import CollectiveCounter, LiveBytes, peak_bytes
 from autopar.benchmarking.runner import Cell, _first_steps, _in_turns, _same_programs, _tried, race
 from autopar.benchmarking.trainers import AUTO, PEERS, Terms, Trainer, contestant, strategy_names
 from autopar.cli import main
@@ -435,6 +436,16 @@ def test_the_peak_is_what_is_held_and_what_a_step_allocates_at_once() -> None:
 
     found = peak_bytes(step, gradients.clear, lambda: [weight, *gradients.values(), weight[:5]])
     assert 0 <= found - 12 * MEBIBYTE <= SMALL
+
+
+def test_what_another_thread_frees_a_moment_late_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [torch.zeros(MEBIBYTE)]
+    live = LiveBytes(sent)
+    live.look()
+    monkeypatch.setattr(time, "sleep", lambda seconds: sent.clear())
+    with live:
+        torch.ones(10)
+    assert live.highest == 4 * MEBIBYTE
 
 
 def test_gradients_that_live_on_in_a_bucket_are_held() -> None:
