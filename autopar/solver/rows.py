@@ -28,14 +28,14 @@ from autopar.solver.elimination import (
 from autopar.solver.min_marginals import Excesses, shared_excesses
 from autopar.solver.narrow import best_left, labelled
 from autopar.solver.problem import Floats, Problem
-from autopar.solver.reductions.fixing import Remaining, remaining
+from autopar.solver.reductions.fixing import Remaining, remaining_of_each
 from autopar.solver.relaxation.wide import WORTHWHILE, Wide
 from autopar.solver.residual.residual import Counted, Evaluated, TooManyChoicesError
 
 ROUNDING = 1e-12  # of the seconds: what sums in another order may differ by
 ROUGHLY = 0.1  # of what is open: a sweep that closes less is slow at prices yet to be found
 ROUGHLY_NEAR = 5e-4  # of the seconds: messages so near to choices are good enough at prices yet to be found
-SMALL_WORK = 1_000_000  # entries of an elimination that labels and counts look through whole
+SMALL_WORK = 4_000_000  # entries of an elimination that labels and counts look through whole
 COUNTING = 0.25  # of the time that is left, at most, goes to one count
 
 _T = TypeVar("_T")
@@ -98,7 +98,7 @@ class Rows:
 
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin."""
-        return [remaining(each, found, margin) for each in self.problems]
+        return remaining_of_each(self.problems, found, margin)
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
         """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""

@@ -21,7 +21,7 @@ are made of parts of those met on both sides of the budgets, until there are bet
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune
-from autopar.solver.relaxation.prices import NEARER, best_prices
+from autopar.solver.relaxation.prices import NEARER, Mixture, best_prices
 from autopar.solver.residual.below import Best, best_below
 from autopar.solver.residual.crossing import crossed
 from autopar.solver.rows import Rows, WideRows, constant_of
@@ -45,6 +45,7 @@ MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other se
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
 PRICED_WORK = 30_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
+ASKED_WORK = 10_000_000  # entries of an elimination: with less a search takes no longer than to add rows
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
 GROWTH = 3.0  # of a margin of a wide graph
@@ -64,6 +65,7 @@ def solve_rows(
     met: Sequence[Sequence[int]] = (),
     is_wide: bool | None = None,
     limit: float = math.inf,
+    is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
 ) -> Best:
     """The best choice per node within all budgets, or better than `known` seconds.
 
@@ -74,6 +76,9 @@ def solve_rows(
     not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
     either is tried). By messages a bound as high as the cut-off of `enough` ends the search. Choices of more than
     `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
+
+    Where a search takes long, it is first asked of the choices that the best prices mix whether these are over a
+    budget that is no row of the problems: then nothing more is searched, as one with that row is to be.
     """
     deadline = after(time_limit)
     pruned = [prune(each) for each in problems]
@@ -88,7 +93,9 @@ def solve_rows(
         gap = max(gap, enough.dear, TOLERANCE)
         found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough)
     else:
-        found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough)
+        ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
+        ask = ask if whole.elimination.work > ASKED_WORK else _never
+        found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
     return replace(found, choices=choices)
 
@@ -102,6 +109,7 @@ def _best_of_narrow(
     deadline: float,
     gap: float,
     enough: Enough,
+    is_over_elsewhere: Callable[[Mixture], bool],
 ) -> Best:
     """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
     is_dear = whole.elimination.work > CHEAP_WORK
@@ -117,6 +125,9 @@ def _best_of_narrow(
             reached, prices = priced.bound, priced.prices
             if priced.seconds < known:
                 best, known = priced.choices, priced.seconds
+            is_open = not is_closed(known, reached, gap) and not is_over(deadline)
+            if is_open and is_over_elsewhere(priced.mixture):
+                return Best(best, reached, prices, is_searched=False, is_over_elsewhere=True)
         scale, near, steps = abs(reached), None, 0
         while True:
             bound = max(bound, reached)
@@ -127,10 +138,13 @@ def _best_of_narrow(
             left = whole.left(near, margin)
             start, constant = prices, constant_of(left)
             rows = None if math.isinf(constant) else whole.on(left)
+            ask = _asking(is_over_elsewhere, left[0].extend)
             if is_dear and rows is not None:
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
                 if bound < below and not is_closed(known, bound, gap):
+                    if not is_over(deadline) and ask(priced.mixture):
+                        return Best(best, bound, prices, is_searched=False, is_over_elsewhere=True)
                     met = [*seen, *(left[0].extend(each) for each in priced.met)]
                     made = crossed(whole, met, start, bound, known, gap)
                     best, known = _faster(whole.problems[0], made, best, known)
@@ -142,7 +156,9 @@ def _best_of_narrow(
             if rows is None:
                 found = Best(None, math.inf, prices)
             else:
-                found = best_below(rows, constant, start, below, deadline, gap, counting, known)
+                found = best_below(rows, constant, start, below, deadline, gap, counting, known, ask)
+                if found.is_over_elsewhere:
+                    return replace(found, choices=best, bound=max(bound, min(found.bound, below)))
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
@@ -219,3 +235,14 @@ def _faster(
     """The best choices so far and the seconds known, or others that were made, if they are faster."""
     seconds = math.inf if made is None else problem.seconds_of(made)
     return (made, seconds) if seconds < known else (best, known)
+
+
+def _never(mixture: Mixture) -> bool:
+    return False
+
+
+def _asking(
+    ask: Callable[[Mixture], bool], extend: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Callable[[Mixture], bool]:
+    """What is asked of choices of a problem, asked of those of a smaller one."""
+    return lambda mixture: ask(tuple([(extend(choices), weight) for choices, weight in mixture]))

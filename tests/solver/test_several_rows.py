@@ -17,6 +17,7 @@ from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.reductions.fixing import remaining, remaining_of_each
 from autopar.solver.relaxation import prices
 from autopar.solver.relaxation.prices import BestPrices, best_prices, filled
 from autopar.solver.residual import residual
@@ -100,7 +101,7 @@ def test_budgets_that_contradict_each_other_are_told_by_prices_that_prove_more_t
 
 def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
     planes = prices._Planes(np.array([1.0, 8e10]), 80.0, math.inf)
-    bound, where = planes.after(1.0, np.array([1e18, -1e9]))
+    bound, where = planes.after((), 1.0, np.array([1e18, -1e9]))
     assert bound == -math.inf and where.tolist() == [0.0, 0.0]
 
 
@@ -121,6 +122,68 @@ def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_bud
     assert found.choices is not None and found.seconds == 2.0
     assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
     assert filled(problems, found, (1,) * 8) == found
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, count=st.integers(1, 3))
+def test_what_the_best_prices_mix_is_within_all_budgets_and_costs_what_they_prove(seed: int, count: int) -> None:
+    problems = _rows(seed, 3, count)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    found = best_prices(whole, (0.05,) * count, 1.0, 0.0, 0.0, NEVER, worthwhile=1e-9)
+    if _brute_force(problems) == math.inf:
+        return  # there are no best prices
+    assert sum(weight for _, weight in found.mixture) == pytest.approx(1.0)
+    seconds = sum(weight * problems[0].seconds_of(choices) for choices, weight in found.mixture)
+    assert seconds == pytest.approx(found.bound, rel=1e-6)
+    for each in problems:
+        held = sum(weight * each.bytes_of(choices) for choices, weight in found.mixture)
+        assert held <= (each.budget or 0) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("is_dear", [False, True])
+def test_a_row_that_is_missing_is_asked_for_before_anything_is_searched(
+    monkeypatch: pytest.MonkeyPatch, is_dear: bool
+) -> None:
+    first, second = _rows(1, 6, 2)
+    monkeypatch.setattr(several_rows, "ASKED_WORK", 0)
+    if is_dear:
+        monkeypatch.setattr(several_rows, "CHEAP_WORK", 0)
+        monkeypatch.setattr(several_rows, "DEAR_MARGIN", 0.5)
+    asked: list[prices.Mixture] = []
+
+    def is_over(mixture: prices.Mixture) -> bool:
+        asked.append(mixture)
+        return sum(weight * second.bytes_of(choices) for choices, weight in mixture) > (second.budget or 0)
+
+    best = solve_rows([first, second], [0.0, 0.0], math.inf, 60.0)
+    assert best.choices is not None and not best.is_over_elsewhere
+    found = solve_rows([first], [0.01], math.inf, 60.0, is_over_elsewhere=is_over)
+    assert len(asked) == 1 and len(asked[0][0][0]) == len(first.nodes)
+    assert found.is_over_elsewhere and not found.is_searched
+    assert 0 < found.bound <= first.seconds_of(best.choices)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, margin=st.floats(0.0, 0.5))
+def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) -> None:
+    problems = _rows(seed, 3, 3)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    near = whole.excesses((0.02, 0.0, 0.01), margin)
+    for together, problem in zip(remaining_of_each(problems, near, margin), problems, strict=True):
+        alone = remaining(problem, near, margin)
+        assert (together.constant, together.undecided) == (alone.constant, alone.undecided)
+        for one, other in zip(alone.problem.edges, together.problem.edges, strict=True):
+            assert one.ends == other.ends and np.array_equal(one.seconds, other.seconds)
+        choices = [int(node.seconds.argmin()) for node in alone.problem.nodes]
+        assert together.problem.cost_of(choices) == alone.problem.cost_of(choices)
+        assert together.problem.budget == alone.problem.budget
+        if alone.constant < math.inf:
+            whole_cost, held = problem.cost_of(alone.extend(choices))
+            seconds, left = alone.problem.cost_of(choices)
+            assert seconds == math.inf or seconds + alone.constant == pytest.approx(whole_cost)
+            assert held - left == (problem.budget or 0) - (alone.problem.budget or 0)
 
 
 class _Roughly:

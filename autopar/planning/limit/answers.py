@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +15,11 @@ from autopar.planning.limit.least_peak import Moments
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
 from autopar.solver.problem import Problem
+from autopar.solver.relaxation.prices import Mixture
 
 MAX_AT_ONCE = 3  # moments that one answer adds to the rows
+OVER = 1e-3  # of the limit: what choices have to be over it on average at a moment, for a row to be worth it
+PRICE_PARTS = 1000  # into which the prices of moments are divided
 APART = 0.05  # of all moments lie between two that are added
 ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
 
@@ -134,6 +137,46 @@ def full(taken: np.ndarray, limit: int) -> set[int]:
         found.add(place)
         left[max(place - apart, 0) : place + apart + 1] = -1
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The moments that have a row each, by their numbers, and how more are found."""
+
+    numbers: set[int]
+    limit: int
+    taken: Callable[[tuple[int, ...]], np.ndarray]
+    """Bytes at every moment, of choices of decisions and modes."""
+
+    def rows(self) -> tuple[list[int], tuple[MemoryRow, ...]]:
+        """The numbers in order, and a row of each moment."""
+        numbers = sorted(self.numbers)
+        return numbers, tuple([MemoryRow(((number, 1),)) for number in numbers])
+
+    def add(self, taken: np.ndarray) -> None:
+        """Add moments at which so many bytes, by moment, are over the limit."""
+        self.numbers.update(full(taken, self.limit))
+
+    def add_mixed(self, mixture: Mixture) -> bool:
+        """Add moments at which choices are over the limit on average; whether there are any.
+
+        What is found without a row there is over the limit, too, or its price is the wrong one. Nothing is added where
+        they are over it at a moment that has a row: then no prices are the best, and mostly nothing fits.
+        """
+        if not mixture:
+            return False
+        most = round((1 + OVER) * self.limit)
+        taken = np.array([weight * self.taken(choices) for choices, weight in mixture]).sum(axis=0)
+        more = set() if (taken[list(self.numbers)] > most).any() else full(taken, most)
+        self.numbers.update(more)
+        return bool(more)
+
+
+def row_of(prices: Mapping[int, float]) -> MemoryRow:
+    """The sum of moments with weights like their prices."""
+    whole = sum(prices.values())
+    parts = ((place, round(PRICE_PARTS * price / whole)) for place, price in prices.items() if whole > 0)
+    return MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))
 
 
 class Found(Moments):

@@ -6,7 +6,7 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
-2. Solve with a row for each of the moments that an answer was over the limit at, until one fits (`several_rows`).
+2. Solve with a row for each of the moments that an answer, or what prices mix, was over the limit at (`several_rows`).
    Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out.
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
    answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
@@ -27,11 +27,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.limit.answers import Answer, Found, full, in_each_mode, share, smaller_ones
+from autopar.planning.limit import answers
+from autopar.planning.limit.answers import Answer, Found, Places, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
@@ -46,7 +49,6 @@ from autopar.solver.solve import solve, solve_narrow, solve_prepared
 from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
-PRICE_PARTS = 1000  # into which the prices of moments are divided
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
 MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
@@ -241,7 +243,7 @@ class _Search(Asked):
         prepared = self._prepared(row, limit, modes)
         try:
             solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
-            if solution is not None and solution.gap > self.gap and self._fits(solution, limit, modes):
+            if solution is not None and solution.gap > self.gap and self._taken(solution.choices, modes).max() <= limit:
                 solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, self.gap, exact)
         except MemoryLimitError:
             self.check(math.inf)
@@ -250,9 +252,9 @@ class _Search(Asked):
             return None  # without the limit there may be time enough
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
-    def _fits(self, solution: Solution, limit: int, modes: Modes | None) -> bool:
-        choices, chosen = self._split(solution.choices, modes)
-        return bool(bytes_by_moment(self.formulation.memory, choices, chosen).max() <= limit)
+    def _taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
+        """Bytes at every moment, of choices of decisions and modes of segments."""
+        return bytes_by_moment(self.formulation.memory, *self._split(choices, modes))
 
     @property
     def _seconds_left(self) -> float:
@@ -263,41 +265,46 @@ class _Search(Asked):
         last = len(self.formulation.memory.lifetimes.calls) - 1
         row = found.proof.row or MemoryRow(((last, 1),))
         prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
-        places = {*prices, *found.moments, *full(found.taken[-1], limit)}
+        places = Places({*prices, *found.moments}, limit, lambda choices: self._taken(choices, modes))
+        places.add(found.taken[-1])
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
         enough = Enough(self.enough, self.counted if found.first.row else max(self.counted, self.far), self.cutoff)
+        gap = max(self.gap, self.enough)
         for _ in range(MAX_MOMENTS):
             if is_over(until := self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
-            rows = tuple(MemoryRow(((place, 1),)) for place in sorted(places))
+            numbers, rows = places.rows()
             problems = self.formulation.problems(self.pins, rows, limit, modes)
-            at = [prices.get(place, 0.0) for place in sorted(places)]
+            at = [prices.get(place, 0.0) for place in numbers]
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
-            left = max(seconds_until(until), LEAST_SECONDS)
+            left, is_wide = max(seconds_until(until), LEAST_SECONDS), found.first.row is None
             if narrowed is None:
-                best = solve_rows(problems, at, known, left, self.gap, enough, met, found.first.row is None)
+                best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, math.inf, places.add_mixed)
             else:
-                best = narrowed.best(problems, at, known, after(left), max(self.gap, self.enough), enough, met)
+                best = narrowed.best(problems, at, known, after(left), gap, enough, met, places.add_mixed)
             self.check(best.bound)
-            prices = dict(zip(sorted(places), best.prices, strict=True))
+            prices = dict(zip(numbers, best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
+            if best.choices is None and best.is_over_elsewhere:
+                continue
             if best.choices is None:
                 if narrowed is None or not narrowed.may_be_further(known):
                     return bool(found.fitting)
                 narrowed = None
                 continue
-            seconds, num_bytes = problems[0].cost_of(best.choices)
-            bound = min(best.bound, seconds)
-            solution = Solution(best.choices, seconds, num_bytes, bound, "multipliers + counts", found.proof.multiplier)
+            cost = problems[0].cost_of(best.choices)
+            proven = min(best.bound, cost[0]), "multipliers + counts", found.proof.multiplier
+            solution = Solution(best.choices, *cost, *proven)
             answer = self._answer(found.proof.problem, solution, modes, found.proof.row)
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
-                return True
+                if not best.is_over_elsewhere:
+                    return True
             met.append(best.choices)
             found.meet(self._bytes_of(answer))
-            places |= full(found.taken[-1], limit)
+            places.add(found.taken[-1])
         return True
 
     def _is_dear(self, first: Answer) -> bool:
@@ -316,13 +323,11 @@ class _Search(Asked):
         self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None
     ) -> Answer:
         """The proof with a better bound, which prices of moments prove, if they do."""
-        whole = sum(prices.values())
-        parts = ((place, round(PRICE_PARTS * price / whole)) for place, price in prices.items() if whole > 0)
-        row = MemoryRow(tuple(sorted((place, part) for place, part in parts if part)))
+        row = answers.row_of(prices)
         if bound <= proof.bound or not row.weights:
             return proof
         problem = self._problem(row, limit, modes)
-        return replace(proof, bound=bound, multiplier=whole / row.total, problem=problem, row=row)
+        return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, problem=problem, row=row)
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
         """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""

@@ -15,6 +15,7 @@ from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.cuts import Cut, Cuts
+from autopar.solver.relaxation.prices import Mixture
 from autopar.solver.several_rows import Best, solve_rows
 
 SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all rows are looked for
@@ -37,6 +38,7 @@ class Narrowed:
         gap: float,
         enough: Enough,
         met: Sequence[Sequence[int]] = (),
+        is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
     ) -> Best:
         """As `solve_rows`, within the narrowest cut that may have something better than is known.
 
@@ -49,9 +51,17 @@ class Narrowed:
                 return Best(None, -math.inf, tuple(prices), is_searched=False)
             left, seconds = [cut.of(each) for each in problems], seconds_until(deadline)
             within = [each for each in met if cut.holds(each)]
-            found = solve_rows(left, prices, known, seconds, gap, enough, within, limit=cut.limit)
+            found = solve_rows(
+                left, prices, known, seconds, gap, enough, within, limit=cut.limit, is_over_elsewhere=is_over_elsewhere
+            )
             found = replace(found, bound=min(found.bound, cut.limit))
-            if found.choices is not None or known <= cut.limit or not self._wider or is_over(deadline):
+            if (
+                found.choices is not None
+                or found.is_over_elsewhere
+                or known <= cut.limit
+                or not self._wider
+                or is_over(deadline)
+            ):
                 return found
             self._cut = None
 

@@ -44,37 +44,50 @@ class Remaining:
 
 def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
     """What is left of a problem without the strategies and the pairs whose excess is above `limit` seconds."""
-    rows = _rows(found, limit)
+    return remaining_of_each((problem,), found, limit)[0]
+
+
+def remaining_of_each(problems: Sequence[Problem], found: Excesses, limit: float) -> list[Remaining]:
+    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once."""
+    rows, first = _rows(found, limit), problems[0]
     kept = tuple([each for _, each in rows])
     if not all(map(len, kept)):
-        return Remaining(Problem((), (), problem.budget), math.inf, kept, ())
+        return [Remaining(Problem((), (), each.budget), math.inf, kept, ()) for each in problems]
     decided = np.array([len(each) == 1 for each in kept], dtype=bool)
     undecided = np.flatnonzero(~decided).tolist()
     place = {node: number for number, node in enumerate(undecided)}
-    seconds, num_bytes = _menus(problem, kept, undecided)
-    edges: list[Edge] = []
-    pairs: dict[object, tuple[Floats, Integers | None]] = {}  # equal edges stay one array
-    for number in problem.edges_at(~decided):
-        edge, excess = problem.edges[number], found.of_edge[number]
+    menus = [_menus(each, kept, undecided) for each in problems]
+    edges: list[list[Edge]] = [[] for _ in problems]
+    pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
+    for number in first.edges_at(~decided):
+        edge, excess = first.edges[number], found.of_edge[number]
+        held = [each.edges[number].num_bytes for each in problems]
         ends = [rows[end] for end in edge.ends]
-        key = (id(edge.seconds), id(edge.num_bytes), id(excess), *[id(each) for _, each in ends])
+        key = (id(edge.seconds), id(excess), *map(id, held), *[id(each) for _, each in ends])
         if key not in pairs:
-            pairs[key] = _cut(edge, excess, ends, limit)
-        cost, held = pairs[key]
+            pairs[key] = _cut(edge, held, excess, ends, limit)
+        cost, cut = pairs[key]
         left = [end for end in edge.ends if end in place]
         if len(left) > 1:
-            edges.append(Edge(tuple([place[end] for end in left]), cost, held))
+            places = tuple([place[end] for end in left])
+            for of_problem, each in zip(edges, cut, strict=True):
+                of_problem.append(Edge(places, cost, each))
             continue
-        seconds[left[0]] = seconds[left[0]] + cost
-        if held is not None:
-            num_bytes[left[0]] = num_bytes[left[0]] + held
-    nodes = tuple(Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided)
-    constant, taken = problem.cost_of([each[0] for each in kept], among=decided)
-    if problem.budget is None:
-        return Remaining(Problem(nodes, tuple(edges)), constant, kept, tuple(undecided))
-    budget = problem.budget - taken
-    constant = constant if budget >= 0 else math.inf
-    return Remaining(Problem(nodes, tuple(edges), max(budget, 0)), constant, kept, tuple(undecided))
+        node = left[0]
+        for (seconds, num_bytes), each in zip(menus, cut, strict=True):
+            seconds[node] = seconds[node] + cost
+            if each is not None:
+                num_bytes[node] = num_bytes[node] + each
+    choices = [each[0] for each in kept]
+    left_of: list[Remaining] = []
+    for problem, (seconds, num_bytes), of_problem in zip(problems, menus, edges, strict=True):
+        nodes = tuple([Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided])
+        constant, taken = problem.cost_of(choices, among=decided)
+        budget = None if problem.budget is None else problem.budget - taken
+        if budget is not None and budget < 0:
+            constant, budget = math.inf, 0
+        left_of.append(Remaining(Problem(nodes, tuple(of_problem), budget), constant, kept, tuple(undecided)))
+    return left_of
 
 
 def _rows(found: Excesses, limit: float) -> list[tuple[Integers, Integers]]:
@@ -104,11 +117,15 @@ def _menus(
 
 
 def _cut(
-    edge: Edge, excess: Floats, ends: Sequence[tuple[Integers, Integers]], limit: float
-) -> tuple[Floats, Integers | None]:
-    """Seconds and bytes of an edge over what its ends have left, without dims of what is decided."""
+    edge: Edge,
+    held: Sequence[Integers | None],
+    excess: Floats,
+    ends: Sequence[tuple[Integers, Integers]],
+    limit: float,
+) -> tuple[Floats, list[Integers | None]]:
+    """Seconds of an edge, and its bytes in each problem, over what its ends have left; none of what is decided."""
     near, kept = zip(*ends, strict=True)
     shape = tuple(len(each) for each in kept if len(each) > 1)
     seconds = np.where(cut_table(excess, near) <= limit, cut_table(edge.seconds, kept), np.inf)
-    held = None if edge.num_bytes is None else cut_table(edge.num_bytes, kept).reshape(shape)
-    return seconds.reshape(shape), held
+    cut = [None if each is None else cut_table(each, kept).reshape(shape) for each in held]
+    return seconds.reshape(shape), cut

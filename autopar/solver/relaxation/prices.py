@@ -28,7 +28,12 @@ WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its
 SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
 BESIDE = 4  # evaluations beside the prices that prove most, while they find other choices and none that is good
 PATIENCE = 5  # evaluations in a row that prove no more
+LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
+
+
+Mixture = tuple[tuple[tuple[int, ...], float], ...]
+"""Choices with weights that add up to one: on average they are within all budgets, and no better average is known."""
 
 
 class Priced(Protocol):
@@ -49,13 +54,17 @@ class Priced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BestPrices:
-    """Prices, the bound that they prove, the fastest solution met that is within all budgets, and all that were met."""
+    """Prices, the bound that they prove, the fastest solution met that is within all budgets, and all that were met.
+
+    The best prices are those at which what is mixed of the solutions costs the same.
+    """
 
     prices: tuple[float, ...]
     bound: float
     choices: tuple[int, ...] | None
     seconds: float
     met: tuple[tuple[int, ...], ...] = ()
+    mixture: Mixture = ()
 
     def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
         """The same with choices that take so many seconds, if they are faster and within all budgets."""
@@ -100,7 +109,7 @@ def best_prices(
     widest = math.inf if best.choices is not None else max(2 * cost, radius * scale)
     planes = _Planes(budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300), widest)
     for choices, seconds, over in seen:
-        _, wanted = planes.after(seconds, over)
+        _, wanted = planes.after(choices, seconds, over)
         if not cost:
             start = tuple((NEARER * wanted).tolist())
         if best.choices is not None:
@@ -127,7 +136,7 @@ def best_prices(
         best = best.or_faster(choices, seconds, over)
         if best.choices is not None and is_dear:
             best = filled(rows.problems, best, choices)
-        most, wanted = planes.after(seconds, over)
+        most, wanted = planes.after(choices, seconds, over)
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
@@ -139,7 +148,7 @@ def best_prices(
         is_beside, beside = is_settled, beside - is_settled
         share = 1.0 if is_beside else NEARER
         prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
-    return best
+    return replace(best, mixture=planes.mixture())
 
 
 def filled(problems: Sequence[Problem], best: BestPrices, other: Sequence[int]) -> BestPrices:
@@ -192,15 +201,18 @@ class _Planes:
         self._shares = [solver.NumVar(0.0, self._most, "") for _ in budgets]
         self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         solver.Maximize(self._bound)
+        self._planes: list[tuple[tuple[int, ...], pywraplp.Constraint]] = []
+        self._is_solved = False
 
-    def after(self, seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
+    def after(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
         """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where.
 
         Nothing more is (-inf) where the numbers are too far apart for the linear program to be solved.
         """
         paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
-        self._solver.Add(self._bound <= seconds + paid)
-        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
+        self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
+        self._is_solved = self._solver.Solve() == pywraplp.Solver.OPTIMAL
+        if not self._is_solved:
             return -math.inf, np.zeros(len(self._shares))
         found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
         if self._most < 1.0 and found.max(initial=0.0) > EDGE * self._most:
@@ -208,3 +220,11 @@ class _Planes:
             for share in self._shares:
                 share.SetUb(self._most)
         return bound, found * self._unit
+
+    def mixture(self) -> Mixture:
+        """The solutions that bound the most that is proven, by their shares in that: the duals of the program."""
+        if not self._is_solved:
+            return ()
+        shares = [(choices, abs(plane.dual_value())) for choices, plane in self._planes]
+        whole = sum(share for _, share in shares)
+        return tuple([(choices, share / whole) for choices, share in shares if share > LEAST_SHARE * whole])

@@ -9,13 +9,13 @@ nothing known is near enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.solver.deadline import is_over
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.narrow import Enough
-from autopar.solver.relaxation.prices import best_prices
+from autopar.solver.relaxation.prices import Mixture, best_prices
 from autopar.solver.residual.residual import Counted
 from autopar.solver.rows import Rows
 
@@ -36,6 +36,8 @@ class Best:
     """Whether all was looked at that could be better; else a count was broken off."""
     reached: float = -math.inf
     """What the prices alone prove."""
+    is_over_elsewhere: bool = False
+    """Whether nothing was looked for, since what the prices mix is over a budget that is no row."""
 
 
 def best_below(
@@ -47,15 +49,19 @@ def best_below(
     gap: float,
     enough: Enough,
     known: float,
+    is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
 ) -> Best:
     """The best of what is left that is below some seconds; its bound holds for what is left.
 
     `constant` are the seconds of what is decided, `start` prices that are near the best, and `known` seconds of choices
-    of the whole problem.
+    of the whole problem. Where the prices prove less than is to be found, the choices that they mix are asked whether
+    they are over a budget elsewhere: what is found here would be, too.
     """
     if math.isinf(constant):
         return Best(None, math.inf, tuple(start))
     search = _Search(rows, constant, tuple(start), below, deadline, gap, enough, known)
+    if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
+        return Best(None, search.bound + constant, search.prices, False, search.reached + constant, True)
     is_searched = search.run()
     return Best(search.best, search.bound + constant, search.prices, is_searched, search.reached + constant)
 
@@ -78,6 +84,7 @@ class _Search:
         self.known, self.scale = known, abs(below)
         priced = best_prices(rows, start, self.scale, constant, gap, deadline)
         self.prices, self.best, self.seconds = priced.prices, priced.choices, priced.seconds
+        self.mixture = priced.mixture
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
         """What is to be found takes no more."""
@@ -86,13 +93,13 @@ class _Search:
     def run(self) -> bool:
         """Search; whether all was looked at that could be better."""
         is_proven = self._count_few()
-        if self._is_done() or not is_proven:
+        if self.is_done() or not is_proven:
             return is_proven
         if self._is_near_enough():
             return False
         for share in LABELLED:
             limit = min(self.most, self.reached + share * self.scale)
-            if share * self.scale <= self.epsilon or self._is_done():
+            if share * self.scale <= self.epsilon or self.is_done():
                 continue
             found, is_small = self.rows.labelled(self.prices, limit, self._margin(limit))
             self._meet(found, limit)
@@ -100,7 +107,7 @@ class _Search:
                 if not is_small:
                     return False
                 break
-        while not self._is_done():
+        while not self.is_done():
             if not self._count_further(only_few=False):
                 return False
         return True
@@ -108,7 +115,7 @@ class _Search:
     def _count_few(self) -> bool:
         """Count as long as there is little to count; False where one of the counts was broken off."""
         tried = math.inf
-        while not self._is_done():
+        while not self.is_done():
             if self.most < tried and is_closed(self.seconds, self.bound, NEAR):
                 tried = self.most
                 found = self._counted(self.most, only_few=True)
@@ -137,7 +144,7 @@ class _Search:
             self.epsilon *= GROWTH
         return found.is_proven
 
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether what is known is near enough, nothing is left to be found, or the time is over."""
         nothing_left = self.bound >= self.most - TOLERANCE * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
