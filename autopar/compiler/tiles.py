@@ -117,6 +117,8 @@ class _Turns:
 
     def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
         """Plan the model in these tiles, if that may be faster: where memory costs time, or nothing fits."""
+        if self._late is not None:
+            return
         if self.best is not None and (
             not is_bounded(self.best.plan, self._request.settings) or is_over(self._deadline)
         ):

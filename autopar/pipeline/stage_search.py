@@ -43,7 +43,7 @@ from autopar.planning.settings import Settings
 from autopar.planning.step_seconds import parts_of
 from autopar.program.program import Program
 from autopar.sharding.layout import Layout
-from autopar.solver.deadline import is_over, seconds_until
+from autopar.solver.deadline import grace, is_over, seconds_until
 from autopar.space.space import Space
 from autopar.steps.step import microbatch_seconds
 
@@ -63,8 +63,6 @@ SHARE_OF_TIME = 0.125
 """Of the time that is left, at most, goes to each stage that is asked for."""
 TIGHTER = 0.97
 """Of a limit on the fullest moment, at most, where choices keep too much otherwise."""
-LEAST_SECONDS = 1.0
-"""That the plan of a stage has, however late it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +232,7 @@ class StageSearch:
         asked, room = self.planned.request.settings, self.rooms[stage]
         memory = peak if room is None or peak is not None else room.peak
         within = asked.gap if memory is None else max(asked.gap or 0.0, gap)
-        left = max(share * seconds_until(self.deadline), LEAST_SECONDS)
+        left = max(share * seconds_until(self.deadline), grace())
         return replace(asked, memory=memory, time_limit=left, gap=within, hurried=True)
 
     def memory_of(self, space: Space, stage: int) -> MemoryModel:

@@ -31,11 +31,10 @@ from autopar.planning.settings import (
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
-from autopar.solver.deadline import after, is_over, seconds_until
+from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 from autopar.space.space import Space
 from autopar.steps.step import step_timeline
 
-LEAST_SECONDS = 1.0  # that are given to one of several searches
 WORTH = 1e-3  # of a step: fetching weights two layers ahead takes memory, and must gain as much
 
 
@@ -160,7 +159,7 @@ def best_plan_of(
     for number, each in enumerate(runs):
         left = settings.time_limit - (time.monotonic() - start)
         cutoff = min((seconds_of_microbatch(plan) for plan, _ in found), default=math.inf)
-        shared = max(left / (len(runs) - number), LEAST_SECONDS)
+        shared = max(left / (len(runs) - number), grace())
         within = replace(settings, time_limit=shared, cutoff=min(settings.cutoff, cutoff))
         try:
             found.append(_planned(each, space, pins, within))
@@ -243,9 +242,9 @@ def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tu
 
 
 def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
-    """Whether a step is faster, as a timeline, that fetches weights further ahead."""
-    if further.space.hardware.communication_share == 1:
-        return False  # nothing passes beside computing
+    """Whether a step is known to be faster, as a timeline, that fetches weights further ahead."""
+    if further.space.hardware.communication_share == 1 or whole_is_over():
+        return False  # nothing passes beside computing, or there is no time to look at it
     with_more, with_less = (step_timeline(memory, answer.choices, answer.modes).seconds for memory in (further, less))
     return with_more < (1 - WORTH) * with_less
 

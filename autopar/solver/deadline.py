@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from autopar.errors import TimeLimitError
 
 NEVER = math.inf
-GRACE = 1.0  # seconds beyond the deadline in which what has begun may end
+GRACE = 1.0  # seconds beyond the deadline, at most, in which what has begun may end
+GRACE_SHARE = 0.05  # of a time limit, if that is less
 ENDING = 0.95  # of a time limit: then searches end, so that what they found is written down in time
 LEAST = 0.1  # of a time limit, at least, is for searches, whatever came before them took
 
@@ -31,6 +32,8 @@ _listening = False
 """Whether an `interruptible` block is open."""
 _last: ContextVar[float] = ContextVar("last", default=NEVER)
 """The deadline of the `lasting` blocks around the caller."""
+_grace: ContextVar[float] = ContextVar("grace", default=GRACE)
+"""What they leave to what has begun."""
 
 
 def after(seconds: float) -> float:
@@ -57,17 +60,28 @@ class Allowance:
 
     def searching(self) -> contextlib.AbstractContextManager[None]:
         """A block that ends all searches inside in time; what was captured before may have left them little."""
-        return lasting(max(self.until, moment_in(LEAST * self.seconds)))
+        return lasting(max(self.until, moment_in(LEAST * self.seconds)), GRACE_SHARE * self.seconds)
 
 
 @contextlib.contextmanager
-def lasting(until: float) -> Iterator[None]:
-    """End all searches inside by a moment, or by that of a block around this one."""
-    before = _last.set(min(until, _last.get()))
+def lasting(until: float, beyond: float = GRACE) -> Iterator[None]:
+    """End all searches inside by a moment, and what has begun so long `beyond` it, or as blocks around say, if less."""
+    last, left = _last.set(min(until, _last.get())), _grace.set(min(beyond, _grace.get()))
     try:
         yield
     finally:
-        _last.reset(before)
+        _last.reset(last)
+        _grace.reset(left)
+
+
+def whole_is_over() -> bool:
+    """Whether the time of the `lasting` blocks around the caller is over: what may be left out is left out."""
+    return is_over(_last.get())
+
+
+def grace() -> float:
+    """Seconds beyond a deadline in which what has begun may end, and which a search has that begins late."""
+    return _grace.get()
 
 
 def is_over(deadline: float) -> bool:
@@ -82,7 +96,7 @@ def seconds_until(deadline: float) -> float:
 
 def check(deadline: float) -> None:
     """Raise TimeLimitError where what has begun has to be broken off."""
-    if time.monotonic() > min(deadline, _interrupted) + GRACE:
+    if time.monotonic() > min(deadline, _interrupted) + grace():
         raise TimeLimitError(nothing_found())
 
 

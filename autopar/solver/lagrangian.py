@@ -70,11 +70,26 @@ def is_closed(seconds: float, bound: float, gap: float) -> bool:
     return seconds < math.inf and seconds - bound <= gap * abs(seconds)
 
 
-class LeastByElimination:
-    """Exact at every price, by one evaluation each; the last one is kept."""
+Met = dict[float, tuple[float, Point | None]]
+"""Price → what `Least` says there; at an infinite one the fewest bytes, and choices that take no more."""
 
-    def __init__(self, problem: Problem, elimination: Elimination, tables: Tables, deadline: float = NEVER) -> None:
+
+class LeastByElimination:
+    """Exact at every price, by one evaluation each; the last one is kept, and of all what they found.
+
+    `met` is that of another search in the same tables, whatever its budget; it is added to.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        elimination: Elimination,
+        tables: Tables,
+        deadline: float = NEVER,
+        met: Met | None = None,
+    ) -> None:
         self._deadline = deadline
+        self._met: Met = {} if met is None else met
         self._problem = problem
         self._elimination = elimination
         self.tables = tables
@@ -92,9 +107,20 @@ class LeastByElimination:
         return self._evaluated
 
     def __call__(self, price: float) -> tuple[float, Point | None]:
-        found = self.evaluated(price)
-        reached = optimum(self._elimination, found)
-        return reached, point(self._problem, choices_of(self._elimination, found)) if reached < math.inf else None
+        if price not in self._met:
+            self._met[price] = self._least(self.evaluated(price))
+        return self._met[price]
+
+    def smallest(self) -> Point | None:
+        """Choices of the fewest bytes; None where everything is forbidden. Raises as `evaluated`."""
+        if math.inf not in self._met:
+            found = evaluate(self._elimination, self.tables.bytes_only(), self._deadline)
+            self._met[math.inf] = self._least(found)
+        return self._met[math.inf][1]
+
+    def _least(self, evaluated: Sequence[Floats]) -> tuple[float, Point | None]:
+        reached = optimum(self._elimination, evaluated)
+        return reached, point(self._problem, choices_of(self._elimination, evaluated)) if reached < math.inf else None
 
 
 def maximise_bound(

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.solver.deadline import is_over, seconds_until, why_over
-from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, choices_of, evaluate, narrow_elimination
+from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, narrow_elimination
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
     NOTHING,
     Least,
     LeastByElimination,
+    Met,
     Point,
     Relaxation,
     is_closed,
@@ -105,23 +107,24 @@ def by_elimination(
     price: float = 0.0,
     known: Point | None = None,
     enough: Enough = EXACT,
+    met: Met | None = None,
 ) -> Solution:
     """The graph is narrow: everything but a small residual is dynamic programming.
 
-    `price` is one that nearly fits, where it is known, and `known` a solution that fits. A solution that is `enough`
-    ends the search where more would be dear.
+    `price` is one that nearly fits, where it is known, and `known` a solution that fits; `met` is what was found at
+    prices (`LeastByElimination`). A solution that is `enough` ends the search where more would be dear.
     """
     is_dear = elimination.work > CHEAP_WORK
     start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff)
 
-    def smallest() -> Point:
-        evaluated = evaluate(elimination, tables.bytes_only(), deadline)
-        least_bytes = point(problem, choices_of(elimination, evaluated))
-        if not problem.fits(least_bytes.num_bytes):
-            raise MemoryLimitError(problem, deadline)
-        return least_bytes
+    least = LeastByElimination(problem, elimination, tables, deadline, met)
 
-    least = LeastByElimination(problem, elimination, tables, deadline)
+    def smallest() -> Point | None:
+        found = least.smallest()
+        if found is not None and not problem.fits(found.num_bytes):
+            raise MemoryLimitError(problem, deadline)
+        return found
+
     relaxed = best_bound(problem, least, smallest, deadline, start)
     assert relaxed is not None
     if relaxed.multiplier == 0 and is_closed(relaxed.incumbent.seconds, relaxed.bound, TOLERANCE):
@@ -315,6 +318,14 @@ def best_left(
 def solution_of(found: Point, bound: float, solver: str, multiplier: float = 0.0) -> Solution:
     proven = found.seconds if is_closed(found.seconds, bound, TOLERANCE) else bound
     return Solution(found.choices, found.seconds, found.num_bytes, proven, solver, multiplier)
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Without warnings of what is not proven on the way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 def warn(seconds: float, bound: float, why: str = "") -> None:

@@ -20,11 +20,12 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
-from autopar.solver.deadline import after, is_over, nothing_found, seconds_until
-from autopar.solver.elimination import Elimination, Tables, evaluate, narrow_elimination, optimum
+from autopar.solver.deadline import after, grace, is_over, nothing_found, seconds_until
+from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, evaluate, narrow_elimination, optimum
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
+    Met,
     Point,
     Relaxation,
     is_closed,
@@ -58,6 +59,8 @@ HELD_GAP = 5e-4  # of the seconds: where more would be dear
 NEAR = 2e-3  # of the seconds: a bound so near decides most strategies
 PRICED_NEAR = 1e-4  # the same under a limit, where prices are yet to be found
 WORK_PER_S = 300_000_000  # entries of an elimination that are surely computed in a second
+FAST_WORK_PER_S = 1_000_000_000  # entries that are computed in a second at best
+FIRST_EVALUATIONS = 3  # of an elimination, until choices within a limit are found
 
 
 def solve(
@@ -75,7 +78,7 @@ def solve(
     always the best.
 
     After `time_limit` seconds the best solution found so far is returned with its bound, and a warning is given;
-    what has begun is broken off a moment later (`deadline.GRACE`).
+    what has begun is broken off a moment later (`deadline.grace`).
     Raises InfeasibleError when the pins contradict each other or no choice fits the memory limit, and TimeLimitError
     when time runs out before any solution is found.
     """
@@ -102,10 +105,10 @@ def solve_prepared(
 
 
 def solve_narrow(
-    prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT
+    prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT, price: float = 0.0
 ) -> Solution | None:
-    """As `solve`, but None, after little work, where the graph is not narrow enough for cheap elimination."""
-    return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, enough=enough)
+    """As `solve_prepared`, but None, after little work, where the graph is not narrow enough, or time is too short."""
+    return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, price=price, enough=enough)
 
 
 def _by_reduction(
@@ -113,7 +116,7 @@ def _by_reduction(
 ) -> Solution | None:
     """What can be decided beforehand is pruned away, and the rest is solved."""
     problem = prepared.problem
-    ready = prepared.tables, prepared.elimination
+    ready = prepared.tables, prepared.elimination, prepared.met
     try:
         solution = _solve_pruned(prepared.smaller, deadline, gap, only_narrow, price, enough, ready)
     except MemoryLimitError:
@@ -136,16 +139,23 @@ def _solve_pruned(
     only_narrow: bool,
     price: float = 0.0,
     enough: Enough = EXACT,
-    ready: tuple[Tables, Elimination | None] | None = None,
+    ready: tuple[Tables, Elimination | None, Met] | None = None,
 ) -> Solution | None:
-    """`ready` has the tables of the problem and its elimination, where these are known."""
+    """`ready` has the tables of the problem, its elimination, and what that found, where these are known."""
     if ready is None:
         tables = Tables(problem)
-        ready = tables, narrow_elimination(problem, tables)
-    tables, elimination = ready
-    if elimination is None or elimination.work > DEAR_WORK:
+        ready = tables, narrow_elimination(problem, tables), {}
+    tables, elimination, met = ready
+    if elimination is None or elimination.work > DEAR_WORK or _is_too_late(problem, elimination, deadline, len(met)):
         return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
-    return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough)
+    return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough, met=met)
+
+
+def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, known: int) -> bool:
+    """Whether elimination, which is not cheap, finds no choices by the deadline; `known` are its evaluations so far."""
+    evaluations = max(1 if problem.budget is None else FIRST_EVALUATIONS - known, 1)
+    left = seconds_until(deadline) + grace()
+    return elimination.work > CHEAP_WORK and evaluations * elimination.work > FAST_WORK_PER_S * left
 
 
 def _by_relaxation(

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import autopar
 from autopar.benchmarking.meters import held_in_training, peak_bytes
 from autopar.capture.export import Traced, trace
-from autopar.compiler import offline, tiles
-from autopar.errors import CutOffError, InfeasibleError, PipelineError
+from autopar.compiler import offline, plan_cache, tiles
+from autopar.errors import CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.planning import planner
 from autopar.planning.limit.answers import Answer
 from autopar.planning.limit.memory_limit import best_within
@@ -165,6 +165,25 @@ def test_where_only_tiles_fit_no_refusal_is_worked_out() -> None:
     with searches() as ended:
         assert NAME in planned(memory=limit, recompute="none").choices
     assert ended == [MEMORY_COSTS_TIME, FOUND]
+
+
+def test_where_the_time_is_over_no_model_in_tiles_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, asked, made = int(0.95 * planned().peak_bytes), plan_cache.plan_as_memory_asks, []
+
+    def noted(request: Any, space: Any, spaces: Any, storage: Any) -> Plan:
+        return asked(request, space, lambda wanted: made.append(wanted) or spaces(wanted), storage)
+
+    def late(*given: Any) -> Answer:
+        raise TimeLimitError("the time limit passed")
+
+    monkeypatch.setattr(plan_cache, "plan_as_memory_asks", noted)
+    planned(memory=limit)
+    assert made, "the model as it is was enough"
+    made.clear()
+    monkeypatch.setattr(planner, "best_within", late)
+    with pytest.raises(TimeLimitError):
+        planned(memory=limit)
+    assert not made
 
 
 def test_there_are_as_few_as_leave_less_of_logits_than_of_gradients() -> None:

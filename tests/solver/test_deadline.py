@@ -12,15 +12,18 @@ from autopar.solver import deadline
 from autopar.solver.deadline import (
     ENDING,
     GRACE,
+    GRACE_SHARE,
     LEAST,
     NEVER,
     Allowance,
     after,
     check,
+    grace,
     is_over,
     lasting,
     moment_in,
     seconds_until,
+    whole_is_over,
 )
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import excesses
@@ -79,6 +82,24 @@ def test_what_comes_before_a_search_is_on_its_clock_but_leaves_it_something(monk
         shown[0] = before
         with allowance.searching():
             assert after(100.0) == until
+
+
+@pytest.mark.parametrize("seconds", [4.0, 10.0 * GRACE / GRACE_SHARE])
+def test_of_a_short_time_limit_what_has_begun_has_a_share(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _clock(monkeypatch, 0.0)
+    more = min(GRACE, GRACE_SHARE * seconds)
+    with Allowance.from_now(seconds).searching():
+        until = after(seconds)
+        assert grace() == more and not whole_is_over()
+        shown[0] = until + more
+        check(until)
+        assert whole_is_over()
+        shown[0] += 0.01
+        with pytest.raises(TimeLimitError):
+            check(until)
+        with lasting(NEVER):
+            assert grace() == more
+    assert grace() == GRACE and not whole_is_over()
 
 
 def test_every_step_of_an_elimination_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,12 +143,17 @@ class _Search:
         return cuts_of(problem, self.table, starts)
 
     def known_of_all(self, places: Sequence[Place]) -> dict[Place, float] | None:
-        """What stages take at most, asked for where nothing is known; None as soon as one does not fit."""
+        """What stages take at most, asked for where nothing is known.
+
+        None as soon as one does not fit, or the time is over before all of them are known.
+        """
         known = {place: self._known(place) for place in places}
         for place in sorted(places, key=lambda place: -self.in_flight[place[0]]):
             if np.isinf(known[place]):
                 known[place] = self._known(place)  # by what was asked for since
             if np.isinf(known[place]):
+                if self.costs.is_over(len(self.asked), False):
+                    return None
                 known[place] = self._ask(place)
                 if np.isinf(known[place]):
                     return None

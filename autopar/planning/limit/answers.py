@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,7 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.least_peak import Moments
 from autopar.plans.rows import MemoryUse
 from autopar.program.recompute_segments import MODES
-from autopar.solver.problem import Problem
+from autopar.solver.problem import Edge, Problem
 from autopar.solver.relaxation.prices import Mixture
 
 MAX_AT_ONCE = 3  # moments that one answer adds to the rows
@@ -89,15 +91,22 @@ def without_idle_modes(
     if len(problem.nodes) < len(answer.choices) + len(kept):  # the bound is of the problem without segments
         problem = formulation.problem(pins, modes=modes)
 
-    def seconds() -> float:
-        return problem.seconds_of(choices_of_nodes(answer.choices, kept.values()))
+    choices, edges = list(choices_of_nodes(answer.choices, kept.values())), defaultdict[int, list[Edge]](list)
+    for edge in problem.edges:
+        for end in set(edge.ends):
+            edges[end].append(edge)
+    same = math.ulp(answer.seconds)  # less makes no difference to the sum
 
-    least = seconds()
-    for name, mode in answer.modes.items():
+    def seconds(node: int) -> float:  # of the node and its edges
+        here = (float(edge.seconds[tuple(choices[end] for end in edge.ends)]) for edge in edges[node])
+        return math.fsum((float(problem.nodes[node].seconds[choices[node]]), *here))
+
+    for node, (name, mode) in enumerate(answer.modes.items(), start=len(answer.choices)):
         if mode != MODES[0] and MODES[0] in (modes.get(name) or MODES[0]).split("|"):
-            kept[name] = MODES[0]
-            if seconds() > least:
-                kept[name] = mode
+            before, chosen = seconds(node), choices[node]
+            choices[node], kept[name] = MODES.index(MODES[0]), MODES[0]
+            if seconds(node) - before > same:
+                choices[node], kept[name] = chosen, mode
     if kept == answer.modes:
         return answer
     peak, use, place = memory_use(formulation.memory, answer.choices, kept)

@@ -11,7 +11,6 @@ more than what is open are in no smaller plan, and an ILP with a row for each mo
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from autopar.solver.deadline import NEVER, is_over, seconds_until
 from autopar.solver.elimination import Tables, evaluate, narrow_elimination
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.min_marginals import MAX_CALIBRATED, Excesses, excesses
+from autopar.solver.narrow import unsaid
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.reductions.fixing import remaining
 from autopar.solver.solve import solve
@@ -208,8 +208,7 @@ class _Search(Moments):
 
 
 def _solved(problem: Problem, deadline: float) -> Solution:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what is not proven here, the answer says
+    with unsaid():  # the answer says it
         return solve(problem, time_limit=seconds_until(deadline))
 
 

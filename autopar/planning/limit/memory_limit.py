@@ -25,6 +25,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,11 +37,11 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit import answers
 from autopar.planning.limit.answers import Answer, Found, Places, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
-from autopar.planning.limit.refusal import LEAST_SECONDS, Asked, Modes
-from autopar.solver.deadline import after, is_over, seconds_until, why_over
+from autopar.planning.limit.refusal import Asked, Modes
+from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
-from autopar.solver.narrow import Enough
+from autopar.solver.narrow import Enough, unsaid
 from autopar.solver.problem import Solution
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
@@ -83,21 +84,20 @@ def best_within(
     was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
     than that, or none is within the limit: what pays nothing for memory is an answer.
     """
-    enough = ENOUGH if gap is None else gap
+    enough, far = (ENOUGH, FAR) if gap is None else (gap, gap)
     deadline, spare = after(time_limit), SPARE * time_limit
-    far = FAR if gap is None else gap
     search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.where_the_backward_begins(limit, modes) or search.without_a_limit(limit, forced)
-    if limit is None or (found.peak_bytes <= limit and not found.multiplier):
-        return found
-    search.check(found.bound)
-    if found.peak_bytes <= limit:
-        return found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of what is not proven on the way
-        found = search.at_every_moment(found, limit, modes)
-    search.check(found.bound)
+    found = search.where_the_backward_begins(limit, modes)
+    if limit is None or found is None:
+        found = search.without_a_limit(limit, forced)
+        if limit is None or found.peak_bytes <= limit:
+            return found
+    search.check(found.bound if found.multiplier or found.peak_bytes > limit else -math.inf)
+    if found.peak_bytes > limit:
+        with unsaid():
+            found = search.at_every_moment(found, limit, modes)
+        search.check(found.bound)
     if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
         warnings.warn(
@@ -241,15 +241,16 @@ class _Search(Asked):
         row = MemoryRow(((last, 1),))
         exact = Enough(self.enough, self.counted, self.cutoff)
         prepared = self._prepared(row, limit, modes)
-        try:
-            solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
+        with unsaid():
+            try:
+                solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
+            except (MemoryLimitError, TimeLimitError) as error:  # a plan without a limit says better what is needed
+                self.check(math.inf if isinstance(error, MemoryLimitError) else -math.inf)
+                return None  # without the limit there may be time enough
             if solution is not None and solution.gap > self.gap and self._taken(solution.choices, modes).max() <= limit:
-                solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, self.gap, exact)
-        except MemoryLimitError:
-            self.check(math.inf)
-            return None  # how much is needed, the fullest moment of a plan without a limit says better
-        except TimeLimitError:
-            return None  # without the limit there may be time enough
+                again = prepared, self._seconds_left, self.gap, exact, solution.multiplier
+                with suppress(TimeLimitError):
+                    solution = solve_narrow(*again) or solution
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
     def _taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
@@ -258,7 +259,7 @@ class _Search(Asked):
 
     @property
     def _seconds_left(self) -> float:
-        return max(seconds_until(self.deadline), LEAST_SECONDS)
+        return max(seconds_until(self.deadline), grace())
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""
@@ -279,7 +280,7 @@ class _Search(Asked):
             problems = self.formulation.problems(self.pins, rows, limit, modes)
             at = [prices.get(place, 0.0) for place in numbers]
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
-            left, is_wide = max(seconds_until(until), LEAST_SECONDS), found.first.row is None
+            left, is_wide = max(seconds_until(until), grace()), found.first.row is None
             if narrowed is None:
                 best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, math.inf, places.add_mixed)
             else:

@@ -16,12 +16,11 @@ from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, choices_of_nodes
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
 from autopar.program.recompute_segments import MODES
-from autopar.solver.deadline import is_over, moment_in
+from autopar.solver.deadline import grace, is_over, moment_in
 from autopar.solver.infeasibility import Conflict
 from autopar.solver.problem import Problem, Solution
 from autopar.units import format_bytes
 
-LEAST_SECONDS = 1.0  # that a search has, however late it is
 MAX_NAMED = 6  # pins whose worth is worked out
 
 Modes = Mapping[str, str]
@@ -40,7 +39,7 @@ class Asked:
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins (see `least_peak`)."""
-        spare = max(self.spare, LEAST_SECONDS)  # so that there is a number to tell, however late it is
+        spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
         return least_peak(self.formulation, pins, modes, max(self.deadline, moment_in(spare)), enough, is_brief)
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak, conflict: Conflict | None = None) -> str:

@@ -6,11 +6,12 @@ None of that depends on the memory limit, so that searches which ask the same wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
 from autopar.solver.elimination import Elimination, Tables, narrow_elimination
 from autopar.solver.infeasibility import describe_conflict
+from autopar.solver.lagrangian import Met
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import Contracted, contract
 from autopar.solver.reductions.reduction import Pruned, prune
@@ -26,6 +27,8 @@ class Prepared:
     tables: Tables
     elimination: Elimination | None
     """None where the graph is too wide."""
+    met: Met = field(default_factory=dict)
+    """What elimination found at prices of memory, whatever the limit."""
 
     @classmethod
     def of(cls, problem: Problem, deadline: float) -> Prepared:

@@ -17,6 +17,7 @@ from autopar.planning.limit.answers import Answer
 from autopar.planning.limit.least_peak import least_peak
 from autopar.planning.planner import fetched_ahead, formulations_of, make_plan, solved_by
 from autopar.planning.settings import Settings
+from autopar.solver.deadline import lasting
 from autopar.space.space import Space
 from tests.planning.limit.test_smaller_plans import pins
 from tests.planning.limit.test_smaller_plans import space as on_the_host
@@ -115,3 +116,14 @@ def test_choices_with_room_for_two_layers_fetch_both_ahead_where_that_is_faster(
     expected = replace(answer, peak_bytes=needed, memory=use, fullest=fullest) if is_faster else answer
     assert (found, model.prefetch) == (expected, 2 if is_faster else 1)
     assert fetched_ahead(answer, one, replace(settings, memory=needed - 1)) == (answer, one)
+
+
+def test_where_the_time_is_over_it_is_not_looked_whether_more_is_faster(
+    space: Space, pins: Pins, least: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(memory=least[1])
+    made = solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
+    monkeypatch.setattr(planner, "step_timeline", None)  # whoever looks fails
+    with lasting(0.0):
+        found = fetched_ahead(made.answer, made.formulation.memory, replace(settings, memory=10 * least[1]))
+    assert found == (made.answer, made.formulation.memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Pins
 from autopar.planning.limit import memory_limit
-from autopar.planning.limit.answers import Answer, in_each_mode, smaller_ones
+from autopar.planning.limit.answers import Answer, choices_of_nodes, in_each_mode, smaller_ones, without_idle_modes
 from autopar.planning.planner import answer_of, formulations_of, make_plan
 from autopar.planning.settings import Settings
 from autopar.program.recompute_segments import MODES
@@ -42,6 +43,37 @@ def pins(space: Space) -> Pins:
     """Every layer works on its part of the batch, so that weights that are split are gathered."""
     found = annotate(nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(LAYERS))), "*", dp="data")
     return pins_of(annotations_of(found), space, "semi_auto", {})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_segments_stay_as_they_are_where_another_mode_gains_nothing(space: Space, seed: int) -> None:
+    settings = Settings(memory=make_plan(space, {})[0].peak_bytes)
+    (formulation,) = formulations_of(MemoryModel(space), settings)[-1:]
+    modes = settings.modes(formulation.memory.lifetimes.segments)
+    assert modes is not None
+    rng = np.random.default_rng(seed)
+    answer = answer_of([formulation], {}, settings)
+    known = formulation.memory.lifetimes.modes
+    problem = formulation.problem({}, modes=modes)
+    count = len(answer.choices)
+    segments = [replace(each, seconds=rng.random(len(each.seconds))) for each in problem.nodes[count:]]
+    problem = replace(problem, nodes=(*problem.nodes[:count], *segments))
+    answer = replace(answer, modes={name: str(rng.choice(known)) for name in modes}, problem=problem)
+    kept = dict(answer.modes)
+
+    def seconds() -> float:
+        return problem.seconds_of(choices_of_nodes(answer.choices, kept.values()))
+
+    for name, mode in answer.modes.items():
+        before = seconds()
+        kept[name] = MODES[0]
+        if seconds() > before:
+            kept[name] = mode
+    found = without_idle_modes(answer, formulation, {}, modes, 2**62)
+    assert found.modes == kept
+    peak, *_ = memory_use(formulation.memory, answer.choices, kept)
+    assert found.peak_bytes == peak or kept == answer.modes
+    assert without_idle_modes(answer, formulation, {}, modes, 0).modes == answer.modes
 
 
 def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:

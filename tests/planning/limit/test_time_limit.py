@@ -15,13 +15,19 @@ from autopar.compiler import offline
 from autopar.errors import TimeLimitError
 from autopar.hardware.load import load
 from autopar.planning import planner
+from autopar.planning.limit import memory_limit
 from autopar.planning.limit.answers import Answer
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.planner import make_plan
 from autopar.solver import deadline
+from autopar.solver.problem import Solution
+from autopar.solver.reductions.prepared import Prepared
 from autopar.space.space import Space
+from tests.planning.limit.test_cutoff import space as equal_layers
 from tests.support.expert_models import Decoder, token_batches
 from tests.support.planned import X_BD, TwoLinears, space_of
+
+__all__ = ["equal_layers"]
 
 TICK = 0.05  # seconds that pass with every look at the clock
 LEAST = 232_000  # bytes: between what no plan of four layers is below and the least that is found
@@ -95,6 +101,30 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
     monkeypatch.setattr(planner, "best_within", within)
     autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), time_limit=time_limit)
     assert ends == [until]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_fits_is_taken_where_there_is_no_time_for_better(
+    equal_layers: Space, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
+    best, _ = make_plan(equal_layers, {}, limit)
+    asked, solve_narrow = [], memory_limit.solve_narrow
+
+    def once(prepared: Prepared, time_limit: float, gap: float, *given: Any) -> Solution | None:
+        asked.append(gap)
+        if len(asked) == 1:
+            return solve_narrow(prepared, time_limit, gap, *given)
+        if is_late:
+            raise TimeLimitError
+        return None
+
+    monkeypatch.setattr(memory_limit, "solve_narrow", once)
+    monkeypatch.setattr(memory_limit, "solve", None)  # whoever goes on fails
+    with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
+        plan, _ = make_plan(equal_layers, {}, limit)
+    assert asked == [memory_limit.FIRST_GAP, 0.0] and plan.peak_bytes <= limit
+    assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.ENOUGH
 
 
 @pytest.mark.slow
