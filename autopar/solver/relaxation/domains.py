@@ -19,27 +19,34 @@ class Domains:
     """Strategies of each node that no joint rules out, while nodes take theirs one after the other."""
 
     def __init__(self, own: Mapping[int, Floats], ends: Sequence[tuple[int, ...]], costs: Sequence[Floats]) -> None:
-        self._allowed: dict[int, _Mask] = {node: row < np.inf for node, row in own.items()}
-        finite: dict[int, _Mask] = {id(table): table < np.inf for table in costs}
-        self._joints = [
-            (scope, finite[id(table)]) for scope, table in zip(ends, costs, strict=True) if not finite[id(table)].all()
-        ]
+        self.allowed: dict[int, _Mask] = {node: row < np.inf for node, row in own.items()}
+        finite: dict[int, _Mask | None] = {}  # equal joints share their table
+        self._joints: list[tuple[tuple[int, ...], _Mask]] = []
+        for scope, table in zip(ends, costs, strict=True):
+            if id(table) not in finite:
+                mask = table < np.inf
+                finite[id(table)] = None if mask.all() else mask
+            if (found := finite[id(table)]) is not None:
+                self._joints.append((scope, found))
         self._at: dict[int, list[int]] = {node: [] for node in own}
         for number, (scope, _) in enumerate(self._joints):
             for end in scope:
                 self._at[end].append(number)
-        self._allowed.update(self._left({}, range(len(self._joints))) or {})
+        left = self._left({}, range(len(self._joints)))
+        self.allowed.update(left or {})
+        self.is_empty = left is None or not all(mask.any() for mask in self.allowed.values())
+        """Whether a node is left without a strategy before any took one."""
 
     def take(self, node: int, row: Floats) -> int | None:
         """The least of a row whose strategy leaves every other node one; None if none does."""
         for choice in np.argsort(row, kind="stable").tolist():
-            if not self._allowed[node][choice] or row[choice] == np.inf:
+            if not self.allowed[node][choice] or row[choice] == np.inf:
                 continue
             alone = np.zeros(len(row), dtype=bool)
             alone[choice] = True
             left = self._left({node: alone}, self._at[node])
             if left is not None:
-                self._allowed.update(left)
+                self.allowed.update(left)
                 return choice
         return None
 
@@ -51,11 +58,11 @@ class Domains:
             del waiting[number]
             scope, mask = self._joints[number]
             for axis, end in enumerate(scope):
-                allowed = changed.get(end, self._allowed[end])
+                allowed = changed.get(end, self.allowed[end])
                 mask = mask & allowed.reshape([-1 if axis == dim else 1 for dim in range(mask.ndim)])
             for axis, end in enumerate(scope):
                 support = np.asarray(mask.any(axis=tuple(dim for dim in range(mask.ndim) if dim != axis)))
-                if support.sum() == changed.get(end, self._allowed[end]).sum():
+                if support.sum() == changed.get(end, self.allowed[end]).sum():
                     continue
                 if not support.any():
                     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,8 +13,9 @@ from autopar.solver.lagrangian import Point, point
 from autopar.solver.min_marginals import Excesses
 from autopar.solver.problem import Floats, Integers, Node, Problem
 from autopar.solver.reductions.contraction import contract
-from autopar.solver.reductions.fixing import Remaining, remaining
+from autopar.solver.reductions.fixing import Remaining, remaining_of_each
 from autopar.solver.reductions.reduction import Pruned, prune
+from autopar.solver.relaxation.domains import Domains
 from autopar.solver.relaxation.messages import Messages
 
 DEAR_WORK = 5_000_000_000  # entries: an elimination of more takes longer than messages
@@ -105,7 +105,7 @@ class Wide:
             for edge in self.problem.edges
         ]
         found = Excesses(tuple(alive), tuple(of_node), tuple(of_edge))
-        return [remaining(each, found, most) for each in (self.problem, *self.rows)]
+        return remaining_of_each((self.problem, *self.rows), found, most)
 
 
 def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
@@ -114,41 +114,18 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
     They differ in bytes and budgets.
     """
     problem = problems[0]
-    allowed = [np.isfinite(node.seconds) for node in problem.nodes]
-    finite: dict[int, np.ndarray | None] = {}
-    at: list[list[int]] = [[] for _ in problem.nodes]
-    waiting: deque[int] = deque()
-    for number, edge in enumerate(problem.edges):
-        if id(edge.seconds) not in finite:
-            mask = np.isfinite(edge.seconds)
-            finite[id(edge.seconds)] = None if mask.all() else mask
-        if finite[id(edge.seconds)] is not None:
-            waiting.append(number)
-            for end in edge.ends:
-                at[end].append(number)
-    queued = set(waiting)
-    while waiting:
-        number = waiting.popleft()
-        queued.discard(number)
-        edge, mask = problem.edges[number], finite[id(problem.edges[number].seconds)]
-        assert mask is not None
+    own = dict(enumerate(node.seconds for node in problem.nodes))
+    for edge in problem.edges:
         if edge.is_loop:
-            supports = [np.diagonal(mask)] * 2
-        else:
-            for axis, end in enumerate(edge.ends):
-                mask = mask & allowed[end].reshape([-1 if axis == dim else 1 for dim in range(mask.ndim)])
-            supports = [mask.any(axis=tuple(d for d in range(mask.ndim) if d != axis)) for axis in range(mask.ndim)]
-        for end, support in zip(edge.ends, supports, strict=True):
-            if (allowed[end] & ~support).any():
-                allowed[end] = allowed[end] & support
-                if not allowed[end].any():
-                    return None
-                new = [other for other in at[end] if other not in queued]
-                waiting.extend(new)
-                queued.update(new)
+            own[edge.ends[0]] = own[edge.ends[0]] + np.diagonal(edge.seconds)
+    pairs = [edge for edge in problem.edges if not edge.is_loop]
+    domains = Domains(own, [edge.ends for edge in pairs], [edge.seconds for edge in pairs])
+    if domains.is_empty:
+        return None
     shared: dict[tuple[int, bytes], Floats] = {}  # equal menus stay one array
     menus = []
-    for node, mask in zip(problem.nodes, allowed, strict=True):
+    for number, node in enumerate(problem.nodes):
+        mask = domains.allowed[number]
         key = id(node.seconds), mask.tobytes()
         if key not in shared:
             shared[key] = node.seconds if mask.all() else np.where(mask, node.seconds, np.inf)
