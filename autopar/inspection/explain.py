@@ -6,9 +6,7 @@ strategy there. What it takes more than the plan is the least that giving up the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +26,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved
 from autopar.program.calls import module_of
 from autopar.progress import progress
+from autopar.solver.narrow import unsaid
 from autopar.space.space import Decision, Space, Wire
 
 
@@ -171,14 +170,6 @@ def _allowed(context: PlanContext, number: int) -> np.ndarray:
     return context.pins.get(number, every) & np.isfinite(context.space.decisions[number].menu.seconds)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warnings that a plan is not proven best: an explanation says so where it matters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
-
-
 def _restricted(context: PlanContext, number: int, mask: np.ndarray) -> Pins:
     """The pins of a plan in which the decision keeps to a mask too."""
     return {**context.pins, number: _allowed(context, number) & mask}
@@ -193,7 +184,7 @@ def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[
         pinned = " and ".join(_annotations_about(context, number)) or "the mode or the layout in which it is stored"
         return None, f"pinned by {pinned}, which leaves this strategy alone"
     try:
-        with _quietly():
+        with unsaid():
             second = replan(context, _restricted(context, number, others))
     except InfeasibleError as error:
         return None, f"without this strategy there is no plan: {error}"
@@ -214,7 +205,7 @@ def _without_limit(context: PlanContext, number: int) -> tuple[str, float] | Non
     """The strategy that is best without the memory limit, with that plan's seconds, where it is another one."""
     if context.settings.memory is None:
         return None
-    with _quietly():
+    with unsaid():
         free = replan(context, context.pins, replace(context.settings, memory=None))
     if context_of(free).choices[number] == context.choices[number]:
         return None
@@ -248,7 +239,7 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
             yield Alternative(mesh.names[axis], role, None, reason="ruled out by annotations")
             continue
         try:
-            with _quietly():
+            with unsaid():
                 found = answer_of(formulations, _restricted(context, number, mask), context.settings)
         except InfeasibleError as error:
             yield Alternative(mesh.names[axis], role, None, reason=str(error).partition(";")[0].partition(". ")[0])

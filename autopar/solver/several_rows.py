@@ -35,7 +35,7 @@ from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.reduction import prune
-from autopar.solver.relaxation.prices import NEARER, Mixture, best_prices
+from autopar.solver.relaxation.prices import NEARER, OverElsewhere, best_prices, nowhere
 from autopar.solver.residual.below import Best, best_below
 from autopar.solver.residual.crossing import crossed
 from autopar.solver.rows import Rows, WideRows, constant_of
@@ -65,7 +65,7 @@ def solve_rows(
     met: Sequence[Sequence[int]] = (),
     is_wide: bool | None = None,
     limit: float = math.inf,
-    is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
+    is_over_elsewhere: OverElsewhere = nowhere,
 ) -> Best:
     """The best choice per node within all budgets, or better than `known` seconds.
 
@@ -94,7 +94,7 @@ def solve_rows(
         found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough)
     else:
         ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
-        ask = ask if whole.elimination.work > ASKED_WORK else _never
+        ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
     return replace(found, choices=choices)
@@ -109,7 +109,7 @@ def _best_of_narrow(
     deadline: float,
     gap: float,
     enough: Enough,
-    is_over_elsewhere: Callable[[Mixture], bool],
+    is_over_elsewhere: OverElsewhere,
 ) -> Best:
     """Evaluations of the whole are exact: within a margin of what one proves, little is left."""
     is_dear = whole.elimination.work > CHEAP_WORK
@@ -237,12 +237,6 @@ def _faster(
     return (made, seconds) if seconds < known else (best, known)
 
 
-def _never(mixture: Mixture) -> bool:
-    return False
-
-
-def _asking(
-    ask: Callable[[Mixture], bool], extend: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Callable[[Mixture], bool]:
+def _asking(ask: OverElsewhere, extend: Callable[[tuple[int, ...]], tuple[int, ...]]) -> OverElsewhere:
     """What is asked of choices of a problem, asked of those of a smaller one."""
     return lambda mixture: ask(tuple([(extend(choices), weight) for choices, weight in mixture]))

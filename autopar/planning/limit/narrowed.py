@@ -15,7 +15,7 @@ from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.narrow import Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.cuts import Cut, Cuts
-from autopar.solver.relaxation.prices import Mixture
+from autopar.solver.relaxation.prices import OverElsewhere, nowhere
 from autopar.solver.several_rows import Best, solve_rows
 
 SHARES = (1e-3, 4e-3)  # of the bound of one row: within which choices with all rows are looked for
@@ -38,7 +38,7 @@ class Narrowed:
         gap: float,
         enough: Enough,
         met: Sequence[Sequence[int]] = (),
-        is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
+        is_over_elsewhere: OverElsewhere = nowhere,
     ) -> Best:
         """As `solve_rows`, within the narrowest cut that may have something better than is known.
 

@@ -8,7 +8,7 @@ Every x that was met bounds L from above, and the next prices lie halfway to tho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,6 +34,13 @@ WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
 """Choices with weights that add up to one: on average they are within all budgets, and no better average is known."""
+OverElsewhere = Callable[[Mixture], bool]
+"""Whether what is mixed is over a budget that is no row of the problems."""
+
+
+def nowhere(mixture: Mixture) -> bool:
+    """Where all budgets are rows, or it is not asked."""
+    return False
 
 
 class Priced(Protocol):

@@ -9,13 +9,13 @@ nothing known is near enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.solver.deadline import is_over
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.narrow import Enough
-from autopar.solver.relaxation.prices import Mixture, best_prices
+from autopar.solver.relaxation.prices import OverElsewhere, best_prices, nowhere
 from autopar.solver.residual.residual import Counted
 from autopar.solver.rows import Rows
 
@@ -49,7 +49,7 @@ def best_below(
     gap: float,
     enough: Enough,
     known: float,
-    is_over_elsewhere: Callable[[Mixture], bool] = lambda _: False,
+    is_over_elsewhere: OverElsewhere = nowhere,
 ) -> Best:
     """The best of what is left that is below some seconds; its bound holds for what is left.
 
