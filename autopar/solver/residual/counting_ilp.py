@@ -28,6 +28,7 @@ from autopar.solver.ilp import solved
 from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
 
 MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
+FIRST_EFFORT = 0.1  # CP-SAT's deterministic seconds: mostly the best is found in that, and is yet to be proven
 MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
 
 
@@ -46,9 +47,19 @@ def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) 
     """The choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
     The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
-    is the same on every machine. Raises TooManyChoicesError.
+    is the same on every machine. Where little is to be counted, a short search comes first: what it finds leaves less.
+    Raises TooManyChoicesError.
     """
-    return _Counting(residual).solve(tolerance, effort)
+    if effort <= FIRST_EFFORT or not residual.is_small:
+        return _Counting(residual).solve(tolerance, effort)
+    first = _Counting(residual).solve(tolerance, FIRST_EFFORT)
+    if first.is_proven or first.choices is None:
+        return first if first.is_proven else _Counting(residual).solve(tolerance, effort)
+    known = residual.seconds_of(first.choices)
+    found = _Counting(residual.below(min(known, residual.limit))).solve(tolerance, effort)
+    is_better = found.choices is not None and residual.seconds_of(found.choices) < known
+    bound = max(first.bound, found.bound)
+    return Counted(found.choices if is_better else first.choices, bound, found.is_proven)
 
 
 class _Counting:
@@ -84,7 +95,7 @@ class _Counting:
         if status == cp_model.UNKNOWN:
             return Counted(None, -math.inf, False)
         bound = min(constant + solver.best_objective_bound * unit, self.limit)
-        return Counted(self._handed_out(solver), bound, status == cp_model.OPTIMAL)
+        return Counted(self._handed_out(solver), bound, status == cp_model.OPTIMAL or bound >= self.limit)
 
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""

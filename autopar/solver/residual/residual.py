@@ -6,6 +6,7 @@ Elimination makes a tree of buckets, and equal subtrees of it share their step (
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
@@ -93,6 +94,16 @@ class Residual:
             (entries[rows], excess[rows]) for (entries, excess), rows in zip(self.choices, near, strict=True)
         ]
         return found
+
+    def seconds_of(self, choices: Sequence[int]) -> float:
+        """What choices of the problem take."""
+        tables = (
+            (self.costs[table][0], tuple([choices[bucket.bag[axis]] for axis in axes]))
+            for bucket in self.elimination.buckets
+            for table, axes in self.elimination.steps[bucket.step].inputs
+            if table < self.elimination.num_tables
+        )
+        return math.fsum(float(seconds[index]) for seconds, index in tables)
 
     @cached_property
     def choices(self) -> list[tuple[Integers, Floats]]:
