@@ -9,6 +9,7 @@ their counts and the calls and wires that they pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +24,14 @@ Pins = Mapping[int, np.ndarray]
 _Moments = Sequence[MemoryRow | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes in a row: of each decision, and of each wire, mode by mode."""
+
+    nodes: list[Modes]
+    wires: list[Modes | None]
+
+
 class Formulation:
     """States problems about one space; whatever equal calls have in common is computed once."""
 
@@ -31,6 +40,7 @@ class Formulation:
         self.memory = memory
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
+        self._held: dict[MemoryRow | None, _Held] = {}
         parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
@@ -62,6 +72,7 @@ class Formulation:
     ) -> tuple[Problem, ...]:
         """The same problem with each of these rows in turn: equal nodes and edges with equal seconds, other bytes."""
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
+        of_rows = [self._bytes_of(row) for row in rows]
         nodes: list[list[Node]] = [[] for _ in rows]
         edges: list[list[Edge]] = [[] for _ in rows]
         for number, decision in enumerate(self.space.decisions):
@@ -69,7 +80,7 @@ class Formulation:
             if number in pins:
                 seconds = self._pinned(seconds, pins[number])
             nothing, name = self.memory.nothing(seconds.shape), self._names[number]
-            held = [(nothing,) if row is None else node_bytes(self.memory, number, row) for row in rows]
+            held = [each.nodes[number] for each in of_rows]
             segment = segments.get(self.memory.lifetimes.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
             by_mode = segment is not None and (again is not None or any(len(each) > 1 for each in held))
@@ -87,9 +98,9 @@ class Formulation:
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
             for each in nodes:
                 each.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
-        for wire in self.space.wires:
+        for number, wire in enumerate(self.space.wires):
             seconds = self._reshard(wire)
-            taken = [None if row is None else wire_bytes(self.memory, wire, row) for row in rows]
+            taken = [each.wires[number] for each in of_rows]
             segment = segments.get(self.memory.lifetimes.segment[wire.target])
             copying = None if segment is None else self.memory.host_copies.seconds_on(wire)
             by_mode = copying is not None or (segment is not None and _by_mode(taken))
@@ -105,6 +116,18 @@ class Formulation:
                 for found, more in zip(edges, self._uneven_wire(wire, rows, segment), strict=True):
                     found += more
         return tuple(Problem(tuple(n), tuple(e), budget) for n, e in zip(nodes, edges, strict=True))
+
+    def _bytes_of(self, row: MemoryRow | None) -> _Held:
+        """What decisions and wires hold in a row: searches ask for the rows of before, and one more."""
+        if row not in self._held:
+            memory, space = self.memory, self.space
+            if row is None:
+                nodes = [(memory.nothing(each.menu.seconds.shape),) for each in space.decisions]
+                self._held[row] = _Held(nodes, [None] * len(space.wires))
+            else:
+                nodes = [node_bytes(memory, number, row) for number in range(len(space.decisions))]
+                self._held[row] = _Held(nodes, [wire_bytes(memory, wire, row) for wire in space.wires])
+        return self._held[row]
 
     def _uneven_call(self, number: int, moments: _Moments, segment: int | None) -> list[list[Edge]]:
         """What a call costs on account of rows beside a share of them, with the bytes of each of the moments."""

@@ -17,6 +17,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment
+from autopar.planning import formulation
 from autopar.planning.formulation import Formulation
 from autopar.planning.limit.least_peak import least_peak
 from autopar.planning.planner import make_plan
@@ -116,6 +117,18 @@ def test_rows_state_the_same_problem_whether_or_not_the_mode_matters_at_their_mo
         assert [edge.ends for edge in each.edges] == [edge.ends for edge in problems[0].edges]
         choices = tuple(node.num_strategies - 1 for node in each.nodes)
         assert each.cost_of(choices) == pytest.approx(one.cost_of(choices))
+
+
+def test_what_is_held_in_a_row_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SPACES["layers"]()
+    memory = MemoryModel(space)
+    rows = [MemoryRow(((moment, 1),)) for moment in (0, len(memory.lifetimes.calls))]
+    asked, worked_out = [], formulation.node_bytes
+    monkeypatch.setattr(formulation, "node_bytes", lambda *of: asked.append(of[2]) or worked_out(*of))
+    stated = Formulation(space, memory)
+    stated.problems({}, rows[:1])
+    stated.problems({}, rows)
+    assert asked == [row for row in rows for _ in space.decisions]
 
 
 @pytest.mark.parametrize("microbatches", [Microbatches(), Microbatches(6, 3), Microbatches(3, 3)])
