@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -156,6 +156,8 @@ class Places:
     limit: int
     taken: Callable[[tuple[int, ...]], np.ndarray]
     """Bytes at every moment, of choices of decisions and modes."""
+    mixed: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    """What choices take that were mixed: the same are, in what is left of a problem."""
 
     def rows(self) -> tuple[list[int], tuple[MemoryRow, ...]]:
         """The numbers in order, and a row of each moment."""
@@ -175,7 +177,10 @@ class Places:
         if not mixture:
             return False
         most = round((1 + OVER) * self.limit)
-        taken = np.array([weight * self.taken(choices) for choices, weight in mixture]).sum(axis=0)
+        for choices, _ in mixture:
+            if choices not in self.mixed:
+                self.mixed[choices] = self.taken(choices)
+        taken = np.array([weight * self.mixed[choices] for choices, weight in mixture]).sum(axis=0)
         more = set() if (taken[list(self.numbers)] > most).any() else full(taken, most)
         self.numbers.update(more)
         return bool(more)
@@ -211,6 +216,7 @@ class Found(Moments):
             solver=f"{best.solver}, several moments",
             multiplier=self.proof.multiplier,
             problem=self.proof.problem,
+            row=self.proof.row,
         )
 
     def is_proven(self, gap: float) -> bool:

@@ -96,7 +96,7 @@ def best_within(
     search.check(found.bound if found.multiplier or found.peak_bytes > limit else -math.inf)
     if found.peak_bytes > limit:
         with unsaid():
-            found = search.at_every_moment(found, limit, modes)
+            found = search.stated(search.at_every_moment(found, limit, modes), found.row, limit, modes)
         search.check(found.bound)
     if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
@@ -204,6 +204,10 @@ class _Search(Asked):
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
 
+    def stated(self, answer: Answer, row: MemoryRow | None, limit: int, modes: Modes | None) -> Answer:
+        """An answer with the problem of its row, where that is another one than its problem was stated with."""
+        return answer if answer.row == row else replace(answer, problem=self._problem(answer.row, limit, modes))
+
     def of_fewer_bytes(self, answer: Answer, limit: int) -> list[Answer]:
         """The fastest that fits of the smaller choices that are known beside an answer; [] if none does."""
         fitting = (each for each in smaller_ones(answer, self.formulation.memory) if each.peak_bytes <= limit)
@@ -287,7 +291,7 @@ class _Search(Asked):
                 best = narrowed.best(problems, at, known, after(left), gap, enough, met, places.add_mixed)
             self.check(best.bound)
             prices = dict(zip(numbers, best.prices, strict=True))
-            found.proof = self._proven(found.proof, prices, best.bound, limit, modes)
+            found.proof = self._proven(found.proof, prices, best.bound)
             if best.choices is None and best.is_over_elsewhere:
                 continue
             if best.choices is None:
@@ -295,9 +299,9 @@ class _Search(Asked):
                     return bool(found.fitting)
                 narrowed = None
                 continue
-            cost = problems[0].cost_of(best.choices)
-            proven = min(best.bound, cost[0]), "multipliers + counts", found.proof.multiplier
-            solution = Solution(best.choices, *cost, *proven)
+            seconds, held = problems[0].cost_of(best.choices)
+            proven = min(best.bound, seconds), "multipliers + counts", found.proof.multiplier
+            solution = Solution(best.choices, seconds, held, *proven)
             answer = self._answer(found.proof.problem, solution, modes, found.proof.row)
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
@@ -315,20 +319,16 @@ class _Search(Asked):
 
     def _narrowed(self, first: Answer, limit: int, modes: Modes | None) -> Narrowed | None:
         """What the first answer's bound leaves of the problem, where elimination takes seconds; else None."""
-        if first.row is None or not first.multiplier or not self._is_dear(first):
+        if (row := first.row) is None or not first.multiplier or not self._is_dear(first):
             return None
-        row = first.row
         return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))
 
-    def _proven(
-        self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None
-    ) -> Answer:
-        """The proof with a better bound, which prices of moments prove, if they do."""
+    def _proven(self, proof: Answer, prices: Mapping[int, float], bound: float) -> Answer:
+        """The proof with a better bound, which prices of moments prove, if they do; its problem is yet to be stated."""
         row = answers.row_of(prices)
         if bound <= proof.bound or not row.weights:
             return proof
-        problem = self._problem(row, limit, modes)
-        return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, problem=problem, row=row)
+        return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, row=row)
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:
         """The best of the choices that fit even if every one of them is at its largest at once; [] if there is none."""
