@@ -10,7 +10,6 @@ must not be changed afterwards.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -110,22 +109,59 @@ class _Alike:
     """Nodes, or edges, that share their arrays, and for each dim of these the nodes that are chosen from."""
 
     seconds: Floats
-    num_bytes: Integers | None
+    num_bytes: tuple[tuple[int, Integers], ...]
+    """Of the rows, by number, that have some."""
     ends: tuple[Integers, ...]
     edges: Integers
     """Which edges they are; for nodes negative."""
 
-    def cost(self, choices: Integers, which: np.ndarray | slice = slice(None)) -> tuple[list[float], int]:
-        """Seconds of each, and bytes of all, at one choice per node of the problem."""
-        index = tuple([choices[ends[which]] for ends in self.ends])
-        held = 0 if self.num_bytes is None else int(self.num_bytes[index].sum())
-        return self.seconds[index].tolist(), held
 
-    def held(self, choices: Integers) -> int:
-        """Bytes of all at one choice per node of the problem."""
-        if self.num_bytes is None:
-            return 0
-        return int(self.num_bytes[tuple([choices[ends] for ends in self.ends])].sum())
+class Parts:
+    """The nodes and edges of one problem with a memory row each, those of equal arrays together, to be added up.
+
+    The problems differ in bytes and budgets.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self._num_rows = len(problems)
+        ends: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+        edges: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        arrays: dict[tuple[int, ...], tuple[Floats, list[Integers | None]]] = {}
+        first, *others = problems
+        for number, (node, *more) in enumerate(zip(first.nodes, *(each.nodes for each in others), strict=True)):
+            held = [node.num_bytes, *[each.num_bytes for each in more]]
+            key = id(node.seconds), 1, *map(id, held)
+            ends[key].append((number,))
+            edges[key].append(-1)
+            arrays[key] = node.seconds, held
+        for number, (edge, *more) in enumerate(zip(first.edges, *(each.edges for each in others), strict=True)):
+            of_rows = [edge.num_bytes, *[each.num_bytes for each in more]]
+            key = id(edge.seconds), len(edge.ends), *map(id, of_rows)
+            ends[key].append(edge.ends)
+            edges[key].append(number)
+            arrays[key] = edge.seconds, of_rows
+        self._alike = []
+        for key, (seconds, of_each) in arrays.items():
+            of_rows = tuple([(row, each) for row, each in enumerate(of_each) if each is not None])
+            self._alike.append(_Alike(seconds, of_rows, tuple(np.array(ends[key]).T), np.array(edges[key])))
+
+    def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, list[int]]:
+        """Seconds, and bytes row by row, at one choice per node: of all, or of some (a mask) and edges among them."""
+        chosen = np.array(choices, dtype=np.intp)
+        seconds: list[float] = []
+        num_bytes = [0] * self._num_rows
+        for each in self._alike:
+            which = slice(None) if among is None else np.all([among[ends] for ends in each.ends], axis=0)
+            index = tuple([chosen[ends[which]] for ends in each.ends])
+            seconds += each.seconds[index].tolist()
+            for row, held in each.num_bytes:
+                num_bytes[row] += int(held[index].sum())
+        return math.fsum(seconds), num_bytes
+
+    def edges_at(self, nodes: np.ndarray) -> list[int]:
+        """The edges (by position) that have an end among some nodes (a mask)."""
+        found = [each.edges[np.any([nodes[ends] for ends in each.ends], axis=0)] for each in self._alike]
+        return sorted(number for each in found for number in each.tolist() if number >= 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,15 +176,19 @@ class Problem:
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"the memory limit is {self.budget} bytes; give at least 0, or None for no limit.")
         checked: set[tuple[int, int, int]] = set()  # arrays that nodes or edges share are looked at once
-        for part in (*self.nodes, *self.edges):
-            ends = len(part.ends) if isinstance(part, Edge) else 1
-            key = (id(part.seconds), id(part.num_bytes), ends)
+        for node in self.nodes:
+            key = (id(node.seconds), id(node.num_bytes), 1)
             if key not in checked:
-                part.check()
+                node.check()
+                checked.add(key)
+        for edge in self.edges:
+            key = (id(edge.seconds), id(edge.num_bytes), len(edge.ends))
+            if key not in checked:
+                edge.check()
                 checked.add(key)
         sizes = [len(node.seconds) for node in self.nodes]
         for edge in self.edges:
-            if not all(0 <= end < len(sizes) for end in edge.ends):
+            if min(edge.ends) < 0 or max(edge.ends) >= len(sizes):
                 raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
             needed = tuple([sizes[end] for end in edge.ends])
             if edge.seconds.shape != needed:
@@ -173,36 +213,17 @@ class Problem:
 
     def bytes_of(self, choices: Sequence[int]) -> int:
         """Bytes of the chosen strategies together."""
-        chosen = np.array(choices, dtype=np.intp)
-        return sum(each.held(chosen) for each in self._alike)
+        return self.cost_of(choices)[1]
 
-    def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, int]:
-        """Seconds and bytes at one choice per node: of all, or of some nodes (a mask) and the edges among these."""
+    def cost_of(self, choices: Sequence[int]) -> tuple[float, int]:
+        """Seconds and bytes at one choice per node."""
         assert len(choices) == len(self.nodes), f"{len(choices)} choices for {len(self.nodes)} nodes"
-        chosen = np.array(choices, dtype=np.intp)
-        costs = [
-            each.cost(chosen, slice(None) if among is None else np.all([among[ends] for ends in each.ends], axis=0))
-            for each in self._alike
-        ]
-        return math.fsum(itertools.chain.from_iterable(seconds for seconds, _ in costs)), sum(held for _, held in costs)
-
-    def edges_at(self, nodes: np.ndarray) -> list[int]:
-        """The edges (by position) that have an end among some nodes (a mask)."""
-        found = [each.edges[np.any([nodes[ends] for ends in each.ends], axis=0)] for each in self._alike]
-        return sorted(number for each in found for number in each.tolist() if number >= 0)
+        seconds, (held,) = self._parts.cost_of(choices)
+        return seconds, held
 
     @cached_property
-    def _alike(self) -> tuple[_Alike, ...]:
-        ends: dict[tuple[int, int, int], list[tuple[int, ...]]] = defaultdict(list)
-        edges: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        arrays: dict[tuple[int, int, int], tuple[Floats, Integers | None]] = {}
-        for number, part in enumerate((*self.nodes, *self.edges), start=-len(self.nodes)):
-            where = part.ends if isinstance(part, Edge) else (number + len(self.nodes),)
-            key = id(part.seconds), id(part.num_bytes), len(where)
-            ends[key].append(where)
-            edges[key].append(number)
-            arrays[key] = part.seconds, part.num_bytes
-        return tuple(_Alike(*arrays[key], tuple(np.array(each).T), np.array(edges[key])) for key, each in ends.items())
+    def _parts(self) -> Parts:
+        return Parts((self,))
 
     def in_bytes(self) -> Problem:
         """The same question about bytes alone: they stand for the seconds (exact below 2**53), without a limit."""

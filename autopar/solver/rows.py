@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from autopar.solver.elimination import (
 )
 from autopar.solver.min_marginals import Excesses, shared_excesses
 from autopar.solver.narrow import best_left, labelled
-from autopar.solver.problem import Floats, Problem
+from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.reductions.fixing import Remaining, remaining_of_each
 from autopar.solver.relaxation.wide import WORTHWHILE, Wide
 from autopar.solver.residual.residual import Counted, Evaluated, TooManyChoicesError
@@ -79,6 +80,16 @@ class Rows:
         slack = ROUNDING * (abs(least) + paid)  # in the table sums, which must not let the bound pass what it bounds
         return least - paid - slack, choices_of(self.elimination, evaluated)
 
+    def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
+        """Seconds of choices, and their bytes in each row."""
+        seconds, held = self.parts.cost_of(choices)
+        return seconds, np.array(held)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Of the problems."""
+        return Parts(self.problems)
+
     def within(self, prices: tuple[float, ...], margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin above L(λ)."""
         return self.left(self.excesses(prices, margin), margin)
@@ -98,7 +109,7 @@ class Rows:
 
     def left(self, found: Excesses, margin: float) -> list[Remaining]:
         """For each row, what is left of its problem without what costs more than a margin."""
-        return remaining_of_each(self.problems, found, margin)
+        return remaining_of_each(self.problems, found, margin, self.parts)
 
     def labelled(self, prices: tuple[float, ...], limit: float, margin: float) -> tuple[Counted, bool]:
         """Good choices of which all strategies are within a margin of L(λ), and whether those are soon counted."""
@@ -161,10 +172,15 @@ class WideRows:
     """A problem with several memory rows whose graph is too wide for elimination: messages bound it at prices."""
 
     def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
-        self.problems = tuple(problems)
+        self.problems, self._parts = tuple(problems), Parts(problems)
         self._wide = Wide(problems[0], deadline, ROUGHLY_NEAR, problems[1:])
         self._wide.worthwhile = ROUGHLY
         self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
+
+    def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
+        """Seconds of choices, and their bytes in each row."""
+        seconds, held = self._parts.cost_of(choices)
+        return seconds, np.array(held)
 
     def finely(self) -> None:
         """From here on go on as long as messages gain."""

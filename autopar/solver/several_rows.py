@@ -33,8 +33,8 @@ from autopar.solver.lagrangian import is_closed
 from autopar.solver.min_marginals import cheapest
 from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
-from autopar.solver.reductions.contraction import contract
-from autopar.solver.reductions.reduction import prune
+from autopar.solver.reductions.contraction import contract_each
+from autopar.solver.reductions.reduction import prune_each
 from autopar.solver.relaxation.prices import NEARER, OverElsewhere, best_prices, nowhere
 from autopar.solver.residual.below import Best, best_below
 from autopar.solver.residual.crossing import crossed
@@ -81,8 +81,8 @@ def solve_rows(
     budget that is no row of the problems: then nothing more is searched, as one with that row is to be.
     """
     deadline = after(time_limit)
-    pruned = [prune(each) for each in problems]
-    contracted = [contract(each.problem) for each in pruned]
+    pruned = prune_each(problems)
+    contracted = contract_each([each.problem for each in pruned])
     smaller = [each.problem for each in contracted]
     whole = None if is_wide else Rows.of(smaller, deadline, MAX_WORK)
     if whole is None and is_wide is False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -192,6 +193,10 @@ class _Roughly:
     def __init__(self) -> None:
         node = Node("a", np.array([0.0, 1.0, 0.4]), np.array([10, 0, 5]))
         self.problems = (Problem((node,), (), 5),)
+
+    def cost(self, choices: Sequence[int]) -> tuple[float, np.ndarray]:
+        seconds, held = self.problems[0].cost_of(choices)
+        return seconds, np.array([held])
 
     def at(
         self, prices: tuple[float, ...], known: float = -math.inf, enough: float = math.inf

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.min_marginals import excesses
-from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.problem import Edge, Node, Parts, Problem
 from autopar.solver.reductions import reduction as reduction_module
 from autopar.solver.reductions.fixing import remaining
 from autopar.solver.reductions.prepared import Prepared
@@ -217,7 +218,9 @@ def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, wh
     problem = _random_problem(rng, 0.0, None)
     choices = [int(rng.integers(node.num_strategies)) for node in problem.nodes]
     some = np.array([bool(which >> number & 1) for number in range(len(problem.nodes))])
-    within, at = problem.cost_of(choices, among=some), set(problem.edges_at(~some))
+    twice = replace(problem, nodes=tuple(replace(n, num_bytes=2 * n.num_bytes) for n in problem.nodes))
+    parts = Parts((problem, twice))
+    (found, (held, more)), at = parts.cost_of(choices, among=some), set(parts.edges_at(~some))
     expected = [part for part, wanted in zip(problem.nodes, some, strict=True) if wanted], problem.edges
     seconds = sum(n.seconds[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
     num_bytes = sum(n.num_bytes[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
@@ -227,7 +230,10 @@ def test_costs_among_some_nodes_and_at_the_others_are_those_of_all(seed: int, wh
             index = tuple(choices[end] for end in edge.ends)
             seconds += edge.seconds[index]
             num_bytes += 0 if edge.num_bytes is None else edge.num_bytes[index]
-    assert within == (pytest.approx(seconds), num_bytes)
+    assert (found, held) == (pytest.approx(seconds), num_bytes)
+    of_nodes = sum(n.num_bytes[c] for n, c, wanted in zip(problem.nodes, choices, some, strict=True) if wanted)
+    assert more == num_bytes + of_nodes
+    assert parts.cost_of(choices) == (problem.seconds_of(choices), [problem.bytes_of(choices), twice.bytes_of(choices)])
 
 
 @settings(deadline=None, max_examples=60)

@@ -49,7 +49,7 @@ class Narrowed:
                 self._cut = cut = self._cut or self._widened(known)
             except TimeLimitError:
                 return Best(None, -math.inf, tuple(prices), is_searched=False)
-            left, seconds = [cut.of(each) for each in problems], seconds_until(deadline)
+            left, seconds = cut.of(problems), seconds_until(deadline)
             within = [each for each in met if cut.holds(each)]
             found = solve_rows(
                 left, prices, known, seconds, gap, enough, within, limit=cut.limit, is_over_elsewhere=is_over_elsewhere

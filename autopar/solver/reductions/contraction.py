@@ -32,6 +32,8 @@ class Contracted:
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the original problem from those of the smaller one."""
+        if sum(map(len, self.members)) == len(choices):
+            return tuple(choices)  # no two nodes were joined
         found = {
             node: int(strategies[choice])
             for choice, members in zip(choices, self.members, strict=True)
@@ -41,6 +43,8 @@ class Contracted:
 
     def restrict(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the smaller problem from those of the original one, none of whose pairs may be forbidden."""
+        if len(self.members) == len(choices):
+            return tuple(choices)  # no two nodes were joined
         found = []
         for members in self.members:
             same = [strategies == choices[node] for node, strategies in members.items()]
@@ -56,6 +60,14 @@ def contract(problem: Problem) -> Contracted:
     while state.join_some():
         pass
     return state.result()
+
+
+def contract_each(problems: Sequence[Problem]) -> list[Contracted]:
+    """The same of one problem with a memory row each: they differ in bytes and budgets, of which nothing depends."""
+    first = contract(problems[0])
+    if len(first.members) == len(problems[0].nodes):
+        return [first, *(Contracted(each, first.members) for each in problems[1:])]
+    return [first, *map(contract, problems[1:])]
 
 
 class _State:

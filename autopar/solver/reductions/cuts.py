@@ -34,16 +34,20 @@ class Cut:
         """Whether it leaves all of some choices."""
         return all(bool(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
-    def of(self, problem: Problem) -> Problem:
-        """A problem with these nodes, in which the other strategies are forbidden; equal menus stay one array."""
+    def of(self, problems: Sequence[Problem]) -> list[Problem]:
+        """A problem with a memory row each, in which other strategies are forbidden; equal menus stay one array."""
         shared: dict[tuple[int, int], Floats] = {}
-        nodes = []
-        for node, kept in zip(problem.nodes, self.kept, strict=True):
+        menus = []
+        for node, kept in zip(problems[0].nodes, self.kept, strict=True):
             key = id(node.seconds), id(kept)
             if key not in shared:
                 shared[key] = np.where(kept, node.seconds, np.inf)
-            nodes.append(Node(node.name, shared[key], node.num_bytes))
-        return Problem(tuple(nodes), problem.edges, problem.budget)
+            menus.append(shared[key])
+        found = []
+        for each in problems:
+            nodes = [Node(node.name, menu, node.num_bytes) for node, menu in zip(each.nodes, menus, strict=True)]
+            found.append(Problem(tuple(nodes), each.edges, each.budget))
+        return found
 
 
 class Cuts:

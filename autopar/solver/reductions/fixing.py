@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.min_marginals import Excesses
-from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
+from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem
 from autopar.solver.reductions.reduction import cut_table
 
 
@@ -47,9 +47,14 @@ def remaining(problem: Problem, found: Excesses, limit: float) -> Remaining:
     return remaining_of_each((problem,), found, limit)[0]
 
 
-def remaining_of_each(problems: Sequence[Problem], found: Excesses, limit: float) -> list[Remaining]:
-    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once."""
-    rows, first = _rows(found, limit), problems[0]
+def remaining_of_each(
+    problems: Sequence[Problem], found: Excesses, limit: float, parts: Parts | None = None
+) -> list[Remaining]:
+    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once.
+
+    `parts` are those of the problems, where they are known.
+    """
+    rows, first, parts = _rows(found, limit), problems[0], parts or Parts(problems)
     kept = tuple([each for _, each in rows])
     if not all(map(len, kept)):
         return [Remaining(Problem((), (), each.budget), math.inf, kept, ()) for each in problems]
@@ -59,7 +64,7 @@ def remaining_of_each(problems: Sequence[Problem], found: Excesses, limit: float
     menus = [_menus(each, kept, undecided) for each in problems]
     edges: list[list[Edge]] = [[] for _ in problems]
     pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
-    for number in first.edges_at(~decided):
+    for number in parts.edges_at(~decided):
         edge, excess = first.edges[number], found.of_edge[number]
         held = [each.edges[number].num_bytes for each in problems]
         ends = [rows[end] for end in edge.ends]
@@ -78,15 +83,14 @@ def remaining_of_each(problems: Sequence[Problem], found: Excesses, limit: float
             seconds[node] = seconds[node] + cost
             if each is not None:
                 num_bytes[node] = num_bytes[node] + each
-    choices = [each[0] for each in kept]
+    constant, taken = parts.cost_of([int(each[0]) for each in kept], among=decided)
     left_of: list[Remaining] = []
-    for problem, (seconds, num_bytes), of_problem in zip(problems, menus, edges, strict=True):
+    for problem, (seconds, num_bytes), of_problem, of_decided in zip(problems, menus, edges, taken, strict=True):
         nodes = tuple([Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided])
-        constant, taken = problem.cost_of(choices, among=decided)
-        budget = None if problem.budget is None else problem.budget - taken
-        if budget is not None and budget < 0:
-            constant, budget = math.inf, 0
-        left_of.append(Remaining(Problem(nodes, tuple(of_problem), budget), constant, kept, tuple(undecided)))
+        budget = None if problem.budget is None else problem.budget - of_decided
+        fits = budget is None or budget >= 0
+        left = Problem(nodes, tuple(of_problem), budget if fits else 0)
+        left_of.append(Remaining(left, constant if fits else math.inf, kept, tuple(undecided)))
     return left_of
 
 

@@ -312,47 +312,52 @@ class Pruned:
 
 def prune(problem: Problem) -> Pruned:
     """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed."""
-    allowed = {id(node.seconds): node.seconds for node in problem.nodes}
+    return prune_each((problem,))[0]
+
+
+def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
+    """The same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut once."""
+    first = problems[0]
+    allowed = {id(node.seconds): node.seconds for node in first.nodes}
     rows_of = {key: np.flatnonzero(np.isfinite(seconds)) for key, seconds in allowed.items()}
     equal: dict[bytes, Integers] = {}  # equal rows are one array, so that what is cut by them is
     rows_of = {key: equal.setdefault(rows.tobytes(), rows) for key, rows in rows_of.items()}
-    kept = tuple([rows_of[id(node.seconds)] for node in problem.nodes])
+    kept = tuple([rows_of[id(node.seconds)] for node in first.nodes])
     assert all(len(each) for each in rows_of.values()), "a node without an allowed strategy"
-    menus: dict[tuple[int, int], tuple[Floats, Integers]] = {}  # equal menus stay one array, and so do equal edges
-    for node, each in zip(problem.nodes, kept, strict=True):
-        if (id(node.seconds), id(node.num_bytes)) not in menus:
-            cut = cut_table(node.seconds, (each,)), cut_table(node.num_bytes, (each,))
-            menus[id(node.seconds), id(node.num_bytes)] = cut
-    seconds = [menus[id(node.seconds), id(node.num_bytes)][0] for node in problem.nodes]
-    num_bytes = [menus[id(node.seconds), id(node.num_bytes)][1] for node in problem.nodes]
-    edges: list[Edge] = []
-    matrices: dict[object, tuple[Floats, Integers | None]] = {}
-    for edge in problem.edges:
-        rows = tuple([kept[end] for end in edge.ends])
-        key = (id(edge.seconds), id(edge.num_bytes), *map(id, rows))
-        if key not in matrices:
-            held = None if edge.num_bytes is None else cut_table(edge.num_bytes, rows)
-            matrices[key] = cut_table(edge.seconds, rows), held
+    shared: dict[object, np.ndarray] = {}  # equal menus stay one array, and so do equal edges
+
+    def cut(array: Any, rows: Sequence[Integers], is_loop: bool = False) -> Any:
+        """What is left of a menu or a table, without the dims of what is decided."""
+        key = (id(array), is_loop, *map(id, rows))
+        if key not in shared:
+            left = cut_table(array, rows)
+            shape = tuple([len(each) for each in rows if len(each) > 1])
+            shared[key] = left if is_loop or array.ndim == 1 else left.reshape(shape)
+        return shared[key]
+
+    seconds = [cut(node.seconds, (each,)) for node, each in zip(first.nodes, kept, strict=True)]
+    num_bytes = [[cut(n.num_bytes, (each,)) for n, each in zip(p.nodes, kept, strict=True)] for p in problems]
+    edges: list[list[Edge]] = [[] for _ in problems]
+    for edge, *others in zip(*(each.edges for each in problems), strict=True):
+        rows = [kept[end] for end in edge.ends]
         open_ends = tuple([end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1])
-        if edge.is_loop or len(open_ends) == len(edge.ends):
-            edges.append(Edge(edge.ends, *matrices[key]))
+        ends = edge.ends if edge.is_loop else open_ends
+        cost = cut(edge.seconds, rows, edge.is_loop)
+        held = [None if each.num_bytes is None else cut(each.num_bytes, rows, edge.is_loop) for each in (edge, *others)]
+        if len(ends) > 1:
+            for of_problem, each in zip(edges, held, strict=True):
+                of_problem.append(Edge(ends, cost, each))
             continue
-        shape = tuple(len(each) for each in rows if len(each) > 1)
-        folded = (key, "folded")
-        if folded not in matrices:
-            matrices[folded] = tuple(None if each is None else each.reshape(shape) for each in matrices[key])  # type: ignore[assignment]
-        cost, held = matrices[folded]
-        if len(open_ends) > 1:
-            edges.append(Edge(open_ends, cost, held))
-            continue
-        node = open_ends[0] if open_ends else edge.ends[0]
+        node = ends[0] if ends else edge.ends[0]
         seconds[node] = seconds[node] + cost
-        if held is not None:
-            num_bytes[node] = num_bytes[node] + held
-    nodes = tuple(
-        Node(node.name, cost, held) for node, cost, held in zip(problem.nodes, seconds, num_bytes, strict=True)
-    )
-    return Pruned(Problem(nodes, tuple(edges), problem.budget), kept)
+        for of_problem, each in zip(num_bytes, held, strict=True):
+            if each is not None:
+                of_problem[node] = of_problem[node] + each
+    found = []
+    for problem, of_nodes, of_edges in zip(problems, num_bytes, edges, strict=True):
+        nodes = tuple([Node(node.name, *each) for node, *each in zip(first.nodes, seconds, of_nodes, strict=True)])
+        found.append(Pruned(Problem(nodes, tuple(of_edges), problem.budget), kept))
+    return found
 
 
 def cut_table(table: Numbers, rows: Sequence[Integers]) -> Numbers:

@@ -18,7 +18,7 @@ from ortools.linear_solver import pywraplp
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import is_over
 from autopar.solver.lagrangian import is_closed, regions
-from autopar.solver.problem import Problem
+from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_PLANES = 60  # evaluations in search of prices
 NEARER = 0.5  # of the way from the best prices to those that are best against all solutions met
@@ -58,6 +58,10 @@ class Priced(Protocol):
         """
         ...
 
+    def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
+        """Seconds of choices, and their bytes in each row."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BestPrices:
@@ -77,14 +81,6 @@ class BestPrices:
         """The same with choices that take so many seconds, if they are faster and within all budgets."""
         is_better = (over <= 0).all() and seconds < self.seconds
         return replace(self, choices=choices, seconds=seconds) if is_better else self
-
-
-def _cost(problems: Sequence[Problem], choices: Sequence[int]) -> tuple[float, np.ndarray]:
-    """Seconds of choices, and their bytes over each budget."""
-    seconds, held = problems[0].cost_of(choices)
-    held_by = (held, *(each.bytes_of(choices) for each in problems[1:]))
-    over = [each - (problem.budget or 0) for problem, each in zip(problems, held_by, strict=True)]
-    return seconds, np.array(over, dtype=np.float64)
 
 
 def best_prices(
@@ -108,7 +104,10 @@ def best_prices(
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
-    seen = [(tuple(each), *_cost(rows.problems, each)) for each in met]
+    seen: list[tuple[tuple[int, ...], float, Floats]] = []
+    for each in met:
+        seconds, held = rows.cost(each)
+        seen.append((tuple(each), seconds, held - budgets))
     best = BestPrices(start, -np.inf, None, np.inf)
     for choices, seconds, over in seen:
         best = best.or_faster(choices, seconds, over)
@@ -134,7 +133,8 @@ def best_prices(
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
         if choices not in best.met:
             best = replace(best, met=(*best.met, choices))
-        seconds, over = _cost(rows.problems, choices)
+        seconds, held = rows.cost(choices)
+        over = held - budgets
         stalled = 0 if reached > best.bound + worthwhile * scale else stalled + 1
         if reached > best.bound:
             # At these prices no more is proven than what the choices cost there.

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.reductions.contraction import contract
+from autopar.solver.reductions.contraction import contract_each
 from autopar.solver.reductions.cuts import Cut
-from autopar.solver.reductions.reduction import prune
+from autopar.solver.reductions.reduction import prune_each
 from autopar.solver.relaxation.prices import best_prices
 from autopar.solver.rows import Rows
 
@@ -37,8 +37,8 @@ def crossed(
     if len(met) < 2:
         return None
     cut = taken_by(met, [node.num_strategies for node in rows.problems[0].nodes])
-    pruned = [prune(cut.of(each)) for each in rows.problems]
-    contracted = [contract(each.problem) for each in pruned]
+    pruned = prune_each(cut.of(rows.problems))
+    contracted = contract_each([each.problem for each in pruned])
     small = Rows.of([each.problem for each in contracted], rows.deadline, MAX_WORK)
     if small is None:
         return None

@@ -31,7 +31,7 @@ def test_no_choices_within_limit_and_budget_are_cut(seed: int, price: float, sha
     problem = _problem(np.random.default_rng(seed))
     cuts = Cuts(Prepared.of(problem, NEVER), price)
     cut = cuts.within(share)
-    left = cut.of(problem)
+    (left,) = cut.of([problem])
     for choices in itertools.product(range(3), repeat=5):
         seconds, held = problem.cost_of(choices)
         if problem.fits(held):
@@ -41,5 +41,5 @@ def test_no_choices_within_limit_and_budget_are_cut(seed: int, price: float, sha
 
 def test_a_cut_leaves_out_what_costs_more() -> None:
     problem = Problem((Node("a", np.array([1.0, 1.05, 2.0]), np.array([9, 1, 0])),), (), 10)
-    left = Cuts(Prepared.of(problem, NEVER), 0.0).within(0.1).of(problem)
+    (left,) = Cuts(Prepared.of(problem, NEVER), 0.0).within(0.1).of([problem])
     assert np.isfinite(left.nodes[0].seconds).tolist() == [True, True, False]
