@@ -44,7 +44,7 @@ TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 MAX_WORK = 5_000_000_000  # entries of an elimination: more are left to other searches
 FIRST_MARGIN, WIDER = 1e-3, 8.0  # of the bound: within which the best is looked for, and growth of that
 DEAR_MARGIN = 3e-4  # of the bound: the first where elimination takes seconds
-PRICED_WORK = 30_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
+PRICED_WORK = 100_000_000  # entries of an elimination: prices are looked for on the whole where it has no more
 ASKED_WORK = 10_000_000  # entries of an elimination: with less a search takes no longer than to add rows
 MAX_STEPS = 6  # from prices to others, within one margin
 WIDE, WIDEST = 0.05, 1.0  # of the bound: margins beyond which nothing is looked for, and where a solution is known
@@ -137,7 +137,7 @@ def _best_of_narrow(
             below = reached + margin
             left = whole.left(near, margin)
             start, constant = prices, constant_of(left)
-            rows = None if math.isinf(constant) else whole.on(left)
+            rows, met = None if math.isinf(constant) else whole.on(left), []
             ask = _asking(is_over_elsewhere, left[0].extend)
             if is_dear and rows is not None:
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
@@ -146,8 +146,6 @@ def _best_of_narrow(
                     if not is_over(deadline) and ask(priced.mixture):
                         return Best(best, bound, prices, is_searched=False, is_over_elsewhere=True)
                     met = [*seen, *(left[0].extend(each) for each in priced.met)]
-                    made = crossed(whole, met, start, bound, known, gap)
-                    best, known = _faster(whole.problems[0], made, best, known)
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
             if is_closed(known, bound, gap) or is_over(deadline):
                 break
@@ -162,6 +160,10 @@ def _best_of_narrow(
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
+            # To make choices of those that were met takes longer than to count what is near.
+            if len(met) > 1 and not is_closed(known, bound, gap) and not is_over(deadline):
+                made = crossed(whole, met, start, bound, known, gap)
+                best, known = _faster(whole.problems[0], made, best, known)
             is_within = found.is_searched and found.bound < below - 2 * TOLERANCE * abs(below)
             is_stopped = not found.is_searched and enough.effort(known, bound) < math.inf
             if bound > dearest:  # no choices are within the budgets: prices of no end prove ever more

@@ -45,7 +45,7 @@ def _pressed_at(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
 def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     space = _layers(4)
     limit = make_plan(space, {})[0].peak_bytes // 2
-    _pressed_at(monkeypatch, 100.0)
+    _pressed_at(monkeypatch, 300.0)
     with (
         pytest.warns(RuntimeWarning, match="the search was interrupted: the plan is within the limit"),
         interruptible(),
