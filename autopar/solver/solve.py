@@ -49,7 +49,7 @@ from autopar.solver.narrow import (
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.reductions.reduction import prune, reduce_problem, with_fixed
-from autopar.solver.relaxation.neighbourhoods import good_solution, separators
+from autopar.solver.relaxation.neighbourhoods import NARROW, good_solution, separators
 from autopar.solver.relaxation.wide import DEAR_WORK, Wide
 
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
@@ -226,7 +226,7 @@ def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -
     bound, free = wide.least(0.0)
     if free is None or problem.fits(free.num_bytes):
         return COLD, bound
-    held = {node: free.choices[node] for node in separators(problem)}
+    held = {node: free.choices[node] for node in separators(problem, NARROW)}
     found = _narrow_solution(with_fixed(problem, held), deadline, Enough(max(enough.dear, HELD_GAP), math.inf))
     if found is None:
         return COLD, bound
