@@ -146,9 +146,14 @@ def _solve_pruned(
         tables = Tables(problem)
         ready = tables, narrow_elimination(problem, tables), {}
     tables, elimination, met = ready
-    if elimination is None or elimination.work > DEAR_WORK or _is_too_late(problem, elimination, deadline, len(met)):
+    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(met)):
         return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
     return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough, met=met)
+
+
+def is_wide(elimination: Elimination | None) -> bool:
+    """Whether messages take less than an elimination; there is none where the graph is wider still."""
+    return elimination is None or elimination.work > DEAR_WORK
 
 
 def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, known: int) -> bool:

@@ -45,7 +45,7 @@ from autopar.solver.problem import Solution
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
-from autopar.solver.solve import solve, solve_narrow, solve_prepared
+from autopar.solver.solve import is_wide, solve, solve_narrow, solve_prepared
 from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
@@ -87,7 +87,7 @@ def best_within(
     deadline, spare = after(time_limit), SPARE * time_limit
     search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, widely, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.where_the_backward_begins(limit, modes)
+    found = search.known(limit, forced) or search.where_the_backward_begins(limit, modes)
     if limit is None or found is None:
         found = search.without_a_limit(limit, forced)
         if limit is None or found.peak_bytes <= limit:
@@ -99,12 +99,9 @@ def best_within(
         search.check(found.bound)
     if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
-        warnings.warn(
-            f"{why}the plan is within the limit at every moment, but not proven best: at most "
-            f"{format_share(share(found))} of its step could be saved.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        most = f"at most {format_share(share(found))} of its step could be saved"
+        said = f"{why}the plan is within the limit at every moment, but not proven best: {most}."
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
     return found
 
 
@@ -147,7 +144,9 @@ class _Search(Asked):
     def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
         """The best without the limit, or where that would not fit, choices near it."""
         found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
-        return self.solve(None, limit, modes) if limit and found.peak_bytes <= limit and share(found) else found
+        if limit and found.peak_bytes <= limit and share(found):
+            found = self.solve(None, limit, modes)
+        return self.kept(found, limit, modes) if self.prepared and is_wide(self.prepared[None].elimination) else found
 
     @property
     def counted(self) -> float:
