@@ -24,7 +24,7 @@ from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LOSSES, Fitting, has_tiles
 from autopar.capture.tiles.mlp import has_mlp_tiles
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.planning.planner import is_bounded, seconds_of_microbatch
+from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
@@ -92,6 +92,8 @@ class _Turns:
         """What ended the turns: time for another there is none."""
         self._at_least = math.inf
         """Seconds that models take at least that were found to be no faster than a cut-off."""
+        self._stated: dict[int, Statements] = {}
+        """The problems of each space, by its id."""
         self.best: _Planned | None = None
 
     @property
@@ -138,7 +140,8 @@ class _Turns:
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                plan = replace(self._request, settings=settings).plan(space, self._storage)
+                stated = self._stated.setdefault(id(space), Statements(space))
+                plan = replace(self._request, settings=settings).plan(space, self._storage, stated)
         except TimeLimitError as error:
             self._late = error
             return

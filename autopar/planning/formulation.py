@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class Formulation:
         parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
+        self.without_a_limit: dict[object, Any] = {}
+        """What was found without a limit, by pins and modes."""
 
     def name(self, number: int) -> str:
         """A node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
@@ -220,7 +223,7 @@ class Formulation:
         key = (tuple(map(id, arrays)), kind)
         if key not in self._stacks:
             every = arrays * self._num_modes if len(arrays) == 1 else arrays
-            self._stacks[key] = np.stack(every).astype(np.float64 if kind is float else np.int64)
+            self._stacks[key] = np.stack(every).astype(np.float64 if kind is float else np.int64, copy=False)
             self._stacks[key, "held"] = arrays  # type: ignore[assignment]  # an id means something while its object lives
         return self._stacks[key]
 

@@ -52,6 +52,7 @@ def make_plan(
     cutoff: float = math.inf,
     activations: Activations = "stay",
     leaving: int | None = None,
+    stated: Statements | None = None,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The best plan under the pins and the memory limit (bytes per device), and its choice per decision.
 
@@ -61,13 +62,15 @@ def make_plan(
     Weights are fetched `prefetch` layers ahead of their use, whose memory is counted; with "auto" and a limit one
     layer where any plan has room for it: the plan is the best of those that have. It fetches two ahead where it leaves
     room for that and its timeline is shorter by it. No other seconds depend on it. `activations` says whether what
-    segments save goes to the host, `leaving` of how many (see `Settings`).
+    segments save goes to the host, `leaving` of how many (see `Settings`). `stated` are the problems of the space,
+    where some were stated before.
 
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
     """
     settings = Settings(memory, recompute, solver, time_limit, gap, prefetch, hurried, cutoff, activations, leaving)
-    return plan_of(solved(space, pins, settings, microbatches))
+    formulations = (stated or Statements(space)).of(settings, microbatches)
+    return plan_of(solved_by(formulations, pins, settings))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,10 +92,28 @@ class Solved:
         return self.formulation.space
 
 
+class Statements:
+    """What states the problems of plans in one space, made once for all that are planned in it one after the other.
+
+    What was found without a limit is kept with it, too.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._kept: dict[object, tuple[Formulation, ...]] = {}
+
+    def of(self, settings: Settings, microbatches: Microbatches | None = None) -> tuple[Formulation, ...]:
+        """What states the problems of plans with these settings (`formulations_of`)."""
+        key = microbatches, settings.offloads, settings.depths
+        if key not in self._kept:
+            model = MemoryModel(self.space, microbatches, offloads=settings.offloads)
+            self._kept[key] = formulations_of(model, settings)
+        return self._kept[key]
+
+
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
-    model = MemoryModel(space, microbatches, offloads=settings.offloads)
-    return solved_by(formulations_of(model, settings), pins, settings)
+    return solved_by(Statements(space).of(settings, microbatches), pins, settings)
 
 
 def formulations_of(memory: MemoryModel, settings: Settings) -> tuple[Formulation, ...]:
@@ -144,7 +165,7 @@ def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tup
 
 
 def best_plan_of(
-    runs: Sequence[Microbatches], space: Space, pins: Pins, settings: Settings
+    runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings
 ) -> tuple[Plan, tuple[int, ...]]:
     """The plan whose step takes the least of those for several ways to run micro-batches, and its choices.
 
@@ -152,7 +173,7 @@ def best_plan_of(
     what planning for the last of them raises, where there is no plan for any.
     """
     if len(runs) == 1:
-        return _planned(runs[0], space, pins, settings)
+        return _planned(runs[0], stated, pins, settings)
     found: list[tuple[Plan, tuple[int, ...]]] = []
     slower: list[float] = []
     start = time.monotonic()
@@ -162,7 +183,7 @@ def best_plan_of(
         shared = max(left / (len(runs) - number), grace())
         within = replace(settings, time_limit=shared, cutoff=min(settings.cutoff, cutoff))
         try:
-            found.append(_planned(each, space, pins, within))
+            found.append(_planned(each, stated, pins, within))
         except CutOffError as error:
             slower.append(error.seconds)
         except (InfeasibleError, TimeLimitError):
@@ -177,9 +198,9 @@ def best_plan_of(
     return replace(plan, context=replace(context_of(plan), settings=settings)), choices
 
 
-def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
+def _planned(runs: Microbatches, stated: Statements, pins: Pins, said: Settings) -> tuple[Plan, tuple[int, ...]]:
     return make_plan(
-        space,
+        stated.space,
         pins,
         said.memory,
         said.solver,
@@ -192,6 +213,7 @@ def _planned(runs: Microbatches, space: Space, pins: Pins, said: Settings) -> tu
         said.cutoff,
         said.activations,
         said.leaving,
+        stated,
     )
 
 

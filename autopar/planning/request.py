@@ -21,7 +21,7 @@ from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
-from autopar.planning.planner import best_plan_of
+from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
@@ -236,11 +236,14 @@ class PlanRequest:
         check_host(hardware)
         return replace(self.optimizer, offload=Offload(hardware.devices_on_host(num_devices)))
 
-    def plan(self, space: Space, storage: Mapping[str, Layout] | None = None) -> Plan:
-        """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already."""
+    def plan(self, space: Space, storage: Mapping[str, Layout] | None = None, stated: Statements | None = None) -> Plan:
+        """The best plan of a space; `storage` gives layouts in which parameters, by name, are stored already.
+
+        `stated` are its problems, where some were stated before.
+        """
         said = self.annotations_about(space.program, space.mesh)
         pins = pins_of(said, space, self.mode, storage or {})
-        made, choices = self._made(space, pins)
+        made, choices = self._made(stated or Statements(space), pins)
         self.warn(space, choices)
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
 
@@ -255,11 +258,11 @@ class PlanRequest:
         """Whether the strategy has every micro-batch reduce the gradients of weights that are stored in parts."""
         return self.strategy in REDUCE_EACH
 
-    def _made(self, space: Space, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
+    def _made(self, stated: Statements, pins: Pins) -> tuple[Plan, tuple[int, ...]]:
         """The plan and its choices."""
         count, said = self.microbatches or 1, self.searched
         self.optimizer.check_microbatches(count)
         free = count > 1 and said.memory is not None and self.strategy is None
         ways = (False, True) if free else (self.reduces_each and count > 1,)
         runs = [Microbatches(count, reduce_each=each) for each in ways]
-        return best_plan_of(runs, space, pins, said)
+        return best_plan_of(runs, stated, pins, said)

@@ -86,13 +86,15 @@ class Enough:
     """Where counts of equal parts take long: they are broken off. Infinite: wherever they do."""
     cutoff: float = math.inf
     """Seconds of another solution: where memory has a price, and its bound is as high, the search ends."""
-    is_brief: bool = False
-    """Whether counts that take long are broken off, however near a solution is."""
+    longest: float = math.inf
+    """CP-SAT's deterministic seconds after which any count is broken off, however near a solution is."""
+    widely: float = 0.0
+    """Where the graph is wide, and what is beside held nodes was looked through (`several_rows`)."""
 
     def effort(self, seconds: float, bound: float) -> float:
         """CP-SAT's deterministic seconds that a count may take, beside a solution of so many seconds."""
         is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
-        return EFFORT if is_near or self.is_brief else math.inf
+        return min(EFFORT if is_near else math.inf, self.longest)
 
 
 EXACT = Enough()

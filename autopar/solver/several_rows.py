@@ -13,28 +13,32 @@
    (`residual.below`). Within the margin of the first step it is the best of all; else that is taken again, wider, at
    the prices found.
 
-Where the graph is too wide for elimination, messages bound the whole at prices (`relaxation`), which are looked for on
-it, by cutting planes again; what is left within a margin of the bound is narrow, if not too much is. Choices that fit
-are made of parts of those met on both sides of the budgets, until there are better ones.
+Where the graph is too wide for elimination, some nodes stay as they are in choices that are known, so that the rest is
+narrow (`neighbourhoods`): the best beside them is nearly the best of all, and so are its prices, found by elimination.
+From there messages bound the whole at prices (`relaxation`), which are looked for on it, by cutting planes again.
+Choices that fit are made of parts of those met on both sides of the budgets, until there are better ones. Where these
+are not near enough, what is left within a margin of the bound is narrow, if not too much is.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.deadline import after, is_over
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.lagrangian import is_closed
 from autopar.solver.min_marginals import cheapest
-from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.narrow import EFFORT, EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract_each
-from autopar.solver.reductions.reduction import prune_each
+from autopar.solver.reductions.reduction import prune_each, with_fixed
+from autopar.solver.relaxation.neighbourhoods import separators
 from autopar.solver.relaxation.prices import NEARER, OverElsewhere, best_prices, nowhere
 from autopar.solver.residual.below import Best, best_below
 from autopar.solver.residual.crossing import crossed
@@ -53,6 +57,10 @@ LEFT_WORK = 3 * CHEAP_WORK  # entries of an elimination of what is left of a wid
 RADIUS = 0.01  # of the bound: what a full row costs at first at most, where nothing is known of prices
 LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
 PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
+HELD_BAG = 20_000  # entries of a bag beside nodes that are held: with more it takes longer, and is hardly better
+HELD_NEAR = 2.5e-3  # of the seconds: how near the best beside held nodes is enough, as better ones are elsewhere
+HELD_EFFORT = 0.2  # CP-SAT's deterministic seconds of each count beside held nodes
+HELD_SHARE = 0.5  # of the time, at most, goes to what is beside held nodes
 
 
 def solve_rows(
@@ -89,11 +97,11 @@ def solve_rows(
         return Best(None, -math.inf, tuple(prices), is_searched=False)
     allowed = [each for each in met if problems[0].seconds_of(each) < math.inf]
     seen = [contracted[0].restrict(pruned[0].restrict(each)) for each in allowed]
+    ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
     if whole is None:
         gap = max(gap, enough.dear, TOLERANCE)
-        found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough)
+        found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough, ask)
     else:
-        ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
         ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
@@ -150,7 +158,7 @@ def _best_of_narrow(
             if is_closed(known, bound, gap) or is_over(deadline):
                 break
             # Where counts take long, a wider margin may have choices that are near enough.
-            counting = enough if is_widest and not is_dear else replace(enough, is_brief=True)
+            counting = enough if is_widest and not is_dear else replace(enough, longest=min(EFFORT, enough.longest))
             if rows is None:
                 found = Best(None, math.inf, prices)
             else:
@@ -187,25 +195,38 @@ def _best_of_narrow(
 def _best_of_wide(
     problems: Sequence[Problem],
     start: tuple[float, ...],
-    met: Sequence[Sequence[int]],
+    met: Sequence[tuple[int, ...]],
     known: float,
     deadline: float,
     gap: float,
     enough: Enough,
+    is_over_elsewhere: OverElsewhere,
 ) -> Best:
-    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide."""
+    """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide.
+
+    Before that the best beside held nodes is looked for, but not where it is only to be proven that nothing is faster
+    than a cut-off.
+    """
+    best, bound, prices, near, last = None, -math.inf, start, gap, gap
+    if met and enough.cutoff >= sys.float_info.max:
+        beside = _best_beside(problems, start, met, known, deadline, gap)
+        if beside.choices is not None:
+            best, known = _faster(problems[0], beside.choices, best, known)
+            if is_over_elsewhere(((beside.choices, 1.0),)):
+                return Best(best, bound, beside.prices, is_searched=False, is_over_elsewhere=True)
+            met, prices = [beside.choices, *met], beside.prices
+            near, last = max(gap, enough.counted), max(gap, enough.widely)
     whole = WideRows(problems, deadline)
-    best, bound, prices = None, -math.inf, start
     try:
         scale = min((problems[0].seconds_of(each) for each in met), default=math.inf)
-        scale = abs(whole.at(start)[0] if math.isinf(scale) else scale)
+        scale = abs(whole.at(prices)[0] if math.isinf(scale) else scale)
         if math.isinf(scale):
             return Best(None, scale, start)
-        priced = best_prices(whole, start, scale, 0.0, gap, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff)
+        priced = best_prices(whole, prices, scale, 0.0, near, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff, last)
         bound, prices = priced.bound, priced.prices
         if priced.seconds < known:
             best, known = priced.choices, priced.seconds
-        if is_closed(known, bound, gap) or bound >= enough.cutoff:
+        if is_closed(known, bound, last) or bound >= enough.cutoff:
             return Best(best, bound, prices)
         whole.finely()
         reached, share, widest = whole.at(prices, enough=(1 - gap) * known)[0], FIRST_MARGIN, WIDE
@@ -229,6 +250,25 @@ def _best_of_wide(
     except TimeLimitError:
         pass
     return Best(best, bound, prices)
+
+
+def _best_beside(
+    problems: Sequence[Problem],
+    prices: tuple[float, ...],
+    met: Sequence[tuple[int, ...]],
+    known: float,
+    deadline: float,
+    gap: float,
+) -> Best:
+    """The best beside some nodes that stay as in the fastest choices met, so that the rest is narrow.
+
+    Its bound is that of the rest.
+    """
+    fastest = min(met, key=problems[0].seconds_of)
+    held = {node: fastest[node] for node in separators(problems[0], HELD_BAG)}
+    rest, seconds = [with_fixed(each, held) for each in problems], HELD_SHARE * seconds_until(deadline)
+    near = max(gap, HELD_NEAR)
+    return solve_rows(rest, prices, known, seconds, near, Enough(near, near, longest=HELD_EFFORT), [fastest], False)
 
 
 def _faster(

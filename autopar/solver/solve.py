@@ -49,7 +49,7 @@ from autopar.solver.narrow import (
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.reductions.reduction import prune, reduce_problem, with_fixed
-from autopar.solver.relaxation.neighbourhoods import good_solution, separators
+from autopar.solver.relaxation.neighbourhoods import NARROW, good_solution, separators
 from autopar.solver.relaxation.wide import DEAR_WORK, Wide
 
 SEARCHING = 0.25  # of the time goes to a good solution where the graph is too wide for elimination
@@ -146,9 +146,14 @@ def _solve_pruned(
         tables = Tables(problem)
         ready = tables, narrow_elimination(problem, tables), {}
     tables, elimination, met = ready
-    if elimination is None or elimination.work > DEAR_WORK or _is_too_late(problem, elimination, deadline, len(met)):
+    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(met)):
         return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
     return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough, met=met)
+
+
+def is_wide(elimination: Elimination | None) -> bool:
+    """Whether messages take less than an elimination; there is none where the graph is wider still."""
+    return elimination is None or elimination.work > DEAR_WORK
 
 
 def _is_too_late(problem: Problem, elimination: Elimination, deadline: float, known: int) -> bool:
@@ -226,7 +231,7 @@ def _held_start(problem: Problem, wide: Wide, deadline: float, enough: Enough) -
     bound, free = wide.least(0.0)
     if free is None or problem.fits(free.num_bytes):
         return COLD, bound
-    held = {node: free.choices[node] for node in separators(problem)}
+    held = {node: free.choices[node] for node in separators(problem, NARROW)}
     found = _narrow_solution(with_fixed(problem, held), deadline, Enough(max(enough.dear, HELD_GAP), math.inf))
     if found is None:
         return COLD, bound

@@ -25,7 +25,7 @@ CLOSE = 1e-7  # of the seconds: the reference counts in rounded units
 seeds, shapes = st.integers(0, 2**31 - 1), st.sampled_from(SHAPES)
 prices, rooms = st.sampled_from([0.003, 0.02]), st.sampled_from([1.001, 1.1, 3.0])
 lefts = st.sampled_from([0, 100, 10**9])  # entries of an elimination that is made of what is left
-ends = st.sampled_from([EXACT, Enough(0.05, 0.05), Enough(cutoff=1.0)])
+ends = st.sampled_from([EXACT, Enough(0.05, 0.05), Enough(cutoff=1.0), Enough(0.01, 0.01, widely=0.2)])
 enoughs = st.sampled_from([EXACT, Enough(0.1, 0.1), Enough(0.05, math.inf)])
 
 
@@ -88,6 +88,7 @@ def test_nor_where_the_graph_is_wide(
     start = [0.0 if is_known else price] * num_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several_rows, "LEFT_WORK", left)
+        patch.setattr(several_rows, "HELD_BAG", 9)
         patch.setattr(core, "MAX_BAG", 9)
         one, other = (
             solve_rows(problems, start, math.inf, 60.0, enough=enough, met=met, is_wide=True) for _ in range(2)

@@ -15,8 +15,7 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
    bytes of each choice, and with tighter limits on the sum. The best of them is taken; how far it may be from the best
    of all is said. Where there is none, it is looked what the least is that any plan takes (`least_peak`).
 
-Every step looks at the clock. Once the time is over, the best answer that fits is taken, or it is said that none was
-found.
+Once the time is over, the best answer that fits is taken, or it is said that none was found.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from autopar.solver.problem import Solution
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
-from autopar.solver.solve import solve, solve_narrow, solve_prepared
+from autopar.solver.solve import is_wide, solve, solve_narrow, solve_prepared
 from autopar.units import format_bytes, format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
@@ -78,17 +77,17 @@ def best_within(
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
     Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
-    elimination takes seconds, and counts of equal parts longer than that (two, where a graph is wide). Where it is not
-    proven to be that near, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
+    elimination takes seconds, and counts of equal parts longer than that (five, where a graph is wide). Where it is not
+    proven to be within one, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
     InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
     was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
     than that, or none is within the limit: what pays nothing for memory is an answer.
     """
-    enough, far = (ENOUGH, FAR) if gap is None else (gap, gap)
+    enough, far, widely = (ENOUGH, FAR, WIDELY) if gap is None else (gap, gap, gap)
     deadline, spare = after(time_limit), SPARE * time_limit
-    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, cutoff)
+    search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, widely, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
-    found = search.where_the_backward_begins(limit, modes)
+    found = search.known(limit, forced) or search.where_the_backward_begins(limit, modes)
     if limit is None or found is None:
         found = search.without_a_limit(limit, forced)
         if limit is None or found.peak_bytes <= limit:
@@ -100,12 +99,9 @@ def best_within(
         search.check(found.bound)
     if share(found) > enough:
         why = f"{why_over()}: " if is_over(search.deadline) else ""
-        warnings.warn(
-            f"{why}the plan is within the limit at every moment, but not proven best: at most "
-            f"{format_share(share(found))} of its step could be saved.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        most = f"at most {format_share(share(found))} of its step could be saved"
+        said = f"{why}the plan is within the limit at every moment, but not proven best: {most}."
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
     return found
 
 
@@ -119,6 +115,8 @@ class _Search(Asked):
     """Whether nothing is counted long."""
     far: float
     """Where the graph is wide, what is near enough to go on from, and to count no longer."""
+    widely: float
+    """Where it is wide, what is near enough once the best beside held nodes is known (`several_rows`)."""
     cutoff: float = math.inf
     """Seconds of a plan that is known: what is no faster is not looked for."""
     prepared: dict[MemoryRow | None, Prepared] = field(default_factory=dict)
@@ -146,7 +144,9 @@ class _Search(Asked):
     def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
         """The best without the limit, or where that would not fit, choices near it."""
         found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
-        return self.solve(None, limit, modes) if limit and found.peak_bytes <= limit and share(found) else found
+        if limit and found.peak_bytes <= limit and share(found):
+            found = self.solve(None, limit, modes)
+        return self.kept(found, limit, modes) if self.prepared and is_wide(self.prepared[None].elimination) else found
 
     @property
     def counted(self) -> float:
@@ -267,16 +267,15 @@ class _Search(Asked):
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""
-        last = len(self.formulation.memory.lifetimes.calls) - 1
-        row = found.proof.row or MemoryRow(((last, 1),))
-        prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
+        weights = (found.proof.row or MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))).weights
+        prices = {place: found.proof.multiplier * weight for place, weight in weights}
         places = Places({*prices, *found.moments}, limit, lambda choices: self._taken(choices, modes))
         places.add(found.taken[-1])
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
-        enough = Enough(self.enough, self.counted if found.first.row else max(self.counted, self.far), self.cutoff)
-        gap = max(self.gap, self.enough)
+        gap, counted = max(self.gap, self.enough), self.counted if found.first.row else max(self.counted, self.far)
+        enough = Enough(self.enough, counted, self.cutoff, widely=self.widely)
         for _ in range(MAX_MOMENTS):
             if is_over(until := self.deadline if found.fitting else halfway):
                 return bool(found.fitting)
@@ -292,9 +291,9 @@ class _Search(Asked):
             self.check(best.bound)
             prices = dict(zip(numbers, best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound)
-            if best.choices is None and best.is_over_elsewhere:
-                continue
             if best.choices is None:
+                if best.is_over_elsewhere:
+                    continue
                 if narrowed is None or not narrowed.may_be_further(known):
                     return bool(found.fitting)
                 narrowed = None

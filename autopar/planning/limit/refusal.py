@@ -37,6 +37,18 @@ class Asked:
     spare: float
     """Seconds beyond the deadline in which it is looked how little a plan takes, where none was found."""
 
+    def known(self, limit: int | None, modes: Modes | None) -> Answer | None:
+        """What is kept of the same question without the limit; None if that was not asked."""
+        return self.formulation.without_a_limit.get(self._key(limit, modes))
+
+    def kept(self, found: Answer, limit: int | None, modes: Modes | None) -> Answer:
+        """What was found without the limit, kept for when it is asked again."""
+        return self.formulation.without_a_limit.setdefault(self._key(limit, modes), found)
+
+    def _key(self, limit: int | None, modes: Modes | None) -> object:
+        pinned = tuple([(number, mask.tobytes()) for number, mask in self.pins.items()])
+        return limit, None if modes is None else tuple(modes.items()), pinned
+
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins (see `least_peak`)."""
         spare = max(self.spare, grace())  # so that there is a number to tell, however late it is

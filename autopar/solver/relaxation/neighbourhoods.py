@@ -26,7 +26,7 @@ Solve = Callable[[Problem, float], Point | None]
 
 def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | None:
     """The best solution found; None where none was."""
-    held = separators(problem)
+    held = separators(problem, NARROW)
     best: Point | None = None
     for start in _starts(problem, held):
         best = solve(with_fixed(problem, start), deadline)
@@ -48,8 +48,8 @@ def good_solution(problem: Problem, solve: Solve, deadline: float) -> Point | No
     return best
 
 
-def separators(problem: Problem) -> tuple[int, ...]:
-    """Nodes to hold, so that the rest is narrow.
+def separators(problem: Problem, most: int) -> tuple[int, ...]:
+    """Nodes to hold, so that the rest is narrow: with bags of so many entries at most.
 
     Nodes are eliminated, though no table is computed, the one of the smallest bag first. Where that is large, the node
     that has the most neighbours then is held, and how a segment is computed again (`FEW` strategies) last.
@@ -72,7 +72,7 @@ def separators(problem: Problem) -> tuple[int, ...]:
         node = entry[-1]
         if current.get(node) != entry:
             continue
-        is_held = entry[0] > NARROW
+        is_held = entry[0] > most
         if is_held:
             heapq.heappush(heap, entry)
             node = max(around, key=lambda each: (sizes[each] > FEW, len(around[each]), sizes[each], -each))

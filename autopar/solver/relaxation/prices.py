@@ -94,13 +94,15 @@ def best_prices(
     worthwhile: float = WORTHWHILE,
     met: Sequence[Sequence[int]] = (),
     cutoff: float = math.inf,
+    widely: float = 0.0,
 ) -> BestPrices:
     """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
 
     With `constant` seconds beside all of them, one within the gap is enough. Prices are looked for within a `radius` (a
     share of `scale` seconds that a full row costs), which grows where they end at its edge, and no longer where better
     ones could prove less than a `worthwhile` share. `met` are choices that are known: where nothing is known of prices,
-    they say where to begin. A bound as high as the `cutoff` ends the search.
+    they say where to begin. A bound as high as the `cutoff` ends the search, as does a solution that is within a gap of
+    `widely`, if that is more: at one price evaluations that are not exact go on for the gap, but no further price is.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
@@ -144,7 +146,7 @@ def best_prices(
         if best.choices is not None and is_dear:
             best = filled(rows.problems, best, choices)
         most, wanted = planes.after(choices, seconds, over)
-        is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
+        is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, widely)) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, SETTLED * open_there)
         is_done = is_settled and (not beside or (is_beside and seconds in known))

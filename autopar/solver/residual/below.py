@@ -93,7 +93,7 @@ class _Search:
     def run(self) -> bool:
         """Search; whether all was looked at that could be better."""
         is_proven = self._count_few()
-        if self.is_done() or not is_proven:
+        if self.is_done():
             return is_proven
         if self._is_near_enough():
             return False

@@ -14,7 +14,7 @@ from autopar.hardware.load import load
 from autopar.hardware.profile import Link
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.limit import memory_limit
-from autopar.planning.planner import best_plan_of, make_plan, seconds_of_microbatch
+from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
 from autopar.solver import lagrangian, narrow
 from autopar.space.space import Space
@@ -90,11 +90,11 @@ def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> No
     limit = int(0.9 * make_plan(space, {}, microbatches=ways[0])[0].peak_bytes)
     one, other = (make_plan(space, {}, limit, microbatches=each)[0] for each in ways)
     settings = Settings(limit)
-    best, _ = best_plan_of(ways, space, {}, settings)
+    best, _ = best_plan_of(ways, Statements(space), {}, settings)
     least = min(map(seconds_of_microbatch, (one, other)))
     assert seconds_of_microbatch(best) == least
     assert context_of(best).settings == settings
     with pytest.raises(CutOffError):
-        best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 - 1e-6)))
-    above, _ = best_plan_of(ways, space, {}, replace(settings, cutoff=least * (1 + 1e-6)))
+        best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 - 1e-6)))
+    above, _ = best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 + 1e-6)))
     assert above.choices == best.choices

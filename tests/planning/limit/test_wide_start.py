@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from autopar.errors import CutOffError
 from autopar.planning.limit import memory_limit
-from autopar.planning.planner import make_plan
+from autopar.planning.planner import Statements, make_plan
 from autopar.solver import solve as solving
 from autopar.solver.problem import Solution
 from autopar.solver.reductions.prepared import Prepared
@@ -62,3 +64,30 @@ def test_where_the_best_is_asked_for_nothing_is_left_open(space: Space, asked: l
     free = make_plan(space, {})[0]
     make_plan(space, {}, int(0.8 * free.peak_bytes), gap=0.0)
     assert set(asked) == {0.0}
+
+
+def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
+    space: Space, asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = make_plan(space, {})[0]
+    limit, stated = int(0.8 * free.peak_bytes), Statements(space)
+    with pytest.raises(CutOffError):
+        make_plan(space, {}, limit, cutoff=0.0, stated=stated)
+    count = len(asked)
+    monkeypatch.setattr(memory_limit, "solve_narrow", None)  # nor is it tried whether the graph is narrow
+    again, choices = make_plan(space, {}, limit, stated=stated)
+    assert len(asked) == count
+    monkeypatch.undo()
+    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    alone, same = make_plan(space, {}, limit)
+    assert (again.seconds, again.bound, choices) == (alone.seconds, alone.bound, same)
+
+
+def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[float]) -> None:
+    stated, free = Statements(space), make_plan(space, {})[0]
+    limit, pins = int(0.8 * free.peak_bytes), {0: np.arange(len(space.decisions[0].menu.strategies)) > 0}
+    for some, room in (({}, limit), (pins, limit), ({}, limit - 1)):
+        count = len(asked)
+        with pytest.raises(CutOffError):
+            make_plan(space, some, room, cutoff=0.0, stated=stated)
+        assert len(asked) > count

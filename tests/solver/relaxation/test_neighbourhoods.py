@@ -24,15 +24,13 @@ def _complete(num_nodes: int, num_strategies: int = 4) -> Problem:
     return Problem(nodes, tuple(Edge((a, b), rng.random((sizes[a], sizes[b]))) for a, b in pairs))
 
 
-def test_what_is_held_leaves_the_rest_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_leaves_the_rest_narrow() -> None:
     problem = _complete(9)
-    monkeypatch.setattr(neighbourhoods, "NARROW", 3 * 4**3)
-    held = separators(problem)
+    held = separators(problem, 3 * 4**3)
     assert len(held) == 5 and 0 not in held
     pruned = prune(with_fixed(problem, dict.fromkeys(held, -1))).problem
     assert compile_elimination(pruned, Tables(pruned), balanced=False).largest <= 3 * 4**3
-    monkeypatch.setattr(neighbourhoods, "NARROW", 4**9)
-    assert separators(problem) == ()
+    assert separators(problem, 4**9) == ()
 
 
 def test_one_after_the_other_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,5 +42,5 @@ def test_one_after_the_other_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return point(part, tuple(int(np.argmin(node.seconds)) for node in part.nodes))
 
     assert good_solution(problem, first_choices, np.inf) is not None
-    count = len(separators(problem))
+    count = len(separators(problem, 16))
     assert asked[0] == count and set(asked[1:]) == {count - 1}

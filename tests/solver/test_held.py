@@ -1,0 +1,84 @@
+"""On a wide graph the best beside held nodes comes first, with its prices: mostly it is near enough."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NoReturn
+
+import numpy as np
+import pytest
+
+from autopar.solver import several_rows
+from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.relaxation.prices import Mixture
+from autopar.solver.several_rows import Best, solve_rows
+
+FASTEST = (0,) * 6
+
+
+def _crowd() -> list[Problem]:
+    """Six nodes beside each other, the same strategy of all of them the fastest; with two rows it takes too much."""
+    rng = np.random.default_rng(1)
+    pairs = list(itertools.combinations(range(6), 2))
+    edges = tuple(Edge(ends, np.where(np.eye(3, dtype=bool), 0.0, 0.1 + 0.01 * rng.random((3, 3)))) for ends in pairs)
+    seconds, rows = np.array([1.0, 1.1, 1.2]), (np.array([9, 5, 0]), np.array([8, 0, 4]))
+    return [
+        Problem(tuple([Node(f"n{i}", seconds, held) for i in range(6)]), edges, 6 * int(held[0]) - 3) for held in rows
+    ]
+
+
+def _found(enough: Enough = EXACT, **more: object) -> Best:
+    return solve_rows(_crowd(), [0.0, 0.0], math.inf, 60.0, enough=enough, met=[FASTEST], is_wide=True, **more)  # type: ignore[arg-type]
+
+
+def _unexpected(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("not asked for")
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bags of two nodes are the largest beside held ones."""
+    monkeypatch.setattr(several_rows, "HELD_BAG", 9)
+
+
+def test_what_is_beside_held_nodes_is_found_with_its_prices_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, started, best_prices = _crowd(), [], several_rows.best_prices
+
+    def noted(rows: object, start: tuple[float, ...], *more: object, **options: object) -> object:
+        started.append((type(rows).__name__, start))
+        return best_prices(rows, start, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(several_rows, "best_prices", noted)
+    found = _found(Enough(widely=1.0))
+    assert [name for name, _ in started] == ["Rows", "WideRows"]
+    assert sum(started[1][1]) > 0, "those of the choices beside held nodes"
+    assert found.choices is not None and all(each.fits(each.bytes_of(found.choices)) for each in problems)
+
+
+def test_what_is_within_a_wider_gap_is_enough_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = _found()
+    monkeypatch.setattr(several_rows, "best_below", _unexpected)
+    monkeypatch.setattr(several_rows, "_best_beside", lambda *_: Best(exact.choices, 0.0, exact.prices))
+    monkeypatch.setattr(several_rows.WideRows, "finely", _unexpected)
+    found = _found(Enough(widely=1.0))
+    assert found.choices == exact.choices and found.bound < exact.bound
+
+
+def test_it_is_asked_whether_that_is_over_a_budget_elsewhere_before_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_rows, "WideRows", _unexpected)
+    asked: list[Mixture] = []
+
+    def is_over(mixture: Mixture) -> bool:
+        asked.append(mixture)
+        return True
+
+    found = _found(is_over_elsewhere=is_over)
+    assert found.is_over_elsewhere and found.bound == -math.inf
+    assert [choices for choices, _ in asked[-1]] == [found.choices]
+
+
+def test_beside_a_cutoff_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_rows, "_best_beside", _unexpected)
+    assert _found(Enough(cutoff=0.5)).bound >= 0.5
