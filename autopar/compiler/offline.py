@@ -30,7 +30,7 @@ from autopar.errors import AutoparError, CutOffError, InfeasibleError, PipelineE
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
-from autopar.pipeline.schedule_search import Wish, best_schedule
+from autopar.pipeline.schedule_search import Wish, best_schedule, most_microbatches
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import stage_between
@@ -184,6 +184,10 @@ class _Planner:
         other.request = replace(self.request, pipeline=USUAL_PIPELINE)
         return other
 
+    def samples(self, mesh: Mesh) -> int:
+        """Of the whole batch, of which ranks along some axes of a mesh may be given parts."""
+        return batch_size(self.batch) * math.prod(map(mesh.size, axes_of_parts(self.request.inputs, mesh)))
+
     @property
     def stored(self) -> int:
         """Bytes that all devices together store at least."""
@@ -200,7 +204,7 @@ class _Planner:
         if axis is None or axis not in mesh.axes:
             return own
         num_ranks = mesh.size(axis)
-        most = self.request.microbatches or max(batch_size(self.batch) * num_ranks // mesh.num_devices, 1)
+        most = self.request.microbatches or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
         return own * (1 + (num_ranks - 1) / (3 * (self.request.chunks or MOST_CHUNKS) * most))
 
     @functools.cached_property
@@ -314,7 +318,7 @@ class _Planner:
             return PipelineRequest.of(request, program, mesh, axis, schedule, arriving)
 
         limited = request.settings.memory is not None
-        size = batch_size(self.batch) * math.prod(map(inner.size, axes_of_parts(request.inputs, inner)))
+        size = self.samples(inner)
         with interruptible(), self.allowance.searching():
             chosen = best_schedule(
                 Wish.of(request), size, mesh, axis, requested, limited, request.settings.time_limit, cutoff

@@ -162,7 +162,9 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
 
 def _within(problem: CutProblem, search: StageSearch, thought: Floats | None = None) -> _Cut:
     """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
-    costs = StageCosts(search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer)
+    costs = StageCosts(
+        search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met
+    )
     found = best_cuts_within(problem, costs, TOLERANCE, search.kinds, thought)
     if found.seconds > found.bound * (1 + TOLERANCE):
         number = search.num_asked

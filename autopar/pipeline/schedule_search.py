@@ -139,6 +139,12 @@ def _between(
     return costs, [line(m, f) for m, f in zip(measured[many][1], measured[few][1], strict=True)]
 
 
+def most_microbatches(batch_size: int, mesh: Mesh, axis: str) -> int:
+    """Into how many a batch may be split: as small as all devices of a stage can share, else of one sample each."""
+    share = mesh.num_devices // mesh.size(axis)
+    return batch_size // share if batch_size % share == 0 else batch_size
+
+
 class Chosen(NamedTuple):
     """A schedule, and the plan that it was tried with, if it had to be."""
 
@@ -167,9 +173,7 @@ def best_schedule(
     known, deadline = wish.schedule(num_ranks), after(time_limit)
     if known is not None:
         return Chosen(known)
-    share = mesh.num_devices // num_ranks
-    per_device = batch_size // share if batch_size % share == 0 else batch_size
-    options = recommended(wish, per_device, num_ranks, request_of)
+    options = recommended(wish, most_microbatches(batch_size, mesh, axis), num_ranks, request_of)
     if not limited:
         if options[0].seconds >= cutoff:
             raise CutOffError(options[0].seconds)

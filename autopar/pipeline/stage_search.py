@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,6 +32,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.pipeline.masks import masks_of
 from autopar.pipeline.planned_blocks import PlannedBlocks
+from autopar.pipeline.stages.cut_search import Met
 from autopar.pipeline.stages.held import Held, Room, as_much, held_by
 from autopar.pipeline.stages.splitting import stage_between
 from autopar.pipeline.structure import kinds, structure
@@ -59,8 +60,8 @@ STORED = ("parameters", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
-SHARE_OF_TIME = 0.125
-"""Of the time that is left, at most, goes to each stage that is asked for."""
+SHARE_OF_TIME = 0.03
+"""Of the time that is left, at most, goes to each stage that is asked for: most take less than a hundredth."""
 TIGHTER = 0.97
 """Of a limit on the fullest moment, at most, where choices keep too much otherwise."""
 
@@ -69,6 +70,8 @@ TIGHTER = 0.97
 class Known:
     """A stage that was asked for: with so many micro-batches in flight and so much room, its choices, if any fit."""
 
+    span: tuple[int, int]
+    """Its first block and its end."""
     in_flight: int
     room: Room | None
     made: Solved | None
@@ -155,6 +158,13 @@ class StageSearch:
         held, room = self.held[stage], self.rooms[stage]
         return [other for other, each in enumerate(self.rooms) if self.held[other] >= held and as_much(room, each)]
 
+    def met(self) -> Iterator[Met]:
+        """What stages were found to take at least that fit."""
+        for known in (each for every in self.by_structure.values() for each in every if each.made is not None):
+            rooms = enumerate(self.rooms)
+            fuller = [s for s, room in rooms if self.held[s] >= known.in_flight and as_much(known.room, room)]
+            yield known.span, known.least, fuller
+
     def find(self, first: int, end: int, stage: int) -> Known | None:
         """What was found out of just this stage, or that it does not fit."""
         held, room = self.held[stage], self.rooms[stage]
@@ -203,11 +213,11 @@ class StageSearch:
         if room is None:
             return found
         made, bound, most = found, found.answer.bound, room.peak
-        while (held := self._held(made)).kept > room.kept and most > room.kept:
+        while (over := room.excess(held := self._held(made))) > 0 and most > room.least_kept:
             # What it takes beside that while it runs, other choices may take, too.
-            most = max(min(room.kept + held.peak - held.kept, int(TIGHTER * most)), room.kept)
+            most = max(min(held.peak - over, int(TIGHTER * most)), room.least_kept)
             made = self._within(space, pins, stage, gap, most)
-        if held.kept > room.kept:
+        if over > 0:
             raise InfeasibleError("no choices that were found keep as little as they may while others run")
         return replace(made, answer=replace(made.answer, bound=min(bound, made.answer.seconds)))
 
@@ -269,7 +279,8 @@ class StageSearch:
             least = max(min(least, seconds), before.least)
             if before.seconds <= seconds:
                 made, seconds = before.made, before.seconds
-        known = Known(self.held[stage], self.rooms[stage], made, seconds, min(least, seconds), gap <= TOLERANCE)
+        is_close, least = gap <= TOLERANCE, min(least, seconds)
+        known = Known((first, end), self.held[stage], self.rooms[stage], made, seconds, least, is_close)
         self.by_structure[number].append(known)
         return known
 
@@ -282,8 +293,7 @@ class StageSearch:
         stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
         if stored + (answer.peak_bytes - stored) * held / known.in_flight > NEARLY * room.peak:
             return False  # far from it: memory need not be counted
-        found = self.holding(known, held)
-        return found.peak <= room.peak and found.kept <= room.kept
+        return room.excess(self.holding(known, held)) <= 0
 
     def holding(self, known: Known, held: int) -> Held:
         """What choices hold with so many micro-batches in flight."""

@@ -14,7 +14,7 @@ from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.request import PipelineRequest
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.alike import raise_alike
-from autopar.pipeline.stages.cut_search import StageCosts, best_cuts_within
+from autopar.pipeline.stages.cut_search import Met, StageCosts, best_cuts_within
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem, Cuts
 from autopar.pipeline.structure import kinds
 from autopar.sharding.layout import Layout, S
@@ -43,6 +43,22 @@ def test_what_is_known_of_equal_blocks_changes_no_cut(seconds: list[float], pena
 def test_what_is_known_of_equal_blocks_need_not_be_asked_for() -> None:
     *_, (without, with_kinds) = _with_and_without_kinds([1.0, 1.0], 0.5, 6)
     assert with_kinds < without
+
+
+def test_what_was_met_before_the_search_bounds_what_equal_stages_take() -> None:
+    problem = _problem([1.0] * LAYERS)
+    in_flight = problem.schedule.in_flight
+
+    def stage_cost(first: int, end: int, stage: int) -> float:
+        return (end - first) * in_flight(stage)
+
+    def cuts(met: tuple[Met, ...], in_haste: bool) -> Cuts:
+        costs = StageCosts(stage_cost, is_over=lambda asked, has_cut: has_cut and in_haste, met=lambda: met)
+        return best_cuts_within(problem, costs, kinds=[0] * LAYERS)
+
+    met = tuple(((4, 5), stage_cost(4, 5, each), range(each + 1)) for each in range(STAGES))
+    assert cuts((), in_haste=True).bound < cuts(met, in_haste=True).bound <= cuts(met, in_haste=False).seconds
+    assert cuts(met, in_haste=False).seconds == cuts((), in_haste=False).seconds
 
 
 def _with_and_without_kinds(seconds: list[float], penalty: float, room: int) -> tuple[Cuts, Cuts, tuple[int, int]]:

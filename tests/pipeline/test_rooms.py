@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import PipelineError
 from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.planned_blocks import planned_blocks
 from autopar.pipeline.planner import plan_pipeline
@@ -22,7 +23,7 @@ from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stage_search import Known, StageSearch
 from autopar.pipeline.stages.cheapest_cut import cheapest_cut
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem, best_cuts, step_seconds
-from autopar.pipeline.stages.held import Held, Room, as_much, held_by
+from autopar.pipeline.stages.held import Held, Limit, Room, as_much, held_by
 from autopar.pipeline.stages.rooms import Sample, fastest, rooms_of_least, shared_rooms, thought_in_rooms
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings, context_of
@@ -35,19 +36,24 @@ SCHEDULES = (Schedule("interleaved_1f1b", 2, 8, 2), Schedule("zbv", 2, 8, 2), Sc
 
 
 def _samples(source: random.Random, count: int) -> list[Sample]:
-    return [Sample(source.random(), source.randint(1, 50), source.randint(0, 30)) for _ in range(count)]
+    def one() -> Sample:
+        return Sample(source.random(), source.randint(1, 40), source.randint(0, 30), source.randint(0, 4))
+
+    return [one() for _ in range(count)]
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_the_samples_of_a_rank_are_the_fastest_that_fit(source: random.Random, num_stages: int) -> None:
     options, memory = [_samples(source, 4) for _ in range(num_stages)], source.randint(20, 120)
+    at_once = [tuple(source.randint(0, 8) for _ in range(num_stages)) for _ in range(2)]
 
     def takes(chosen: tuple[Sample, ...]) -> float:
-        return max(each.running + sum(other.kept for other in chosen) for each in chosen)
+        kept = max(sum(each.kept(n) for each, n in zip(chosen, numbers, strict=True)) for numbers in at_once)
+        return kept + max(each.running for each in chosen)
 
     fitting = [each for each in itertools.product(*options) if takes(each) <= memory]
-    found = fastest(options, memory)
+    found = fastest(options, memory, at_once)
     if not fitting:
         assert found is None
         return
@@ -61,9 +67,39 @@ def test_stages_that_keep_to_their_rooms_fit_together(source: random.Random, sch
     memory, samples = 100, [_samples(source, 3) for _ in range(schedule.num_stages)]
     rooms = shared_rooms(schedule, memory, samples.__getitem__)
     for rank in range(schedule.num_ranks):
-        own = [rooms[stage] for stage in schedule.stages_of(rank)]
-        whole = sum(each.kept for each in own)
-        assert all(0 <= each.kept <= each.peak and each.peak + whole - each.kept <= memory for each in own)
+        stages = schedule.stages_of(rank)
+        for numbers in schedule.in_flight_at_once(rank):
+            own = [_limit(rooms[stage], number) for stage, number in zip(stages, numbers, strict=True)]
+            whole = sum(each.kept for each in own)
+            assert all(0 <= each.kept <= each.peak and each.peak + whole - each.kept <= memory for each in own)
+
+
+def _limit(room: Room, in_flight: int) -> Limit:
+    """What a stage may hold with so many micro-batches in flight."""
+    fewer = [each for each in room.fewer if each.in_flight == in_flight] or [Limit(in_flight, room.peak, room.kept)]
+    return Limit(in_flight, min(each.peak for each in fewer), min(each.kept for each in fewer))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("interleaved_1f1b", 4, 8, 2)], ids=str)
+def test_no_moment_of_a_rank_has_more_in_flight_than_those_that_are_looked_at(schedule: Schedule) -> None:
+    for rank in range(schedule.num_ranks):
+        stages, at_once = schedule.stages_of(rank), schedule.in_flight_at_once(rank)
+        for place, stage in enumerate(stages):
+            assert max(numbers[place] for numbers in at_once) == schedule.in_flight(stage)
+        for each in itertools.product((1, 2, 5), repeat=len(stages)):
+            most = max(sum(n * weight for n, weight in zip(numbers, each, strict=True)) for numbers in at_once)
+            assert most == schedule.most_waiting(rank, dict(zip(stages, each, strict=True)))
+
+
+def test_stages_of_a_rank_are_not_at_their_most_at_once() -> None:
+    schedule = Schedule("interleaved_1f1b", 4, 8, 2)
+    assert schedule.in_flight_at_once(2) == ((4, 3), (7, 0)) and schedule.in_flight(2) + schedule.in_flight(6) == 10
+    sample = Sample(1.0, 10, 5, saved=4)  # seven micro-batches in all take 28, and ten of them would take 40
+    assert fastest([[sample]] * 2, 53, schedule.in_flight_at_once(2)) == (sample, sample)
+    assert fastest([[sample]] * 2, 52, schedule.in_flight_at_once(2)) is None
+    first, second = (shared_rooms(schedule, 53, lambda stage: [sample])[stage] for stage in (2, 6))
+    held = [Held(10 + number * 4, 15 + number * 4, 10, 4) for number in (7, 3)]
+    assert first.excess(held[0]) == second.excess(held[1]) == 0 < first.excess(replace(held[0], lasting=11))
 
 
 def test_memory_goes_to_the_stage_that_gains_by_it() -> None:
@@ -78,8 +114,7 @@ def test_the_cut_that_samples_lead_to_has_longer_stages_where_fewer_micro_batche
     problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 32, (0.0,) * 32, schedule)
 
     def samples(stage: int) -> list[Sample]:
-        held = schedule.in_flight(stage)
-        return [Sample(12.0, 20 * held, 10), Sample(24.0, 4 * held, 20)]
+        return [Sample(12.0, 0, 10, 20), Sample(24.0, 0, 20, 4)]
 
     def cut(memory: int) -> tuple[int, ...] | None:
         table, rooms = thought_in_rooms(problem, memory, samples, 12.0)
@@ -99,9 +134,12 @@ def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_rooms()
     assert rooms_of_least(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
 
 
-def test_a_room_is_as_large_as_another_by_both_of_its_limits() -> None:
+def test_a_room_is_as_large_as_another_by_all_of_its_limits() -> None:
     assert as_much(None, Room(1, 1)) and as_much(Room(5, 2), Room(5, 2)) and not as_much(Room(5, 2), None)
     assert not as_much(Room(5, 2), Room(4, 3)) and not as_much(Room(5, 2), Room(6, 1))
+    less = Room(5, 3, (Limit(2, 4, 2),))
+    assert as_much(Room(5, 3), less) and as_much(less, less) and not as_much(less, Room(5, 3))
+    assert as_much(less, Room(5, 3, (Limit(3, 4, 2),))) and not as_much(less, Room(5, 3, (Limit(1, 4, 2),)))
 
 
 @pytest.mark.parametrize("runs", [Microbatches(6, 3), Microbatches(4, 4), Microbatches(4, 1)], ids=str)
@@ -114,13 +152,17 @@ def test_a_stage_keeps_what_waits_and_what_lasts_while_others_run(runs: Microbat
     waiting = runs.in_flight * sum(row.saved_bytes for row in plan.rows)
     lasting = sum(parts.get(name, 0) for name in ("parameters", "optimizer", "buffers and inputs"))
     assert lasting + waiting < found.kept <= found.peak == plan.peak_bytes
+    for in_flight in range(1, runs.in_flight):
+        memory = MemoryModel(space, replace(runs, in_flight=in_flight))
+        less, most = held_by(memory, choices, plan.recompute), found.with_fewer(in_flight)
+        assert less.kept <= most.kept <= found.kept and less.peak <= most.peak <= found.peak
 
 
 def test_stages_of_one_micro_batch_keep_all_that_they_hold() -> None:
     space = space_of(Attention(False), (IDS_BS,), dp=2)
     plan, choices = make_plan(space, {})
     found = held_by(context_of(plan).memory_model, choices, plan.recompute)
-    assert found == Held(plan.peak_bytes, plan.peak_bytes)
+    assert found == Held(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes)
 
 
 def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:

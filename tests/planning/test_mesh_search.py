@@ -325,6 +325,16 @@ def test_the_first_layers_of_a_model_of_many_say_which_mesh_is_likely_the_best(
     assert all(0 < found[mesh] < whole[mesh] for mesh in whole)
 
 
+def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_have() -> None:
+    """The devices of a stage cannot share six samples: micro-batches may be of one."""
+    request = PlanRequest(hardware=SLOW_DEVICES, pipeline="pp")
+    planner = _Planner(Layers(), (X_64_16[:6],), request, PlanCache())
+    mesh = Mesh({"pp": 2, "dp": 4}, SLOW_DEVICES.name)
+    assert planner.in_stages(mesh, "pp").microbatches > 1
+    own = planner.at_least(Mesh({"dp": 8}, SLOW_DEVICES.name))
+    assert planner.at_least(mesh) == pytest.approx(own * (1 + 1 / (3 * 2 * 6)))
+
+
 def test_a_mesh_that_is_no_simpler_has_to_gain_more_than_equal_plans_differ_by() -> None:
     plans, cutoffs = plans_of((1.0, 100), (1.0, 100), (0.5, 100), (0.5, 100)), []
 

@@ -21,9 +21,10 @@ The micro-batches of one step drain before the next step begins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,26 @@ class Schedule:
             most = max(most, now)
         return most
 
+    def in_flight_at_once(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """How many micro-batches each stage of `rank` has in flight at once, where that is most.
+
+        Left out are moments at which none has more than at another one, or than half way between two others.
+        """
+        stages = self.stages_of(rank)
+        now, met = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
+        for step in self.orders[rank]:
+            now[step.stage] += {"F": 1, "I": 0}.get(step.kind, -1)
+            met[tuple(now.values())] = None
+        most = [each for each in met if not any(_is_below(each, other) for other in met if other != each)]
+        return tuple(
+            each
+            for each in most
+            if not any(
+                _is_below(tuple(2 * number for number in each), tuple(map(sum, zip(*pair, strict=True))))
+                for pair in combinations((other for other in most if other != each), 2)
+            )
+        )
+
     def _check_chunks(self) -> None:
         if self.name in _ONE_STAGE and self.chunks != 1:
             raise PipelineError(
@@ -170,6 +191,10 @@ class Schedule:
                 f"{found} micro-batches do not divide into {found // self.num_ranks} rounds. "
                 f"Use microbatches={below} or {above}."
             )
+
+
+def _is_below(numbers: Sequence[int], others: Sequence[int]) -> bool:
+    return all(one <= other for one, other in zip(numbers, others, strict=True))
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:

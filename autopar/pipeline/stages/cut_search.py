@@ -12,7 +12,7 @@ they are open, make the step longest. A stage that does not fit (infinite) is ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,8 @@ NEARLY = 1.05
 """Of what a stage is thought to take: no more is asked for."""
 StageCost = Callable[[int, int, int], float]
 """(first block, end block, stage) to the seconds of the stage, transfers left out; infinite if it does not fit."""
+Met = tuple[tuple[int, int], float, Sequence[int]]
+"""First block and end block, and seconds that some stages take at least if they have these blocks, or equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class StageCosts:
     """What a stage that was asked for takes at least; None: the seconds that were found."""
     closer: Callable[[int, int, int], bool] = lambda first, end, stage: False
     """Finds out more closely what a stage takes that was asked for; False where that is not done."""
+    met: Callable[[], Iterable[Met]] = tuple
+    """What is known before any stage is asked for."""
 
 
 def best_cuts_within(
@@ -132,7 +136,11 @@ class _Search:
     def of(cls, problem: CutProblem, costs: StageCosts, kinds: Sequence[int] | None) -> _Search:
         sent, own = transfers(problem), own_seconds(problem)
         in_flight = tuple(map(problem.schedule.in_flight, range(problem.schedule.num_stages)))
-        return cls(problem, costs, kinds, sent, own, own + sent, own + sent, in_flight)
+        least, table = own + sent, own + sent
+        for (first, end), seconds, stages in costs.met() if kinds is not None else ():
+            more = max(seconds - sum(problem.own_seconds[first:end]), 0.0)
+            raise_alike(table, least, more, (first, end), kinds or (), stages)
+        return cls(problem, costs, kinds, sent, own, least, table, in_flight)
 
     def cheapest(self) -> Cuts:
         """The best cut by what stages take at least: a bound."""

@@ -5,6 +5,7 @@ waits for a backward. So they fit where, for each of them,
 
     peak(stage) + sum over the others of kept(other)  <=  memory
 
+at all moments: while one has the most micro-batches in flight, others have fewer (`Schedule.in_flight_at_once`).
 A stage of middling size is planned within some memory limits: its samples say what memory is worth. Less memory takes
 longer, more micro-batches in flight take more memory, and longer stages take as much more of both. Each rank takes the
 samples, one for each of its stages, that take the least seconds together of those that fit (`fastest`, a
@@ -26,7 +27,7 @@ import numpy as np
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cuts import CutProblem, own_seconds, transfers
-from autopar.pipeline.stages.held import Held, Room
+from autopar.pipeline.stages.held import Held, Limit, Room
 
 BETWEEN = (0.25, 0.5, 0.75)
 """Of the way from one sample to the next: a stage of several layers may be planned like that."""
@@ -39,18 +40,24 @@ class Sample:
     """Seconds of one micro-batch, and what is held by choices that take them."""
 
     seconds: float
-    kept: float
-    """Bytes while others run."""
+    lasting: float
+    """Bytes while others run, without those of micro-batches in flight."""
     running: float
-    """Bytes beside that at the fullest moment."""
+    """Bytes beside what is kept at the fullest moment."""
+    saved: float = 0.0
+    """Bytes for each micro-batch in flight."""
 
     @classmethod
     def of(cls, seconds: float, held: Held) -> Sample:
-        return cls(seconds, held.kept, held.peak - held.kept)
+        return cls(seconds, held.lasting, held.peak - held.kept, held.saved)
+
+    def kept(self, in_flight: int) -> float:
+        """Bytes while others run, with so many micro-batches in flight."""
+        return self.lasting + in_flight * self.saved
 
     def scaled(self, size: float) -> Sample:
         """Of a stage of so many times the blocks, which run one after the other."""
-        return Sample(size * self.seconds, size * self.kept, self.running)
+        return Sample(size * self.seconds, size * self.lasting, self.running, size * self.saved)
 
     def towards(self, other: Sample, share: float) -> Sample:
         """So much of the way to another."""
@@ -70,10 +77,11 @@ def thought_in_rooms(
     That is [stage, first block, end block], with transfers; infinite where nothing fits.
     """
     schedule, own = problem.schedule, own_seconds(problem)
-    every = [_filled_in(samples(stage)) for stage in range(schedule.num_stages)]
+    in_flight = [schedule.in_flight(stage) for stage in range(schedule.num_stages)]
+    every = [_filled_in(samples(stage), held) for stage, held in enumerate(in_flight)]
     size = sum(problem.own_seconds) / schedule.num_stages / sampled
     rooms = shared_rooms(schedule, memory, lambda stage: [each.scaled(size) for each in every[stage]])
-    table = np.stack([_within(*each) for each in zip(own / sampled, every, rooms, strict=True)])
+    table = np.stack([_within(*each) for each in zip(own / sampled, every, rooms, in_flight, strict=True)])
     return np.maximum(table, own) + transfers(problem), rooms
 
 
@@ -81,8 +89,9 @@ def shared_rooms(schedule: Schedule, memory: int, samples: SamplesOf) -> tuple[R
     """The rooms of all stages, given the samples of each; those of a rank fit together."""
     found = [Room(0, 0)] * schedule.num_stages
     for rank in range(schedule.num_ranks):
-        stages = schedule.stages_of(rank)
-        chosen = fastest([samples(stage) for stage in stages], memory) or [Sample(0.0, 0, 0)] * len(stages)
+        stages, at_once = schedule.stages_of(rank), schedule.in_flight_at_once(rank)
+        nothing = [Sample(0.0, 0, 0)] * len(stages)
+        chosen = fastest([samples(stage) for stage in stages], memory, at_once) or nothing
         for stage, room in zip(stages, _dealt(schedule, memory, stages, chosen), strict=True):
             found[stage] = room
     return tuple(found)
@@ -103,34 +112,63 @@ def rooms_of_least(
     return shared_rooms(schedule, memory, lambda stage: [Sample(0.0, least[stage], 0.0)])
 
 
-def fastest(options: Sequence[Sequence[Sample]], memory: int) -> tuple[Sample, ...] | None:
-    """A sample for each stage of a rank, of the least seconds in all that fit together; None where none do."""
-    made: list[tuple[float, float, float, tuple[Sample, ...]]] = [(0.0, 0.0, 0.0, ())]
-    for samples in options:
+def fastest(
+    options: Sequence[Sequence[Sample]], memory: int, at_once: Sequence[Sequence[int]]
+) -> tuple[Sample, ...] | None:
+    """A sample for each stage of a rank, of the least seconds in all that fit together; None where none do.
+
+    `at_once` are the micro-batches that each has in flight at some moments.
+    """
+    made: list[tuple[tuple[float, ...], tuple[Sample, ...]]] = [((0.0,) * (2 + len(at_once)), ())]
+    for number, samples in enumerate(options):
         every = [
-            (seconds + each.seconds, kept + each.kept, max(most, each.running), (*before, each))
-            for seconds, kept, most, before in made
+            (
+                (
+                    seconds + each.seconds,
+                    max(most, each.running),
+                    *(at + each.kept(flight[number]) for at, flight in zip(kept, at_once, strict=True)),
+                ),
+                (*before, each),
+            )
+            for (seconds, most, *kept), before in made
             for each in samples
         ]
-        made = []
-        for one in sorted((each for each in every if each[1] + each[2] <= memory), key=lambda each: each[:3]):
-            if all(one[1] < other[1] or one[2] < other[2] for other in made):  # none is as fast and as small
-                made.append(one)
-    return made[0][3] if made else None
+        made, taken = [], np.empty((0, 2 + len(at_once)))
+        for takes, chosen in sorted((each for each in every if max(each[0][2:]) + each[0][1] <= memory), key=_takes):
+            if not (taken <= takes).all(axis=1).any():  # none is as fast and as small
+                made.append((takes, chosen))
+                taken = np.vstack([taken, takes])
+    return made[0][1] if made else None
+
+
+def _takes(made: tuple[tuple[float, ...], tuple[Sample, ...]]) -> tuple[float, ...]:
+    return made[0]
 
 
 def _dealt(schedule: Schedule, memory: int, stages: Sequence[int], held: Sequence[Sample]) -> list[Room]:
-    """The rooms of a rank's stages that hold so much, with what is left of the memory."""
-    left = memory - max(each.running for each in held) - sum(each.kept for each in held)
-    in_flight = [schedule.in_flight(stage) for stage in stages]
-    kept = [int(each.kept + left * own / sum(in_flight)) for each, own in zip(held, in_flight, strict=True)]
-    return [Room(memory - sum(kept) + own, own) for own in kept]
+    """The rooms of a rank's stages that hold so much, with what is left of the memory at each moment."""
+    most = [schedule.in_flight(stage) for stage in stages]
+    limits: list[list[Limit]] = [[] for _ in stages]
+    for at_once in schedule.in_flight_at_once(schedule.rank_of(stages[0])):
+        own = [each.kept(number) for each, number in zip(held, at_once, strict=True)]
+        left = memory - max(each.running for each in held) - sum(own)
+        kept = [int(each + left * number / sum(most)) for each, number in zip(own, most, strict=True)]
+        for place, number in enumerate(at_once):
+            limits[place].append(Limit(number, memory - sum(kept) + kept[place], kept[place]))
+    return [_room(own, number) for own, number in zip(limits, most, strict=True)]
 
 
-def _filled_in(samples: Sequence[Sample]) -> list[Sample]:
+def _room(limits: Sequence[Limit], in_flight: int) -> Room:
+    """The room of a stage that has so many micro-batches in flight at most."""
+    full = [each for each in limits if each.in_flight == in_flight]
+    fewer = tuple(each for each in limits if each.in_flight < in_flight)
+    return Room(min(each.peak for each in full), min(each.kept for each in full), fewer)
+
+
+def _filled_in(samples: Sequence[Sample], in_flight: int) -> list[Sample]:
     """Samples, of which none is slower and keeps more than another, with some between them."""
     found: list[Sample] = []
-    for each in sorted(samples, key=lambda sample: (sample.kept, sample.seconds)):
+    for each in sorted(samples, key=lambda sample: (sample.kept(in_flight), sample.seconds)):
         if not found or each.seconds < found[-1].seconds:
             found.append(each)
     between = [
@@ -141,12 +179,14 @@ def _filled_in(samples: Sequence[Sample]) -> list[Sample]:
     return found + between
 
 
-def _within(sizes: Floats, samples: Sequence[Sample], room: Room) -> Floats:
+def _within(sizes: Floats, samples: Sequence[Sample], room: Room, in_flight: int) -> Floats:
     """[first block, end block]: the seconds of a stage by the samples that fit into its room."""
     finite = np.where(np.isfinite(sizes), sizes, 0.0)
     found = np.full(sizes.shape, np.inf)
     for each in samples:
-        kept = finite * each.kept
-        fits = np.isfinite(sizes) & (kept <= room.kept) & (kept + each.running <= room.peak)
+        fits = np.isfinite(sizes)
+        for limit in (Limit(in_flight, room.peak, room.kept), *room.fewer):
+            kept = finite * each.kept(limit.in_flight)
+            fits &= (kept <= limit.kept) & (kept + each.running <= limit.peak)
         found = np.where(fits, np.minimum(found, finite * each.seconds), found)
     return found
