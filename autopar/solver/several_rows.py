@@ -15,9 +15,10 @@
 
 Where the graph is too wide for elimination, some nodes stay as they are in choices that are known, so that the rest is
 narrow (`neighbourhoods`): the best beside them is nearly the best of all, and so are its prices, found by elimination.
-From there messages bound the whole at prices (`relaxation`), which are looked for on it, by cutting planes again.
-Choices that fit are made of parts of those met on both sides of the budgets, until there are better ones. Where these
-are not near enough, what is left within a margin of the bound is narrow, if not too much is.
+From there messages bound the whole at prices (`relaxation`), which are looked for on it, by cutting planes again, where
+those to begin with are not near. What is left within a margin of the bound is narrow, if not too much is, and has
+better prices. Choices that fit are made of parts of those met on both sides of the budgets, until there are better
+ones.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def solve_rows(
     ask = _asking(is_over_elsewhere, lambda each: pruned[0].extend(contracted[0].extend(each)))
     if whole is None:
         gap = max(gap, enough.dear, TOLERANCE)
-        found = _best_of_wide(smaller, tuple(prices), seen, min(known, limit), deadline, gap, enough, ask)
+        found = _best_of_wide(smaller, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     else:
         ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
@@ -197,6 +198,7 @@ def _best_of_wide(
     start: tuple[float, ...],
     met: Sequence[tuple[int, ...]],
     known: float,
+    limit: float,
     deadline: float,
     gap: float,
     enough: Enough,
@@ -205,11 +207,13 @@ def _best_of_wide(
     """Messages bound the whole at the best prices; what is left within a margin of that is narrow, if not too wide.
 
     Before that the best beside held nodes is looked for, but not where it is only to be proven that nothing is faster
-    than a cut-off.
+    than a cut-off. What is left has prices of its own, at which more may be proven of the whole, and less is within a
+    margin.
     """
     best, bound, prices, near, last = None, -math.inf, start, gap, gap
+    dearest = (1 + TOLERANCE) * problems[0].dearest
     if met and enough.cutoff >= sys.float_info.max:
-        beside = _best_beside(problems, start, met, known, deadline, gap)
+        beside = _best_beside(problems, start, met, min(known, limit), deadline, gap)
         if beside.choices is not None:
             best, known = _faster(problems[0], beside.choices, best, known)
             if is_over_elsewhere(((beside.choices, 1.0),)):
@@ -219,37 +223,57 @@ def _best_of_wide(
     whole = WideRows(problems, deadline)
     try:
         scale = min((problems[0].seconds_of(each) for each in met), default=math.inf)
-        scale = abs(whole.at(prices)[0] if math.isinf(scale) else scale)
-        if math.isinf(scale):
-            return Best(None, scale, start)
-        priced = best_prices(whole, prices, scale, 0.0, near, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff, last)
-        bound, prices = priced.bound, priced.prices
-        if priced.seconds < known:
-            best, known = priced.choices, priced.seconds
-        if is_closed(known, bound, last) or bound >= enough.cutoff:
-            return Best(best, bound, prices)
+        finely = best is None and any(prices) and scale < math.inf
+        if finely:
+            whole.finely()
+        if finely or math.isinf(scale):
+            bound, _ = whole.at(prices)
+            if math.isinf(bound):
+                return Best(None, bound, start)
+        # Prices that prove more than the fastest choices take that were met are near the best.
+        if not (finely and bound > scale):
+            scale = abs(bound) if math.isinf(scale) else scale
+            priced = best_prices(
+                whole, prices, scale, 0.0, near, deadline, RADIUS, PRICED_NEAR, met, enough.cutoff, last
+            )
+            bound, prices = priced.bound, priced.prices
+            if priced.seconds < known:
+                best, known = priced.choices, priced.seconds
+            if is_closed(known, bound, last) or bound >= enough.cutoff:
+                return Best(best, bound, prices)
         whole.finely()
-        reached, share, widest = whole.at(prices, enough=(1 - gap) * known)[0], FIRST_MARGIN, WIDE
+        at, share, widest = prices, FIRST_MARGIN, WIDE
+        reached, _ = whole.at(at, enough=(1 - gap) * known)
         bound = max(bound, reached)
         while not is_closed(known, bound, gap) and not is_over(deadline) and LEAST_MARGIN < share < widest:
-            margin = min(share * abs(reached), known - reached) + TOLERANCE * abs(reached)
-            left = whole.within(prices, margin)
+            if bound >= min(enough.cutoff, dearest):
+                break
+            most = min(known, limit)
+            margin = min(share * abs(reached), most - reached) + TOLERANCE * abs(reached)
+            left = whole.within(at, margin)
             rows = Rows.of([each.problem for each in left], deadline, LEFT_WORK)
             if rows is None:
                 share, widest = share / GROWTH, share
                 continue
             # What is left may have the best answer that is found, though it is not within the margin.
-            below = min(known, reached + WIDER * margin)
-            found = best_below(rows, constant_of(left), prices, below, deadline, gap, enough, known)
+            below = min(most, reached + WIDER * margin)
+            found = best_below(rows, constant_of(left), at, below, deadline, gap, enough, known)
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(problems[0], made, best, known)
-            bound = max(bound, min(found.bound, reached + margin, known))
-            if not found.is_searched or margin >= known - reached:
+            bound, share = max(bound, min(found.bound, reached + margin, known)), GROWTH * share
+            proves_more = found.reached > reached
+            prices = found.prices if proves_more else prices
+            if not found.is_searched or margin >= min(known, limit) - reached:
                 break
-            share *= GROWTH
+            if proves_more:
+                there, _ = whole.at(prices)
+                bound = max(bound, there)
+                if there - reached > NEARER * (min(known, limit, found.reached) - reached):
+                    reached, at, widest = there, prices, WIDE
     except TimeLimitError:
         pass
-    return Best(best, bound, prices)
+    # Where no choices are within the budgets, prices of no end prove ever more.
+    return Best(best, math.inf if bound > dearest else bound, prices)
 
 
 def _best_beside(

@@ -99,6 +99,17 @@ def test_nor_where_the_graph_is_wide(
         assert best <= problems[0].seconds_of(one.choices) * (1 + CLOSE)
 
 
+@pytest.mark.parametrize("share", [math.inf, 1.01, 0.99])
+def test_prices_of_what_is_left_prove_the_rest_of_a_wide_graph(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = random_rows(14, "hub", 2)
+    best, met = reference(problems), [solve(without_limit(problems[0])).choices]
+    monkeypatch.setattr(core, "MAX_BAG", 9)
+    found = solve_rows(problems, [0.0, 0.0], math.inf, 60.0, met=met, is_wide=True, limit=share * best)
+    assert min(share, 1.0) * best * (1 - CLOSE) <= found.bound <= best * (1 + CLOSE)
+    if share > 1:
+        assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(best, rel=CLOSE)
+
+
 @settings(deadline=None, max_examples=50)
 @given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=rooms)
 def test_what_labels_prove_is_no_more_than_the_optimum(

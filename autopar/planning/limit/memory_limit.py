@@ -54,6 +54,7 @@ MAX_MOMENTS = 24  # moments that the largest is taken over
 MAX_LIMITS, FIRST_LIMITS = 8, 2  # limits below the true one that are tried: at the end, and until anything fits
 CLOSE = 1e-4  # of the limit: limits that differ by less are the same
 ROUGHLY = 1e-4  # of the seconds: how far from the best an answer to a harder question may be
+FEW_CALLS = 256  # of a model that is planned to the end: rows for all its moments are no more than the search takes
 ENOUGH = 1e-3  # of the seconds: how far from the best the answer may be where more would be dear, if nothing was said
 WIDELY = 5e-3  # of the seconds: how far from the best an answer may be where the graph is wide, if nothing was said
 FIRST_GAP = 1.0  # of the seconds: an answer that is over the limit elsewhere need not be proven
@@ -76,14 +77,15 @@ def best_within(
 ) -> Answer:
     """The fastest choice whose peak is at most `limit` bytes (None: any); `modes` None leaves recomputation out.
 
-    Without a gap the best is looked for, and what is within a thousandth of it is taken where more would be dear: where
+    Without a gap the best is looked for, of many calls what is within a thousandth of it where more is dear: where
     elimination takes seconds, and counts of equal parts longer than that (five, where a graph is wide). Where it is not
     proven to be within one, its bound is below its seconds, and a RuntimeWarning says so. `hurried`: none counts long.
     InfeasibleError where no choice is within the limit, with the least that one needs, and TimeLimitError where none
     was found in time. With a cut-off (in seconds) CutOffError where memory costs time and none is found to be faster
     than that, or none is within the limit: what pays nothing for memory is an answer.
     """
-    enough, far, widely = (ENOUGH, FAR, WIDELY) if gap is None else (gap, gap, gap)
+    is_rough = gap is None and (hurried or len(formulation.memory.lifetimes.calls) > FEW_CALLS)
+    enough, far, widely = (ENOUGH, FAR, WIDELY) if is_rough else (gap or 0.0,) * 3
     deadline, spare = after(time_limit), SPARE * time_limit
     search = _Search(formulation, pins, deadline, spare, solver, gap or 0.0, enough, hurried, far, widely, cutoff)
     forced = None if modes is None or not all(modes.values()) else modes
@@ -174,8 +176,7 @@ class _Search(Asked):
             found.fitting += self.by_tighter_limits(first, limit, modes, FIRST_LIMITS)
         if not found.is_proven(self.enough):
             # What is far from the best is no help: within its margin little can be left out.
-            far = found.fitting if not found.is_proven(FAR) else []
-            found.fitting = [each for each in found.fitting if each not in far]
+            far, found.fitting = ([], found.fitting) if found.is_proven(FAR) else (found.fitting, [])
             if self.is_hurried and not far:
                 found.fitting += self.first_answer(limit, modes)
                 if not found.fitting:
@@ -267,14 +268,15 @@ class _Search(Asked):
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""
-        weights = (found.proof.row or MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))).weights
-        prices = {place: found.proof.multiplier * weight for place, weight in weights}
+        row = found.proof.row or MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))
+        prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
         places = Places({*prices, *found.moments}, limit, lambda choices: self._taken(choices, modes))
         places.add(found.taken[-1])
         halfway = self.deadline - HALF * seconds_until(self.deadline)
         met = in_each_mode(found.first, modes or {}, self.formulation.memory.lifetimes.modes)
         narrowed = self._narrowed(found.first, limit, modes)
-        gap, counted = max(self.gap, self.enough), self.counted if found.first.row else max(self.counted, self.far)
+        gap, most = max(self.gap, self.enough), (1 + answers.ROUNDING) * self.cutoff
+        counted = self.counted if found.first.row else max(self.counted, self.far)
         enough = Enough(self.enough, counted, self.cutoff, widely=self.widely)
         for _ in range(MAX_MOMENTS):
             if is_over(until := self.deadline if found.fitting else halfway):
@@ -285,7 +287,7 @@ class _Search(Asked):
             known = min((answer.seconds for answer in found.fitting), default=math.inf)
             left, is_wide = max(seconds_until(until), grace()), found.first.row is None
             if narrowed is None:
-                best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, math.inf, places.add_mixed)
+                best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, most, places.add_mixed)
             else:
                 best = narrowed.best(problems, at, known, after(left), gap, enough, met, places.add_mixed)
             self.check(best.bound)

@@ -82,12 +82,17 @@ def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypat
     best = [make_plan(space, {}, limit)[0] for limit in limits]
     monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
     monkeypatch.setattr(memory_limit, "ENOUGH", ROUGHLY)
+    monkeypatch.setattr(memory_limit, "FEW_CALLS", 0)
     found = [make_plan(space, {}, limit)[0] for limit in limits]
     for limit, one, other in zip(limits, found, best, strict=True):
         assert one.peak_bytes <= limit and other.gap <= 1e-9
         assert one.bound <= other.seconds * (1 + 1e-9) <= one.seconds * (1 + 2e-9)
         assert one.gap <= ROUGHLY
     assert any(each.gap > 0 for each in found), "nothing was left open: the test says nothing"
+    monkeypatch.undo()
+    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)  # of so few calls all may be proven, however dear
+    few = [make_plan(space, {}, limit)[0] for limit in limits]
+    assert [each.seconds for each in few] == [each.seconds for each in best] and not any(each.gap for each in few)
     monkeypatch.undo()
     exact = [make_plan(space, {}, limit, gap=0.0)[0] for limit in limits]
     assert [each.seconds for each in exact] == [each.seconds for each in best]

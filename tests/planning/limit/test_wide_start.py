@@ -41,6 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return solution
 
     monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    monkeypatch.setattr(memory_limit, "FEW_CALLS", 0)
     monkeypatch.setattr(memory_limit, "solve_prepared", solved)
     return found
 
