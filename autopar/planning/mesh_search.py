@@ -8,8 +8,8 @@ bounds    meshes are tried by what a step takes at least on them (`at_least`), o
           one whose search proves as much ends there (`cutoff`); of meshes that are no simpler than that of the best
           plan, one that gains too little to be a line of its own is no better either
 axes      of meshes of as many, those come first that split an axis of the best so far
-time      all share a part of the time limit; what is left is for those that may find more in longer turns, the fastest
-          first, each of which has half of it and at least twice as much as before: until any plan is found all of it
+time      all share a part of the time limit; what is left is for those that may find more in longer turns, the least
+          proven first; each has half of it, at least twice as much as before: until any plan is found all of it
 pipelines the fastest few (MOST_PIPELINES) by their bound are planned, as each takes long
 
 The clock decides nothing but what is not tried, and how far a plan is proven, when the time limit passes. What has no
@@ -117,9 +117,7 @@ class Searched(Generic[P]):
     @property
     def best(self) -> P:
         """The plan that is taken."""
-        found = self.lines[0][0].found
-        assert found is not None
-        return found.plan
+        return _candidate(self.lines[0][0]).plan
 
     @property
     def note(self) -> str:
@@ -266,8 +264,10 @@ def try_meshes(
         mesh = min(waiting, key=lambda each: (bounds[each], likely[each], each.ndim, _joined(each, found, pipeline)))
         waiting.remove(mesh)
         found[mesh] = plan(mesh, first, 1 / min(1 + len(waiting), TOGETHER))
-    for mesh in progress(sorted(late, key=lambda each: _seconds(found[each])), "meshes, for longer"):
-        best, left, before = min(map(_seconds, found.values())), seconds_until(deadline), late[mesh]
+    again = dict(late)
+    for _ in progress(tuple(late), "meshes, for longer"):
+        mesh = min(again, key=lambda each: (max(_least(found[each]), bounds[each]), _joined(each, found, pipeline)))
+        best, left, before = min(map(_seconds, found.values())), seconds_until(deadline), again.pop(mesh)
         if left > before and _least(found[mesh]) < best:
             share = 1.0 if math.isinf(best) else max(0.5, min(2 * before / left, 1.0))
             found[mesh] = _better(found[mesh], plan(mesh, deadline, share))

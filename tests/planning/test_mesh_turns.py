@@ -85,6 +85,27 @@ def test_the_likeliest_is_planned_again_for_longer_and_then_others_that_may_be_b
     assert [line[0].found.seconds for line in found.lines if line[0].found] == pytest.approx([0.9, 1.5, 1.515])
 
 
+def test_where_nothing_was_found_more_may_be_than_where_a_plan_is_nearly_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans, given = plans_of((1.0, 100), (0.9, 100)), []
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
+        given.append((str(mesh), turn.time_limit))
+        now[0] += min(turn.time_limit, 70)
+        if mesh.names == ("dp",):
+            return replace(candidate(plans[mesh]), gap=0.02)
+        if turn.time_limit < 70:
+            raise TimeLimitError("the time limit passed")
+        return candidate(plans[mesh])
+
+    assert best_mesh(make, tuple(plans), 200).best.seconds == 0.9
+    dp, tp = map(str, plans)
+    assert given == [(dp, 60), (tp, 60), (tp, 80)]
+
+
 def test_a_plan_stays_where_more_time_proves_that_it_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, now = plans_of((1.0, 100), (0.9, 100)), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
