@@ -216,6 +216,20 @@ def test_where_evaluations_are_rough_choices_are_looked_for_beside_the_best_pric
     assert best_prices(rough, (0.0,), 1.0, 0.0, 0.0, NEVER, radius=0.01, met=known).choices == (1,)
 
 
+def test_where_the_same_choices_are_met_again_prices_are_not_halfway_to_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    menu = np.array([0.0, 1.0, 0.4])
+    nodes = tuple(Node(name, menu, np.array([10, 0, 5]) + more) for more, name in enumerate("abc"))
+    whole = Rows.of([Problem(nodes, (), 13)], NEVER, math.inf)
+    assert whole is not None
+    asked, at = [], whole.at
+    monkeypatch.setattr(whole, "at", lambda *of: asked.append(of[0]) or at(*of))
+    found = best_prices(whole, (0.001,), 1.0, 0.0, 0.0, NEVER)
+    assert found.bound == pytest.approx(1.8) and found.prices == pytest.approx((0.12,))
+    assert len(asked) == 6  # 17 where each halves what is left
+
+
 def test_known_choices_are_mixed_before_anything_is_evaluated() -> None:
     node = Node("a", np.array([0.0, 1.0]), np.array([10, 0]))
 
