@@ -146,7 +146,7 @@ def test_what_the_best_prices_mix_is_within_all_budgets_and_costs_what_they_prov
 def test_a_row_that_is_missing_is_asked_for_before_anything_is_searched(
     monkeypatch: pytest.MonkeyPatch, is_dear: bool
 ) -> None:
-    first, second = _rows(1, 6, 2)
+    first, second = _rows(4, 6, 2)
     monkeypatch.setattr(several_rows, "ASKED_WORK", 0)
     if is_dear:
         monkeypatch.setattr(several_rows, "CHEAP_WORK", 0)
