@@ -146,7 +146,7 @@ def test_what_the_best_prices_mix_is_within_all_budgets_and_costs_what_they_prov
 def test_a_row_that_is_missing_is_asked_for_before_anything_is_searched(
     monkeypatch: pytest.MonkeyPatch, is_dear: bool
 ) -> None:
-    first, second = _rows(1, 6, 2)
+    first, second = _rows(4, 6, 2)
     monkeypatch.setattr(several_rows, "ASKED_WORK", 0)
     if is_dear:
         monkeypatch.setattr(several_rows, "CHEAP_WORK", 0)
@@ -214,6 +214,20 @@ def test_where_evaluations_are_rough_choices_are_looked_for_beside_the_best_pric
     assert found.choices == (2,) and found.bound <= 0.4
     monkeypatch.setattr(prices, "BESIDE", 0)
     assert best_prices(rough, (0.0,), 1.0, 0.0, 0.0, NEVER, radius=0.01, met=known).choices == (1,)
+
+
+def test_where_the_same_choices_are_met_again_prices_are_not_halfway_to_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    menu = np.array([0.0, 1.0, 0.4])
+    nodes = tuple(Node(name, menu, np.array([10, 0, 5]) + more) for more, name in enumerate("abc"))
+    whole = Rows.of([Problem(nodes, (), 13)], NEVER, math.inf)
+    assert whole is not None
+    asked, at = [], whole.at
+    monkeypatch.setattr(whole, "at", lambda *of: asked.append(of[0]) or at(*of))
+    found = best_prices(whole, (0.001,), 1.0, 0.0, 0.0, NEVER)
+    assert found.bound == pytest.approx(1.8) and found.prices == pytest.approx((0.12,))
+    assert len(asked) == 6  # 17 where each halves what is left
 
 
 def test_known_choices_are_mixed_before_anything_is_evaluated() -> None:

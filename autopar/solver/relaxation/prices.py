@@ -133,7 +133,8 @@ def best_prices(
             break
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
-        if choices not in best.met:
+        is_new = choices not in best.met
+        if is_new:
             best = replace(best, met=(*best.met, choices))
         seconds, held = rows.cost(choices)
         over = held - budgets
@@ -155,7 +156,8 @@ def best_prices(
         known.add(seconds)
         # Where prices prove hardly more, there may be better choices at those where the best known cost the same.
         is_beside, beside = is_settled, beside - is_settled
-        share = 1.0 if is_beside else NEARER
+        # Choices that were met say nothing more: what is best against them is proven there, or others are met.
+        share = 1.0 if is_beside or not (is_new or is_dear) else NEARER
         prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
     return replace(best, mixture=planes.mixture())
 
