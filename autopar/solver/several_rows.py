@@ -97,7 +97,8 @@ def solve_rows(
         ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
-    return replace(found, choices=choices)
+    near = tuple([pruned[0].extend(contracted[0].extend(each)) for each in found.met])
+    return replace(found, choices=choices, met=near)
 
 
 def _best_of_narrow(
@@ -115,6 +116,7 @@ def _best_of_narrow(
     is_dear = whole.elimination.work > CHEAP_WORK
     gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
+    met = list(seen)
     dearest = (1 + TOLERANCE) * whole.problems[0].dearest
     try:
         reached, _ = whole.at(prices)
@@ -142,10 +144,10 @@ def _best_of_narrow(
             if is_dear and rows is not None:
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
+                met += [left[0].extend(each) for each in priced.met]
                 if bound < below and not is_closed(known, bound, gap):
                     if not is_over(deadline) and ask(priced.mixture):
-                        return Best(best, bound, prices, is_searched=False, is_over_elsewhere=True)
-                    met = [*seen, *(left[0].extend(each) for each in priced.met)]
+                        return Best(best, bound, prices, False, is_over_elsewhere=True, met=tuple(met))
                     made = crossed(whole, met, start, bound, known, gap)
                     best, known = _faster(whole.problems[0], made, best, known)
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
@@ -179,7 +181,7 @@ def _best_of_narrow(
                 share, near, steps = WIDER * share, None, 0
     except TimeLimitError:
         pass
-    return Best(best, bound, prices)
+    return Best(best, bound, prices, met=tuple(met))
 
 
 def _best_of_wide(
