@@ -106,7 +106,8 @@ def solve_rows(
         ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
-    return replace(found, choices=choices)
+    near = tuple([pruned[0].extend(contracted[0].extend(each)) for each in found.met])
+    return replace(found, choices=choices, met=near)
 
 
 def _best_of_narrow(
@@ -124,6 +125,7 @@ def _best_of_narrow(
     is_dear = whole.elimination.work > CHEAP_WORK
     gap = max(gap, enough.dear if is_dear else 0.0, TOLERANCE)
     best, bound, share = None, -math.inf, DEAR_MARGIN if is_dear else FIRST_MARGIN
+    met = list(seen)
     dearest = (1 + TOLERANCE) * whole.problems[0].dearest
     try:
         reached, _ = whole.at(prices)
@@ -146,15 +148,15 @@ def _best_of_narrow(
             below = reached + margin
             left = whole.left(near, margin)
             start, constant = prices, constant_of(left)
-            rows, met = None if math.isinf(constant) else whole.on(left), []
+            rows, is_mixed = None if math.isinf(constant) else whole.on(left), False
             ask = _asking(is_over_elsewhere, left[0].extend)
             if is_dear and rows is not None:
                 priced = best_prices(rows, prices, scale, constant, gap, deadline)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
-                if bound < below and not is_closed(known, bound, gap):
-                    if not is_over(deadline) and ask(priced.mixture):
-                        return Best(best, bound, prices, is_searched=False, is_over_elsewhere=True)
-                    met = [*seen, *(left[0].extend(each) for each in priced.met)]
+                met += [left[0].extend(each) for each in priced.met]
+                is_mixed = bound < below and not is_closed(known, bound, gap)
+                if is_mixed and not is_over(deadline) and ask(priced.mixture):
+                    return Best(best, bound, prices, False, is_over_elsewhere=True, met=tuple(met))
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
             if is_closed(known, bound, gap) or is_over(deadline):
                 break
@@ -165,12 +167,12 @@ def _best_of_narrow(
             else:
                 found = best_below(rows, constant, start, below, deadline, gap, counting, known, ask)
                 if found.is_over_elsewhere:
-                    return replace(found, choices=best, bound=max(bound, min(found.bound, below)))
+                    return replace(found, choices=best, bound=max(bound, min(found.bound, below)), met=tuple(met))
             made = None if found.choices is None else left[0].extend(found.choices)
             best, known = _faster(whole.problems[0], made, best, known)
             bound = max(bound, min(found.bound, below, known))
             # To make choices of those that were met takes longer than to count what is near.
-            if len(met) > 1 and not is_closed(known, bound, gap) and not is_over(deadline):
+            if is_mixed and not is_closed(known, bound, gap) and not is_over(deadline):
                 made = crossed(whole, met, start, bound, known, gap)
                 best, known = _faster(whole.problems[0], made, best, known)
             is_within = found.is_searched and found.bound < below - 2 * TOLERANCE * abs(below)
@@ -190,7 +192,7 @@ def _best_of_narrow(
                 share, near, steps = WIDER * share, None, 0
     except TimeLimitError:
         pass
-    return Best(best, bound, prices)
+    return Best(best, bound, prices, met=tuple(met))
 
 
 def _best_of_wide(

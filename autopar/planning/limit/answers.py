@@ -136,12 +136,12 @@ def smaller_ones(answer: Answer, memory: MemoryModel) -> Iterator[Answer]:
         yield found
 
 
-def full(taken: np.ndarray, limit: int) -> set[int]:
-    """The fullest moments of those that take more than the limit, some of them far from each other."""
+def full(taken: np.ndarray, limit: int, most: int = MAX_AT_ONCE, apart_by: float = APART) -> set[int]:
+    """The fullest moments of those that take more than the limit, `most` of them, and so far from each other."""
     found: set[int] = set()
     left = np.where(taken > limit, taken, -1)
-    apart = max(1, int(APART * len(taken)))
-    while len(found) < MAX_AT_ONCE and left.max() >= 0:
+    apart = max(1, int(apart_by * len(taken)))
+    while len(found) < most and left.max() >= 0:
         place = int(left.argmax())
         found.add(place)
         left[max(place - apart, 0) : place + apart + 1] = -1
@@ -202,6 +202,8 @@ class Found(Moments):
         """The answer of the best bound."""
         self.fitting: list[Answer] = []
         """Answers within the limit at every moment."""
+        self.near: list[tuple[int, ...]] = []
+        """Choices, and modes, that prices near the best have led to, within the limit or not."""
 
     @property
     def best(self) -> Answer:

@@ -7,7 +7,8 @@ Glover 1965), and if it is within the limit at every other moment too, it is the
 1. Solve with the limit where the backward begins, the fullest moment of most plans. On a wide graph the limit makes
    solving dear, and may not matter: solve it without. Look where the plan is fullest.
 2. Solve with a row for each of the moments that an answer, or what prices mix, was over the limit at (`several_rows`).
-   Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out.
+   Where elimination takes seconds, that is done in what the first bound leaves (`narrowed`), and 3 and 4 are left out;
+   what is not near enough then is made anew of pieces of all choices that were met (`pieced`).
 3. Where that leaves more open than is allowed, solve with the limit on the sum of moments, with weights, that all
    answers so far exceed the most (Karwan & Rardin 1979). What the answer is over the limit somewhere is taken off the
    limit of the row: so answers are found that fit, and cost little more.
@@ -27,16 +28,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.memory.moments import MemoryRow
-from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit import answers
 from autopar.planning.limit.answers import Answer, Found, Places, in_each_mode, share, smaller_ones
 from autopar.planning.limit.narrowed import Narrowed
-from autopar.planning.limit.refusal import Asked, Modes
+from autopar.planning.limit.pieced import Pieced
+from autopar.planning.limit.refusal import Modes
 from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
 from autopar.solver.elimination import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
@@ -108,7 +107,7 @@ def best_within(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search(Asked):
+class _Search(Pieced):
     solver: str
     gap: float
     enough: float
@@ -183,6 +182,8 @@ class _Search(Asked):
                     self.check(math.inf)  # one of many plans, that may do without: little fits, if anything
             self.by_all_rows(found, limit, modes)
             found.fitting += far
+            if self._is_dear(first) and not found.is_proven(self.enough):
+                found.fitting += self.by_pieces(found, limit, modes, HALF * self.enough * found.proof.bound)
         self.check(found.proof.bound)
         # Of a wide graph sums prove no more than all rows did.
         near = self.enough if first.row is not None or not self.enough else max(self.enough, WIDELY)
@@ -258,10 +259,6 @@ class _Search(Asked):
                     solution = solve_narrow(*again) or solution
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 
-    def _taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
-        """Bytes at every moment, of choices of decisions and modes of segments."""
-        return bytes_by_moment(self.formulation.memory, *self._split(choices, modes))
-
     @property
     def _seconds_left(self) -> float:
         return max(seconds_until(self.deadline), grace())
@@ -290,6 +287,7 @@ class _Search(Asked):
                 best = solve_rows(problems, at, known, left, self.gap, enough, met, is_wide, most, places.add_mixed)
             else:
                 best = narrowed.best(problems, at, known, after(left), gap, enough, met, places.add_mixed)
+            found.near += best.met
             self.check(best.bound)
             prices = dict(zip(numbers, best.prices, strict=True))
             found.proof = self._proven(found.proof, prices, best.bound)

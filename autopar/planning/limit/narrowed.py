@@ -44,6 +44,7 @@ class Narrowed:
 
         Of the choices that were met those count that the cut leaves.
         """
+        near: list[tuple[int, ...]] = []
         while True:
             try:
                 self._cut = cut = self._cut or self._widened(known)
@@ -54,7 +55,8 @@ class Narrowed:
             found = solve_rows(
                 left, prices, known, seconds, gap, enough, within, limit=cut.limit, is_over_elsewhere=is_over_elsewhere
             )
-            found = replace(found, bound=min(found.bound, cut.limit))
+            near += found.met
+            found = replace(found, bound=min(found.bound, cut.limit), met=tuple(near))
             if (
                 found.choices is not None
                 or found.is_over_elsewhere

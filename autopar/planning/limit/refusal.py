@@ -83,6 +83,10 @@ class Asked:
         count = len(self.formulation.space.decisions)
         return choices[:count], {name: MODES[c] for name, c in zip(modes or (), choices[count:], strict=True)}
 
+    def _taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
+        """Bytes at every moment, of choices of decisions and modes of segments."""
+        return bytes_by_moment(self.formulation.memory, *self._split(choices, modes))
+
     def _bytes_of(self, answer: Answer) -> np.ndarray:
         return bytes_by_moment(self.formulation.memory, answer.choices, answer.modes)
 

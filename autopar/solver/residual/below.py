@@ -38,6 +38,8 @@ class Best:
     """What the prices alone prove."""
     is_over_elsewhere: bool = False
     """Whether nothing was looked for, since what the prices mix is over a budget that is no row."""
+    met: tuple[tuple[int, ...], ...] = ()
+    """Choices near the best prices, over the budgets or not, of whose parts others may be made."""
 
 
 def best_below(
