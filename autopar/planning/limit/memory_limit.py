@@ -317,16 +317,16 @@ class _Search(Asked):
         """What the first answer's bound leaves of the problem, where elimination takes seconds; else None."""
         if first.row is None or not first.multiplier or not self._is_dear(first):
             return None
-        row = first.row
-        return Narrowed(lambda: Cuts(self._prepared(row, limit, modes), first.multiplier, self.deadline))
+        return Narrowed(lambda: Cuts(self._prepared(first.row, limit, modes), first.multiplier, self.deadline))
 
     def _proven(
         self, proof: Answer, prices: Mapping[int, float], bound: float, limit: int, modes: Modes | None
     ) -> Answer:
         """The proof with a better bound, which prices of moments prove, if they do."""
-        row = answers.row_of(prices)
-        if bound <= proof.bound or not row.weights:
+        if bound <= proof.bound:
             return proof
+        if not (row := answers.row_of(prices)).weights:  # counts alone prove it
+            return replace(proof, bound=bound)
         problem = self._problem(row, limit, modes)
         return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, problem=problem, row=row)
 
