@@ -324,9 +324,10 @@ class _Search(Pieced):
 
     def _proven(self, proof: Answer, prices: Mapping[int, float], bound: float) -> Answer:
         """The proof with a better bound, which prices of moments prove, if they do; its problem is yet to be stated."""
-        row = answers.row_of(prices)
-        if bound <= proof.bound or not row.weights:
+        if bound <= proof.bound:
             return proof
+        if not (row := answers.row_of(prices)).weights:  # counts alone prove it
+            return replace(proof, bound=bound)
         return replace(proof, bound=bound, multiplier=sum(prices.values()) / row.total, row=row)
 
     def by_worst_moments(self, places: set[int], limit: int, modes: Modes | None) -> list[Answer]:

@@ -148,3 +148,13 @@ def test_an_answer_that_is_computed_again_may_have_the_bound_of_a_plan_without_s
     assert set(found.recompute.values()) - {MODES[0]}, "nothing is computed again: the test says nothing"
     assert found.bound == free.seconds < found.seconds == best.seconds
     assert found.verify().ok
+
+
+def test_a_bound_that_counts_prove_where_no_moment_has_a_price_is_kept(space: Space) -> None:
+    settings = Settings(memory=make_plan(space, {})[0].peak_bytes)
+    formulation = formulations_of(MemoryModel(space), settings)[0]
+    answer = replace(answer_of([formulation], {}, settings), bound=0.0)
+    search = memory_limit._Search(formulation, {}, math.inf, 0.0, "auto", 0.0, 0.0, False, 0.0)
+    found = search._proven(answer, {0: 0.0}, answer.seconds, 2**62, None)
+    assert (found.bound, found.multiplier, found.problem) == (answer.seconds, answer.multiplier, answer.problem)
+    assert search._proven(found, {0: 0.0}, 0.0, 2**62, None) is found
