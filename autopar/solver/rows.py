@@ -166,6 +166,11 @@ class WideRows:
         self._wide.worthwhile = ROUGHLY
         self._budgets = np.array([each.budget for each in problems], dtype=np.float64)
 
+    @property
+    def num_entries(self) -> int:
+        """That messages pass at most in one direction."""
+        return self._wide.num_entries
+
     def finely(self) -> None:
         """From here on go on as long as messages gain."""
         self._wide.worthwhile = WORTHWHILE
