@@ -182,6 +182,11 @@ class WideRows:
         seconds, held = self._parts.cost_of(choices)
         return seconds, np.array(held)
 
+    @property
+    def num_entries(self) -> int:
+        """That messages pass at most in one direction."""
+        return self._wide.num_entries
+
     def finely(self) -> None:
         """From here on go on as long as messages gain."""
         self._wide.worthwhile = WORTHWHILE

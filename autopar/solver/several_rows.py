@@ -59,6 +59,7 @@ RADIUS = 0.01  # of the bound: what a full row costs at first at most, where not
 LEAST_MARGIN = 1e-5  # of the bound: where what is left within less is wide, it is left to others
 PRICED_NEAR = 1e-4  # of the bound: what better prices of a wide graph could prove, and no longer looked for
 HELD_BAG = 20_000  # entries of a bag beside nodes that are held: with more it takes longer, and is hardly better
+HELD_ENTRIES = 30_000_000  # that messages pass: prices are sooner found by fewer than beside held nodes
 HELD_NEAR = 2.5e-3  # of the seconds: how near the best beside held nodes is enough, as better ones are elsewhere
 HELD_EFFORT = 0.2  # CP-SAT's deterministic seconds of each count beside held nodes
 HELD_SHARE = 0.5  # of the time, at most, goes to what is beside held nodes
@@ -213,8 +214,8 @@ def _best_of_wide(
     margin.
     """
     best, bound, prices, near, last = None, -math.inf, start, gap, gap
-    dearest = (1 + TOLERANCE) * problems[0].dearest
-    if met and enough.cutoff >= sys.float_info.max:
+    whole, dearest = WideRows(problems, deadline), (1 + TOLERANCE) * problems[0].dearest
+    if met and enough.cutoff >= sys.float_info.max and whole.num_entries > HELD_ENTRIES:
         beside = _best_beside(problems, start, met, min(known, limit), deadline, gap)
         if beside.choices is not None:
             best, known = _faster(problems[0], beside.choices, best, known)
@@ -222,7 +223,6 @@ def _best_of_wide(
                 return Best(best, bound, beside.prices, is_searched=False, is_over_elsewhere=True)
             met, prices = [beside.choices, *met], beside.prices
             near, last = max(gap, enough.counted), max(gap, enough.widely)
-    whole = WideRows(problems, deadline)
     try:
         scale = min((problems[0].seconds_of(each) for each in met), default=math.inf)
         finely = best is None and any(prices) and scale < math.inf

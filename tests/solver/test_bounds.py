@@ -89,6 +89,7 @@ def test_nor_where_the_graph_is_wide(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(several_rows, "LEFT_WORK", left)
         patch.setattr(several_rows, "HELD_BAG", 9)
+        patch.setattr(several_rows, "HELD_ENTRIES", 0)
         patch.setattr(core, "MAX_BAG", 9)
         one, other = (
             solve_rows(problems, start, math.inf, 60.0, enough=enough, met=met, is_wide=True) for _ in range(2)

@@ -41,6 +41,7 @@ def _unexpected(*_: object, **__: object) -> NoReturn:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bags of two nodes are the largest beside held ones."""
     monkeypatch.setattr(several_rows, "HELD_BAG", 9)
+    monkeypatch.setattr(several_rows, "HELD_ENTRIES", 0)
 
 
 def test_what_is_beside_held_nodes_is_found_with_its_prices_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,7 @@ def test_what_is_within_a_wider_gap_is_enough_after_it(monkeypatch: pytest.Monke
 
 
 def test_it_is_asked_whether_that_is_over_a_budget_elsewhere_before_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several_rows, "WideRows", _unexpected)
+    monkeypatch.setattr(several_rows.WideRows, "at", _unexpected)
     asked: list[Mixture] = []
 
     def is_over(mixture: Mixture) -> bool:

@@ -45,6 +45,11 @@ class Wide:
         self._messages = None if allowed is None else Messages([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
 
+    @property
+    def num_entries(self) -> int:
+        """That messages pass at most in one direction."""
+        return 0 if self._messages is None else self._messages.num_entries
+
     def least(self, *prices: float, known: float = -np.inf, enough: float = np.inf) -> tuple[float, Point | None]:
         """A bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
