@@ -154,7 +154,7 @@ def test_a_bound_that_counts_prove_where_no_moment_has_a_price_is_kept(space: Sp
     settings = Settings(memory=make_plan(space, {})[0].peak_bytes)
     formulation = formulations_of(MemoryModel(space), settings)[0]
     answer = replace(answer_of([formulation], {}, settings), bound=0.0)
-    search = memory_limit._Search(formulation, {}, math.inf, 0.0, "auto", 0.0, 0.0, False, 0.0)
-    found = search._proven(answer, {0: 0.0}, answer.seconds, 2**62, None)
+    search = memory_limit._Search(formulation, {}, math.inf, 0.0, "auto", 0.0, 0.0, False, 0.0, 0.0)
+    found = search._proven(answer, {0: 0.0}, answer.seconds)
     assert (found.bound, found.multiplier, found.problem) == (answer.seconds, answer.multiplier, answer.problem)
-    assert search._proven(found, {0: 0.0}, 0.0, 2**62, None) is found
+    assert search._proven(found, {0: 0.0}, 0.0) is found
