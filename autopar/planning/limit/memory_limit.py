@@ -145,9 +145,13 @@ class _Search(Pieced):
     def without_a_limit(self, limit: int | None, modes: Modes | None) -> Answer:
         """The best without the limit, or where that would not fit, choices near it."""
         found = self.solve(None, limit, modes, 0.0 if limit is None else self.far)
-        if limit and found.peak_bytes <= limit and share(found):
+        fits = limit is None or found.peak_bytes <= limit
+        if limit and fits and share(found):
             found = self.solve(None, limit, modes)
-        return self.kept(found, limit, modes) if self.prepared and is_wide(self.prepared[None].elimination) else found
+        # What the time ended is asked again where there is more.
+        is_near = share(found) <= (self.gap if fits else self.far)
+        is_kept = is_near and self.prepared and is_wide(self.prepared[None].elimination)
+        return self.kept(found, limit, modes) if is_kept else found
 
     @property
     def counted(self) -> float:
@@ -205,10 +209,6 @@ class _Search(Pieced):
             found.fitting += self.by_worst_moments(set(found.moments), limit, modes)
             found.fitting += self.by_tighter_limits(found.proof, limit, modes, MAX_LIMITS)
         return found.best
-
-    def stated(self, answer: Answer, row: MemoryRow | None, limit: int, modes: Modes | None) -> Answer:
-        """An answer with the problem of its row, where that is another one than its problem was stated with."""
-        return answer if answer.row == row else replace(answer, problem=self._problem(answer.row, limit, modes))
 
     def of_fewer_bytes(self, answer: Answer, limit: int) -> list[Answer]:
         """The fastest that fits of the smaller choices that are known beside an answer; [] if none does."""

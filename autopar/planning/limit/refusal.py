@@ -6,7 +6,7 @@ Where there is no plan, it is said why: the least that one takes, and what each 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -93,6 +93,10 @@ class Asked:
     def _problem(self, row: MemoryRow | None, limit: int | None, modes: Modes | None) -> Problem:
         budget = None if row is None or limit is None else row.total * limit
         return self.formulation.problem(self.pins, row, budget, modes)
+
+    def stated(self, answer: Answer, row: MemoryRow | None, limit: int, modes: Modes | None) -> Answer:
+        """An answer with the problem of its row, where that is another one than its problem was stated with."""
+        return answer if answer.row == row else replace(answer, problem=self._problem(answer.row, limit, modes))
 
     def _answer(
         self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None

@@ -84,6 +84,26 @@ def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
     assert (again.seconds, again.bound, choices) == (alone.seconds, alone.bound, same)
 
 
+@pytest.mark.filterwarnings("ignore:.*not proven best")
+@pytest.mark.parametrize("share", [0.8, 2.0])
+def test_what_the_time_ended_is_not_kept(
+    share: float, space: Space, asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, stated, solve = int(share * make_plan(space, {})[0].peak_bytes), Statements(space), solving.solve_prepared
+
+    def broken_off(prepared: Prepared, **options: Any) -> Solution:
+        solution = solve(prepared, **options)
+        return replace(solution, bound=(1 - 2 * memory_limit.FAR) * solution.bound)
+
+    with monkeypatch.context() as short:
+        short.setattr(memory_limit, "solve_prepared", broken_off)
+        make_plan(space, {}, limit, stated=stated)
+    del asked[:]
+    assert make_plan(space, {}, limit, stated=stated)[0].gap == 0 and asked
+    del asked[:]
+    assert make_plan(space, {}, limit, stated=stated)[0].gap == 0 and not asked
+
+
 def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[float]) -> None:
     stated, free = Statements(space), make_plan(space, {})[0]
     limit, pins = int(0.8 * free.peak_bytes), {0: np.arange(len(space.decisions[0].menu.strategies)) > 0}
