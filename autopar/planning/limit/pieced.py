@@ -19,6 +19,7 @@ from autopar.solver.problem import Solution
 from autopar.solver.residual.pieces import Pieces
 
 MAX_MOMENTS = 120  # that have a row: a layer has four, and stating the problem with one more takes a tenth of a second
+STATED = 6  # moments whose rows are stated between two looks at the clock
 AT_ONCE = 24  # moments that get a row on account of one answer
 APART = 2e-3  # of all moments lie between two of them: less than there are in a layer
 NEARLY = 0.995  # of the limit: where one answer takes so much, the next is soon over it
@@ -63,11 +64,15 @@ class Pieced(Asked):
         `start` are those of the known choices that fit, if any do.
         """
         pieces, stated = None, set[int]()
-        while (new := sorted(moments - stated)) and len(moments) <= MAX_MOMENTS and not is_over(self.deadline):
-            rows = [MemoryRow(((moment, 1),)) for moment in new]
-            problems = self.formulation.problems(self.pins, rows, limit, modes)
-            pieces = pieces or Pieces(problems[0], known)
-            pieces.add(problems)
+        while (new := sorted(moments - stated)) and len(moments) <= MAX_MOMENTS:
+            for first in range(0, len(new), STATED):
+                if is_over(self.deadline):
+                    return None
+                rows = [MemoryRow(((moment, 1),)) for moment in new[first : first + STATED]]
+                problems = self.formulation.problems(self.pins, rows, limit, modes)
+                pieces = pieces or Pieces(problems[0], known)
+                pieces.add(problems)
+            assert pieces is not None, "some moments are new"
             stated.update(new)
             found = pieces.best(min(EFFORT, seconds_until(self.deadline)), tolerance, start)
             if found is None:
