@@ -22,6 +22,7 @@ from autopar.solver.relaxation.prices import Mixture
 MAX_AT_ONCE = 3  # moments that one answer adds to the rows
 OVER = 1e-3  # of the limit: what choices have to be over it on average at a moment, for a row to be worth it
 PRICE_PARTS = 1000  # into which the prices of moments are divided
+MIXED = 4  # times that what prices mix adds moments: then single layers are over it, one after the other
 APART = 0.05  # of all moments lie between two that are added
 ROUNDING = 1e-9  # of the seconds: a smaller gap counts as none
 
@@ -148,7 +149,7 @@ def full(taken: np.ndarray, limit: int, most: int = MAX_AT_ONCE, apart_by: float
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Places:
     """The moments that have a row each, by their numbers, and how more are found."""
 
@@ -158,6 +159,8 @@ class Places:
     """Bytes at every moment, of choices of decisions and modes."""
     mixed: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     """What choices take that were mixed: the same are, in what is left of a problem."""
+    times_left: int = MIXED
+    """That moments are added at which choices are over the limit on average."""
 
     def rows(self) -> tuple[list[int], tuple[MemoryRow, ...]]:
         """The numbers in order, and a row of each moment."""
@@ -169,12 +172,12 @@ class Places:
         self.numbers.update(full(taken, self.limit))
 
     def add_mixed(self, mixture: Mixture) -> bool:
-        """Add moments at which choices are over the limit on average; whether there are any.
+        """Add moments at which choices are over the limit on average, a few times; whether there are any.
 
         What is found without a row there is over the limit, too, or its price is the wrong one. Nothing is added where
         they are over it at a moment that has a row: then no prices are the best, and mostly nothing fits.
         """
-        if not mixture:
+        if not mixture or not self.times_left:
             return False
         most = round((1 + OVER) * self.limit)
         for choices, _ in mixture:
@@ -183,6 +186,7 @@ class Places:
         taken = np.array([weight * self.mixed[choices] for choices, weight in mixture]).sum(axis=0)
         more = set() if (taken[list(self.numbers)] > most).any() else full(taken, most)
         self.numbers.update(more)
+        self.times_left -= bool(more)
         return bool(more)
 
 

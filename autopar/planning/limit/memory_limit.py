@@ -304,7 +304,7 @@ class _Search(Pieced):
             answer = self._answer(found.proof.problem, solution, modes, found.proof.row)
             if answer.peak_bytes <= limit:
                 found.fitting.append(answer)
-                if not best.is_over_elsewhere:
+                if not best.is_over_elsewhere and (self.enough or not narrowed or found.is_proven(self.gap)):
                     return True
             met.append(best.choices)
             found.meet(self._bytes_of(answer))
