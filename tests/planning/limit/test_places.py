@@ -36,3 +36,12 @@ def test_nothing_is_added_where_a_row_is_not_kept() -> None:
 def test_moments_of_a_sum_weigh_as_much_as_their_prices() -> None:
     assert row_of({3: 1.0, 1: 3.0, 2: 0.0}) == MemoryRow(((1, 750), (3, 250)))
     assert row_of({1: 0.0}) == MemoryRow(())
+
+
+def test_what_is_mixed_adds_moments_a_few_times_only() -> None:
+    taken = {(0,): np.array([50, 130, 90, 60]), (1,): np.array([50, 90, 130, 60])}
+    for times, numbers in ((1, {0, 1}), (2, {0, 1, 2})):
+        places = Places({0}, 100, taken.__getitem__, times_left=times)
+        assert places.add_mixed((((0,), 1.0),))
+        assert places.add_mixed((((1,), 1.0),)) == (times > 1)
+        assert places.numbers == numbers
