@@ -39,7 +39,7 @@ def test_moments_of_a_sum_weigh_as_much_as_their_prices() -> None:
 
 
 def test_what_is_mixed_adds_moments_a_few_times_only() -> None:
-    taken = {(0,): np.array([50, 130, 90, 60]), (1,): np.array([50, 90, 130, 60])}
+    taken: dict[tuple[int, ...], np.ndarray] = {(0,): np.array([50, 130, 90, 60]), (1,): np.array([50, 90, 130, 60])}
     for times, numbers in ((1, {0, 1}), (2, {0, 1, 2})):
         places = Places({0}, 100, taken.__getitem__, times_left=times)
         assert places.add_mixed((((0,), 1.0),))
