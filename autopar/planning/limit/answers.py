@@ -55,8 +55,8 @@ class Answer:
 
 
 def share(answer: Answer) -> float:
-    """How much of the step could be saved at most; what rounding leaves is nothing."""
-    share = (answer.seconds - answer.bound) / answer.seconds
+    """How much of the step could be saved at most; nothing of one that takes no time, nor what rounding leaves."""
+    share = (answer.seconds - answer.bound) / answer.seconds if answer.seconds else 0.0
     return share if share > ROUNDING else 0.0
 
 
