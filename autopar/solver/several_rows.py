@@ -107,6 +107,8 @@ def solve_rows(
         ask = ask if whole.elimination.work > ASKED_WORK else nowhere
         found = _best_of_narrow(whole, tuple(prices), seen, known, limit, deadline, gap, enough, ask)
     choices = None if found.choices is None else pruned[0].extend(contracted[0].extend(found.choices))
+    if choices is not None and problems[0].seconds_of(choices) >= known:
+        choices = None  # what is known already: its sum in another order is less
     near = tuple([pruned[0].extend(contracted[0].extend(each)) for each in found.met])
     return replace(found, choices=choices, met=near)
 

@@ -57,8 +57,6 @@ class Narrowed:
             )
             near += found.met
             found = replace(found, bound=min(found.bound, cut.limit), met=tuple(near))
-            if found.choices is not None and problems[0].seconds_of(found.choices) >= known:
-                found = replace(found, choices=None)  # what is known already
             if (
                 found.choices is not None
                 or found.is_over_elsewhere
