@@ -3,6 +3,9 @@
 A node that all paths between two parts of a graph run through (the sum at the end of a layer) separates them. Where it
 is kept until the parts on both sides are gone, each of them leaves one message over its separators, and equal layers
 leave equal ones; eliminated earlier, it joins the two, and layers are cut in ever other places.
+
+An order depends on the graph and the sizes of its menus, not on what they cost: a search that asks the same graph
+again, with other memory rows, is given the order of before.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import cast
 
 import networkx as nx
@@ -21,6 +25,10 @@ from autopar.solver.problem import Problem
 LARGE = 1 << 62
 CROWDED = 10  # neighbours of a node whose fill is not counted
 MIN_PART = 8  # nodes of a part: smaller ones are no layers
+KEPT = 32  # orders, and sets of separators, of the graphs that were asked last
+
+_Ends = tuple[tuple[int, ...], ...]
+"""The nodes of each edge."""
 
 
 def separators(problem: Problem) -> frozenset[int]:
@@ -40,10 +48,22 @@ def elimination_order(
 
     None as soon as a bucket has more than `most` entries: behind it wide ones follow, which take the longest.
     """
-    sizes = [node.num_strategies for node in problem.nodes]
+    sizes = tuple([node.num_strategies for node in problem.nodes])
+    order = _order(sizes, _ends(problem), balanced, by_growth, frozenset(last), most)
+    return None if order is None else list(order)
+
+
+def _ends(problem: Problem) -> _Ends:
+    return tuple([edge.ends for edge in problem.edges])
+
+
+@lru_cache(KEPT)
+def _order(
+    sizes: tuple[int, ...], edges: _Ends, balanced: bool, by_growth: bool, last: frozenset[int], most: float
+) -> tuple[int, ...] | None:
     around: list[set[int]] = [set() for _ in sizes]
-    for edge in problem.edges:
-        for one, other in itertools.permutations(edge.ends, 2):
+    for ends in edges:
+        for one, other in itertools.permutations(ends, 2):
             if one != other:
                 around[one].add(other)
     depth = [0] * len(sizes)
@@ -93,4 +113,4 @@ def elimination_order(
         for other in changed:
             current[other] = priority(other)
             heapq.heappush(heap, current[other])
-    return order
+    return tuple(order)

@@ -84,11 +84,12 @@ def solve_rows(
     the search early, and one that is `enough` where more would be dear: evaluations, or counts that take long. `met`
     are choices that are known, over the budgets or not, of whose parts others may be made. A graph that `is_wide` is
     not tried by elimination, one that is not by nothing else: with too many rows for that nothing is found (None:
-    either is tried). By messages a bound as high as the cut-off of `enough` ends the search. Choices of more than
+    either is tried). A bound on the whole as high as the cut-off of `enough` ends the search. Choices of more than
     `limit` seconds are not looked for; the bound is no higher than that where they may be better than what is known.
 
-    Where a search takes long, it is first asked of the choices that the best prices mix whether these are over a
-    budget that is no row of the problems: then nothing more is searched, as one with that row is to be.
+    Where a search takes long, it is first asked of the choices that the best prices mix, or nearly the best, whether
+    these are over a budget that is no row of the problems: then nothing more is searched, as one with that row is to
+    be. Where there is a cut-off, prices are first looked for to the end: they may prove as much.
     """
     deadline = after(time_limit)
     pruned = prune_each(problems)
@@ -135,12 +136,17 @@ def _best_of_narrow(
         if math.isinf(reached):
             return Best(None, reached, prices)  # pairs that are allowed contradict each other
         if whole.elimination.work <= PRICED_WORK:
-            priced = best_prices(whole, prices, abs(reached), 0.0, gap, deadline)
+            soon = is_over_elsewhere if enough.cutoff >= sys.float_info.max else nowhere
+            priced = best_prices(
+                whole, prices, abs(reached), 0.0, gap, deadline, cutoff=enough.cutoff, is_over_elsewhere=soon
+            )
             reached, prices = priced.bound, priced.prices
             if priced.seconds < known:
                 best, known = priced.choices, priced.seconds
+            if reached >= enough.cutoff:
+                return Best(best, reached, prices, is_searched=False)
             is_open = not is_closed(known, reached, gap) and not is_over(deadline)
-            if is_open and is_over_elsewhere(priced.mixture):
+            if priced.is_over_elsewhere or (is_open and is_over_elsewhere(priced.mixture)):
                 return Best(best, reached, prices, is_searched=False, is_over_elsewhere=True)
         scale, near, steps = abs(reached), None, 0
         while True:
@@ -154,11 +160,11 @@ def _best_of_narrow(
             rows, is_mixed = None if math.isinf(constant) else whole.on(left), False
             ask = _asking(is_over_elsewhere, left[0].extend)
             if is_dear and rows is not None:
-                priced = best_prices(rows, prices, scale, constant, gap, deadline)
+                priced = best_prices(rows, prices, scale, constant, gap, deadline, is_over_elsewhere=ask)
                 start, bound = priced.prices, max(bound, min(priced.bound + constant, below, known))
                 met += [left[0].extend(each) for each in priced.met]
                 is_mixed = bound < below and not is_closed(known, bound, gap)
-                if is_mixed and not is_over(deadline) and ask(priced.mixture):
+                if priced.is_over_elsewhere or (is_mixed and not is_over(deadline) and ask(priced.mixture)):
                     return Best(best, bound, prices, False, is_over_elsewhere=True, met=tuple(met))
             is_widest = share > (WIDEST if min(known, limit) < math.inf else WIDE) or below >= min(known, limit)
             if is_closed(known, bound, gap) or is_over(deadline):

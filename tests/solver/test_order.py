@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar.solver.order import LARGE, elimination_order
+from autopar.solver import order
+from autopar.solver.order import LARGE, elimination_order, separators
 from autopar.solver.problem import Edge, Node, Problem
 from tests.solver.random_problems import SHAPES, random_rows
 
@@ -29,7 +30,7 @@ def by_growth_anew(problem: Problem) -> list[int]:
     for edge in problem.edges:
         for one, other in itertools.permutations(edge.ends, 2):
             around[one].add(other)
-    depth, order = [0] * len(sizes), []
+    depth, found = [0] * len(sizes), []
 
     def priority(node: int) -> tuple[int, ...]:
         message = math.prod(sizes[other] for other in around[node])
@@ -39,11 +40,11 @@ def by_growth_anew(problem: Problem) -> list[int]:
     while around:
         node = min(around, key=priority)
         neighbours = around.pop(node)
-        order.append(node)
+        found.append(node)
         for one in neighbours:
             around[one] = (around[one] | neighbours) - {one, node}
             depth[one] = max(depth[one], depth[node] + 1)
-    return order
+    return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -58,3 +59,15 @@ def test_an_order_is_broken_off_at_the_first_bucket_that_is_too_large() -> None:
     (problem,) = random_rows(0, "repeated", 1, num_nodes=14)
     assert elimination_order(with_hub(problem), True, most=27) is not None
     assert elimination_order(with_hub(problem), True, most=26) is None
+
+
+def test_the_order_of_a_graph_does_not_depend_on_what_its_menus_cost() -> None:
+    """And is looked for once: the problem with other rows has the same."""
+    one, other = random_rows(0, "repeated", 2, num_nodes=14)
+    first, before = elimination_order(one, True), order._order.cache_info()
+    assert first is not None
+    first.reverse()
+    second = elimination_order(other, True)
+    assert second == first[::-1] and order._order.cache_info().hits == before.hits + 1
+    assert separators(one) == separators(other)
+    assert elimination_order(with_hub(other), True) != second

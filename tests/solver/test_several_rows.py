@@ -16,6 +16,7 @@ from autopar.solver import rows, several_rows
 from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, compile_elimination, evaluate
 from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
+from autopar.solver.narrow import Enough
 from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.reductions.fixing import remaining, remaining_of_each
@@ -165,6 +166,45 @@ def test_a_row_that_is_missing_is_asked_for_before_anything_is_searched(
     assert 0 < found.bound <= first.seconds_of(best.choices)
 
 
+def _evaluations(whole: Rows, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The prices at which rows are evaluated from here on."""
+    asked, at = [], whole.at
+    monkeypatch.setattr(whole, "at", lambda *of: asked.append(of[0]) or at(*of))
+    return asked
+
+
+def test_prices_are_no_longer_looked_for_once_what_they_mix_is_over_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = _rows(3, 6, 3)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    evaluated, mixtures = _evaluations(whole, monkeypatch), []
+
+    def found(is_over: bool) -> tuple[BestPrices, int]:
+        evaluated.clear()
+        asking = lambda mixture: mixtures.append(mixture) or is_over  # noqa: E731
+        best = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER, is_over_elsewhere=asking)
+        return best, len(evaluated)
+
+    (settled, all_evaluations), (ended, few) = found(False), found(True)
+    assert not settled.is_over_elsewhere and len(mixtures) > 1
+    assert ended.is_over_elsewhere and few < all_evaluations and ended.mixture == mixtures[-1] == mixtures[0]
+    assert ended.bound <= settled.bound <= ended.bound + 7.0 * prices.ROUGHLY
+
+
+def test_a_bound_of_prices_as_high_as_the_cutoff_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = _rows(3, 6, 3)
+    whole = Rows.of(problems, NEVER, math.inf)
+    assert whole is not None
+    evaluated = _evaluations(whole, monkeypatch)
+    settled = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER)
+    all_evaluations = len(evaluated)
+    evaluated.clear()
+    ended = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER, cutoff=0.9 * settled.bound)
+    assert 0.9 * settled.bound <= ended.bound <= settled.bound and len(evaluated) < all_evaluations
+    cut = solve_rows(problems, [0.0] * 3, math.inf, 60.0, enough=Enough(cutoff=0.9 * settled.bound))
+    assert not cut.is_searched and 0.9 * settled.bound <= cut.bound <= settled.bound
+
+
 @settings(deadline=None, max_examples=20)
 @given(seed=seeds, margin=st.floats(0.0, 0.5))
 def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) -> None:
@@ -223,8 +263,7 @@ def test_where_the_same_choices_are_met_again_prices_are_not_halfway_to_the_best
     nodes = tuple(Node(name, menu, np.array([10, 0, 5]) + more) for more, name in enumerate("abc"))
     whole = Rows.of([Problem(nodes, (), 13)], NEVER, math.inf)
     assert whole is not None
-    asked, at = [], whole.at
-    monkeypatch.setattr(whole, "at", lambda *of: asked.append(of[0]) or at(*of))
+    asked = _evaluations(whole, monkeypatch)
     found = best_prices(whole, (0.001,), 1.0, 0.0, 0.0, NEVER)
     assert found.bound == pytest.approx(1.8) and found.prices == pytest.approx((0.12,))
     assert len(asked) == 6  # 17 where each halves what is left

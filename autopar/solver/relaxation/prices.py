@@ -28,6 +28,7 @@ WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its
 SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
 BESIDE = 4  # evaluations beside the prices that prove most, while they find other choices and none that is good
 PATIENCE = 5  # evaluations in a row that prove no more
+ROUGHLY, CLOSER = 5e-3, 4.0  # of the bound: what is open at most where mixtures are asked first; growth from there
 LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 
@@ -76,6 +77,8 @@ class BestPrices:
     seconds: float
     met: tuple[tuple[int, ...], ...] = ()
     mixture: Mixture = ()
+    is_over_elsewhere: bool = False
+    """Whether what is mixed is over a budget that is no row."""
 
     def or_faster(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> BestPrices:
         """The same with choices that take so many seconds, if they are faster and within all budgets."""
@@ -95,6 +98,7 @@ def best_prices(
     met: Sequence[Sequence[int]] = (),
     cutoff: float = math.inf,
     widely: float = 0.0,
+    is_over_elsewhere: OverElsewhere = nowhere,
 ) -> BestPrices:
     """The prices that prove most, and the fastest of the solutions met on the way that is within all budgets.
 
@@ -103,6 +107,8 @@ def best_prices(
     ones could prove less than a `worthwhile` share. `met` are choices that are known: where nothing is known of prices,
     they say where to begin. A bound as high as the `cutoff` ends the search, as does a solution that is within a gap of
     `widely`, if that is more: at one price evaluations that are not exact go on for the gap, but no further price is.
+    From time to time it is asked of what prices near the best mix whether it is over a budget that is no row: the
+    search ends where it is, as with that row other prices are the best.
     """
     budgets = np.array([each.budget for each in rows.problems], dtype=np.float64)
     cost = float(np.dot(start, budgets))
@@ -122,7 +128,7 @@ def best_prices(
             start = tuple((NEARER * wanted).tolist())
         if best.choices is not None:
             best = filled(rows.problems, replace(best, prices=start), choices)
-    prices, open_there, stalled = start, math.inf, 0
+    prices, open_there, stalled, asked = start, math.inf, 0, ROUGHLY * scale
     is_dear = radius < math.inf  # evaluations are, and not exact
     beside, is_beside, known = BESIDE if is_dear else 0, False, {seconds for _, seconds, _ in seen}
     for _ in range(MAX_PLANES):
@@ -153,6 +159,10 @@ def best_prices(
         is_done = is_settled and (not beside or (is_beside and seconds in known))
         if is_near or is_stalled or is_done or is_over(deadline):
             break
+        if most - best.bound <= asked:
+            asked = (most - best.bound) / CLOSER
+            if is_over_elsewhere(planes.mixture()):
+                return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
         known.add(seconds)
         # Where prices prove hardly more, there may be better choices at those where the best known cost the same.
         is_beside, beside = is_settled, beside - is_settled
