@@ -28,7 +28,7 @@ WIDER, EDGE = 4.0, 0.99  # growth of a radius, and where in it prices are at its
 SETTLED = 1.5  # times what is open between a bound and the choices beside it: so much more is no better price's merit
 BESIDE = 4  # evaluations beside the prices that prove most, while they find other choices and none that is good
 PATIENCE = 5  # evaluations in a row that prove no more
-ROUGHLY, CLOSER = 5e-3, 4.0  # of the bound: what is open at most where mixtures are asked first; growth from there
+ROUGHLY, CLOSER = 5e-3, 10.0  # of the bound: what is open at most where mixtures are asked first; growth from there
 LEAST_SHARE = 1e-6  # of a mixture: smaller ones are rounding
 WORTHWHILE = 5e-6  # of the bound: what better prices could prove, and no longer looked for
 
