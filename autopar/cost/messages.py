@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from autopar.hardware.beside import NOTHING, Beside
 from autopar.hardware.collectives import pieces
@@ -29,6 +32,7 @@ from autopar.program.program import Program, info_of
 from autopar.sharding.layout import I, Layout, R
 from autopar.sharding.mesh import Mesh, joined_name
 
+Count = TypeVar("Count", int, np.ndarray)
 LARGEST_MESSAGE = 25 * 2**20  # bytes; DistributedDataParallel's default
 SMALLEST_MESSAGE = 2**20
 LARGE = 2 * 2**20  # to copy so much into a message with others takes longer than to send one more
@@ -77,15 +81,22 @@ def first_layer(program: Program) -> str:
 def gathered_alone(before: Layout, after: Layout, num_bytes: int, mesh: Mesh, hardware: Hardware) -> bool:
     """Whether a weight, of so many bytes once it is whole, is gathered in a message of its own.
 
-    It is where it is large, where its parts then lie as calls read them, one behind the other in its first dim, and
-    where to copy them out of a message that it shares (once read, once written) would take longer than the latency of
-    one more.
+    It is where its parts lie as calls read them, one behind the other in its first dim, and it is `worth_a_message`.
     """
     axes = [axis for axis, placement in enumerate(before) if placement.is_split and after[axis] in (R, I)]
-    if num_bytes < LARGE or not axes or any(before[axis].dim for axis in axes):
+    if not axes or any(before[axis].dim for axis in axes):
         return False
+    return bool(worth_a_message(num_bytes, axes, mesh, hardware))
+
+
+def worth_a_message(num_bytes: Count, axes: Sequence[int], mesh: Mesh, hardware: Hardware) -> Count:
+    """Whether weights of so many bytes (one or an array), gathered over these axes, are worth a message of their own.
+
+    They are where they are large, and where to copy them out of a message that they share (once read, once written)
+    would take longer than the latency of one more.
+    """
     latency, _ = pieces("all_gather", mesh, joined_name(mesh.names, axes), hardware)[-1]
-    return 2 * num_bytes / hardware.memory_bytes_per_s > latency
+    return (num_bytes >= LARGE) & (2 * num_bytes / hardware.memory_bytes_per_s > latency)
 
 
 def joined_layers(program: Program) -> dict[str, str]:

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from autopar.cost.messages import gathered_alone
+from autopar.cost.messages import worth_a_message
 from autopar.program.program import TensorInfo
 from autopar.sharding.layout import I, Layout, P, Placement, R
 from autopar.space.space import Decision, Space, Wire
@@ -93,12 +93,16 @@ class TensorBytes:
         return self.cached(("gathered alone", self.space.kind(wire)), lambda: self._gathered_alone(wire))
 
     def _gathered_alone(self, wire: Wire) -> np.ndarray:
-        sources, rows = _distinct(self.space.source_layouts(wire))
-        targets, columns = _distinct(self.space.target_layouts(wire))
-        sizes = map(int, self.local(wire.tensor.shape, targets, wire.tensor.dtype.itemsize))
-        ends, where = list(zip(targets, sizes, strict=True)), (self.space.mesh, self.space.hardware)
-        found = [[gathered_alone(source, target, size, *where) for target, size in ends] for source in sources]
-        return np.array(found)[np.ix_(rows, columns)]
+        before, after = self._codes(wire)
+        sizes, mesh = self.wire_ends(wire)[1], self.space.mesh
+        gathered = (before > _PARTIAL)[:, None, :] & (after <= _REPLICATED)[None, :, :]
+        in_first_dim = (before - _FIRST_DIM) % _DEALT == 0
+        over = np.where((gathered <= in_first_dim[:, None, :]).all(axis=2), gathered @ (1 << np.arange(mesh.ndim)), 0)
+        found = np.zeros(over.shape, dtype=bool)
+        for axes in filter(None, np.unique(over).tolist()):  # as the bits of a number
+            some = [axis for axis in range(mesh.ndim) if axes >> axis & 1]
+            found |= (over == axes) & worth_a_message(sizes, some, mesh, self.space.hardware)
+        return found
 
     def sent_alone(self, wire: Wire) -> np.ndarray:
         """Pairs of layouts between which a weight is gathered alone and its gradient sent from where it lies.
@@ -188,12 +192,6 @@ class TensorBytes:
     def modes(arrays: Sequence[Bytes]) -> Modes:
         """An array per mode; one where all modes agree."""
         return (arrays[0],) if all(array is arrays[0] for array in arrays) else tuple(arrays)
-
-
-def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
-    """The different ones, and where among them each is."""
-    places = {layout: place for place, layout in enumerate(dict.fromkeys(layouts))}
-    return list(places), [places[layout] for layout in layouts]
 
 
 def _encode(layouts: Sequence[Layout]) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,10 +19,12 @@ from autopar.capture.export import capture, skeleton
 from autopar.cost import messages
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.load import load
+from autopar.hardware.profile import Link
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, GATHERING, REDUCING, MemoryRow, Moment, moment_of, node_bytes, wire_bytes
 from autopar.memory.peak import memory_use
+from autopar.memory.tensor_bytes import TensorBytes
 from autopar.planning.settings import context_of
 from autopar.program.program import TensorInfo
 from autopar.runtime.module.inputs import canonical_arguments
@@ -217,6 +220,24 @@ def test_a_gradient_is_copied_to_be_sent_but_for_that_of_a_weight_gathered_alone
     assert last_made is not None and sent_off is not None
     assert int(last_made[stored, used]) == rows * 8 * 4
     assert int(sent_off[stored, used]) == copied * 8 * 4
+
+
+def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone() -> None:
+    """On two axes of different links, with weights on both sides of every limit."""
+    links = Link("near", 4, 1e-9, 1e12), Link("far", None, 1.0, 1e9)
+    hardware, model = replace(SLOW_DEVICES, links=links), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+    with mock.patch.object(messages, "LARGE", 16 * 64 * 4):
+        space = space_of(model, (torch.randn(8, 16),), hardware, dp=2, tp=4)
+        tensors, found = TensorBytes(space), list[float]()
+        for wire in space.wires:
+            if space.is_weight(wire.source):
+                sources, targets = space.source_layouts(wire), space.target_layouts(wire)
+                sizes = tensors.wire_ends(wire)[1].tolist()
+                ends, where = list(zip(targets, sizes, strict=True)), (space.mesh, hardware)
+                each = [[messages.gathered_alone(s, t, size, *where) for t, size in ends] for s in sources]
+                assert tensors.gathered_alone(wire).tolist() == each
+                found.append(float(np.mean(each)))
+    assert found[0] < found[2] and found[2] > 0 and found[1] == 0  # a bias is small
 
 
 def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:

@@ -23,7 +23,7 @@ from autopar.solver.reductions.fixing import remaining, remaining_of_each
 from autopar.solver.relaxation import prices
 from autopar.solver.relaxation.prices import BestPrices, best_prices, filled
 from autopar.solver.residual import residual
-from autopar.solver.rows import Rows
+from autopar.solver.rows import Rows, WideRows
 from autopar.solver.several_rows import solve_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -120,10 +120,11 @@ def test_choices_take_those_parts_of_others_that_make_them_faster_within_all_bud
     other = Node("a", node.seconds, nothing)
     problems = [Problem((node,) * 8, (), 60), Problem((*(other,) * 4, *(node,) * 4), (), 20)]
     best = BestPrices((0.1, 0.2), 0.0, (1,) * 8, 8.0)
-    found = filled(problems, best, (0,) * 8)
+    priced = WideRows(problems, NEVER)
+    found = filled(priced, best, (0,) * 8)
     assert found.choices is not None and found.seconds == 2.0
     assert [each.bytes_of(found.choices) for each in problems] == [60, 20]
-    assert filled(problems, found, (1,) * 8) == found
+    assert filled(priced, found, (1,) * 8) == found
 
 
 @settings(deadline=None, max_examples=15)

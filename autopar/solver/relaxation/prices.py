@@ -127,7 +127,7 @@ def best_prices(
         if not cost:
             start = tuple((NEARER * wanted).tolist())
         if best.choices is not None:
-            best = filled(rows.problems, replace(best, prices=start), choices)
+            best = filled(rows, replace(best, prices=start), choices)
     prices, open_there, stalled, asked = start, math.inf, 0, ROUGHLY * scale
     is_dear = radius < math.inf  # evaluations are, and not exact
     beside, is_beside, known = BESIDE if is_dear else 0, False, {seconds for _, seconds, _ in seen}
@@ -151,7 +151,7 @@ def best_prices(
             open_there = seconds + float(np.dot(prices, over)) - reached
         best = best.or_faster(choices, seconds, over)
         if best.choices is not None and is_dear:
-            best = filled(rows.problems, best, choices)
+            best = filled(rows, best, choices)
         most, wanted = planes.after(choices, seconds, over)
         is_near = is_closed(best.seconds + constant, best.bound + constant, max(gap, widely)) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # where evaluations are not exact
@@ -172,12 +172,12 @@ def best_prices(
     return replace(best, mixture=planes.mixture())
 
 
-def filled(problems: Sequence[Problem], best: BestPrices, other: Sequence[int]) -> BestPrices:
+def filled(rows: Priced, best: BestPrices, other: Sequence[int]) -> BestPrices:
     """The best known with those parts of other choices that make it faster within all budgets, best bargains first.
 
     Parts are the connected regions in which the two differ: no edge joins two, so that what they save and add sums up.
     """
-    small = best.choices
+    problems, small = rows.problems, best.choices
     assert small is not None
     region_of = regions(problems[0], other, small)
     saved = np.zeros(1 + max(region_of.values(), default=-1))
@@ -196,7 +196,8 @@ def filled(problems: Sequence[Problem], best: BestPrices, other: Sequence[int]) 
             held = (each.edges[number].num_bytes for each in problems)
             added[:, region] += [0 if each is None else each[after] - each[before] for each in held]
     paid = np.array(best.prices) @ added
-    left = np.array([(each.budget or 0) - each.bytes_of(small) for each in problems])
+    budgets = np.array([each.budget or 0 for each in problems])
+    left = budgets - rows.cost(small)[1]
     chosen = list(small)
     taken = set()
     for region in sorted(range(len(saved)), key=lambda r: (-saved[r] / paid[r] if paid[r] > 0 else -math.inf, r)):
@@ -205,9 +206,9 @@ def filled(problems: Sequence[Problem], best: BestPrices, other: Sequence[int]) 
             taken.add(region)
     for node, region in region_of.items():
         chosen[node] = other[node] if region in taken else small[node]
-    seconds = problems[0].seconds_of(chosen)
-    fits = all(each.fits(each.bytes_of(chosen)) for each in problems)
-    return replace(best, choices=tuple(chosen), seconds=seconds) if fits and seconds < best.seconds else best
+    seconds, held = rows.cost(chosen)
+    is_better = (held <= budgets).all() and seconds < best.seconds
+    return replace(best, choices=tuple(chosen), seconds=seconds) if is_better else best
 
 
 class _Planes:
