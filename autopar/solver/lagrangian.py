@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import NEVER, is_over
@@ -70,12 +70,29 @@ def is_closed(seconds: float, bound: float, gap: float) -> bool:
     return seconds < math.inf and seconds - bound <= gap * abs(seconds)
 
 
-Met = dict[float, tuple[float, Point | None]]
-"""Price → what `Least` says there; at an infinite one the fewest bytes, and choices that take no more."""
+@dataclass(slots=True, eq=False)
+class Met:
+    """What elimination found at prices, whatever the budget, and the tables of the last one."""
+
+    points: dict[float, tuple[float, Point | None]] = field(default_factory=dict)
+    """Price → what `Least` says there; at an infinite one the fewest bytes, and choices that take no more."""
+    price: float = math.nan
+    evaluated: list[Floats] = field(default_factory=list)
+    """What `evaluate` returned at that price: up to 1.5 GB."""
+
+    def taken(self, price: float) -> list[Floats] | None:
+        """The tables if they are those of this price; they are not kept here any longer."""
+        is_known, evaluated = self.price == price, self.evaluated
+        self.forget()
+        return evaluated if is_known else None
+
+    def forget(self) -> None:
+        """Keep the tables no longer."""
+        self.price, self.evaluated = math.nan, []
 
 
 class LeastByElimination:
-    """Exact at every price, by one evaluation each; the last one is kept, and of all what they found.
+    """Exact at every price, by one evaluation each.
 
     `met` is that of another search in the same tables, whatever its budget; it is added to.
     """
@@ -89,34 +106,32 @@ class LeastByElimination:
         met: Met | None = None,
     ) -> None:
         self._deadline = deadline
-        self._met: Met = {} if met is None else met
+        self._met = Met() if met is None else met
         self._problem = problem
         self._elimination = elimination
         self.tables = tables
-        self._price = math.nan
-        self._evaluated: list[Floats] = []
 
     def evaluated(self, price: float) -> list[Floats]:
         """The tables of seconds + price · bytes and the messages of all steps, as `evaluate` returns them.
 
         TimeLimitError where that takes until the deadline.
         """
-        if price != self._price:
-            self._evaluated = evaluate(self._elimination, self.tables.weighted(price), self._deadline)
-            self._price = price
-        return self._evaluated
+        if price != self._met.price:
+            self._met.evaluated = evaluate(self._elimination, self.tables.weighted(price), self._deadline)
+            self._met.price = price
+        return self._met.evaluated
 
     def __call__(self, price: float) -> tuple[float, Point | None]:
-        if price not in self._met:
-            self._met[price] = self._least(self.evaluated(price))
-        return self._met[price]
+        if price not in self._met.points:
+            self._met.points[price] = self._least(self.evaluated(price))
+        return self._met.points[price]
 
     def smallest(self) -> Point | None:
         """Choices of the fewest bytes; None where everything is forbidden. Raises as `evaluated`."""
-        if math.inf not in self._met:
+        if math.inf not in self._met.points:
             found = evaluate(self._elimination, self.tables.bytes_only(), self._deadline)
-            self._met[math.inf] = self._least(found)
-        return self._met[math.inf][1]
+            self._met.points[math.inf] = self._least(found)
+        return self._met.points[math.inf][1]
 
     def _least(self, evaluated: Sequence[Floats]) -> tuple[float, Point | None]:
         reached = optimum(self._elimination, evaluated)

@@ -101,13 +101,17 @@ def solve_prepared(
     """
     solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
     assert solution is not None
+    prepared.met.forget()
     return solution
 
 
 def solve_narrow(
     prepared: Prepared, time_limit: float = 120.0, gap: float = 0.0, enough: Enough = EXACT, price: float = 0.0
 ) -> Solution | None:
-    """As `solve_prepared`, but None, after little work, where the graph is not narrow enough, or time is too short."""
+    """As `solve_prepared`, but None, after little work, where the graph is not narrow enough, or time is too short.
+
+    The tables of the last price stay with what was prepared, for `Cuts`.
+    """
     return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, price=price, enough=enough)
 
 
@@ -144,9 +148,9 @@ def _solve_pruned(
     """`ready` has the tables of the problem, its elimination, and what that found, where these are known."""
     if ready is None:
         tables = Tables(problem)
-        ready = tables, narrow_elimination(problem, tables), {}
+        ready = tables, narrow_elimination(problem, tables), Met()
     tables, elimination, met = ready
-    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(met)):
+    if elimination is None or is_wide(elimination) or _is_too_late(problem, elimination, deadline, len(met.points)):
         return None if only_narrow else _by_relaxation(problem, deadline, gap, enough)
     return by_elimination(problem, tables, elimination, deadline, gap, price, enough=enough, met=met)
 

@@ -53,13 +53,15 @@ class Cut:
 class Cuts:
     """A problem with a memory row, evaluated at a price of its bytes, and what is left of it within margins of that.
 
-    Its graph is narrow. Raises TimeLimitError where an evaluation takes until the deadline.
+    Its graph is narrow. An evaluation that a search has just ended with is taken over from it; TimeLimitError where one
+    takes until the deadline.
     """
 
     def __init__(self, prepared: Prepared, price: float, deadline: float = NEVER) -> None:
         assert prepared.elimination is not None, "a wide graph"
         self._prepared, self._elimination, self._deadline = prepared, prepared.elimination, deadline
-        self._evaluated = evaluate(self._elimination, prepared.tables.weighted(price), deadline)
+        known = prepared.met.taken(price)
+        self._evaluated = known or evaluate(self._elimination, prepared.tables.weighted(price), deadline)
         paid = price * (prepared.smaller.budget or 0)
         self.bound = optimum(self._elimination, self._evaluated) - paid
         """No choices within the budget take less."""

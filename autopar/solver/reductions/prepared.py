@@ -27,7 +27,7 @@ class Prepared:
     tables: Tables
     elimination: Elimination | None
     """None where the graph is too wide."""
-    met: Met = field(default_factory=dict)
+    met: Met = field(default_factory=Met)
     """What elimination found at prices of memory, whatever the limit."""
 
     @classmethod

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver import elimination
 from autopar.solver.deadline import NEVER
-from autopar.solver.problem import Edge, Node, Problem
+from autopar.solver.problem import Edge, Floats, Node, Problem
+from autopar.solver.reductions import cuts as cutting
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
+from autopar.solver.solve import solve_narrow, solve_prepared
 
 
 def _problem(rng: np.random.Generator) -> Problem:
@@ -43,3 +48,46 @@ def test_a_cut_leaves_out_what_costs_more() -> None:
     problem = Problem((Node("a", np.array([1.0, 1.05, 2.0]), np.array([9, 1, 0])),), (), 10)
     (left,) = Cuts(Prepared.of(problem, NEVER), 0.0).within(0.1).of([problem])
     assert np.isfinite(left.nodes[0].seconds).tolist() == [True, True, False]
+
+
+def _price(prepared: Prepared) -> float:
+    """The price that a search ends with."""
+    found = solve_narrow(prepared, gap=1.0)
+    assert found is not None
+    return found.multiplier
+
+
+def test_the_evaluation_that_a_search_ended_with_is_taken_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[bool] = []
+
+    def counted(*arguments: Any) -> list[Floats]:
+        evaluated.append(True)
+        return elimination.evaluate(*arguments)
+
+    monkeypatch.setattr(cutting, "evaluate", counted)
+    problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
+    prepared = Prepared.of(problem, NEVER)
+    price = _price(prepared)
+    taken = Cuts(prepared, price)
+    assert not evaluated
+    anew = Cuts(prepared, price)
+    assert len(evaluated) == 1
+    other = Cuts(Prepared.of(problem, NEVER), price + 1.0)
+    assert taken.bound == anew.bound != other.bound
+    for one, same in zip(taken.within(2.0).kept, anew.within(2.0).kept, strict=True):
+        assert one.tolist() == same.tolist()
+
+
+def test_the_evaluation_of_another_price_is_not_taken_over() -> None:
+    problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
+    prepared = Prepared.of(problem, NEVER)
+    price = _price(prepared)
+    assert Cuts(prepared, 2 * price).bound == Cuts(Prepared.of(problem, NEVER), 2 * price).bound
+
+
+def test_a_search_from_which_nothing_goes_on_keeps_no_tables() -> None:
+    problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)
+    prepared = Prepared.of(problem, NEVER)
+    solve_prepared(prepared, gap=1.0)
+    assert prepared.met.points
+    assert not prepared.met.evaluated
