@@ -1,9 +1,9 @@
 """Plans for a mesh with a pipeline axis: the model is cut into stages, and every stage planned on the other axes.
 
 blocks    the model is planned on the devices of one stage, without a memory limit: what its blocks take
-cuts      `stages.cuts` cuts it where a step of the schedule is shortest, and `stages.refinement` moves the cuts
-          while the simulated step gets shorter; under a limit, stages that `stages.cuts` thinks of are planned within
-          their rank's memory (`rooms`), with as many micro-batches in flight as the schedule has there (`stage_search`)
+cuts      `stages.cuts` cuts it where a step of the schedule is shortest; under a limit, stages that it thinks of are
+          planned within their rank's memory (`rooms`), with as many micro-batches in flight as the schedule has there
+          (`stage_search`); `stages.refinement` moves the cuts while the simulated step gets shorter
 stages    every stage is planned by itself; tensors go from stage to stage in the layout of the whole plan
 timeline  the schedule is simulated with the seconds of those plans
 """
@@ -54,6 +54,8 @@ from autopar.units import format_share
 MOST_CUTS = 200
 """Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
 
+REFINING = 0.05
+"""Of the time that is left, at least, is for moving the cuts once stages are planned."""
 FINISHING, HALF = 0.1, 0.5
 """Of the time that is left, goes to the plans of the stages of the cut that was found, and at most."""
 WRITING = 2.5
@@ -131,22 +133,23 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
     until = tuple(np.concatenate([[0.0], np.cumsum(problem.own_seconds)]).tolist())
     held = tuple(map(schedule.in_flight, range(schedule.num_stages)))
     room = None if memory is None else Room(memory, memory)
-    search = StageSearch(planned, deadline, (room,) * schedule.num_stages, held, until)
+    asking = deadline - REFINING * seconds_until(deadline)
+    search = StageSearch(planned, asking, (room,) * schedule.num_stages, held, until)
     if memory is None:
         best = best_cuts(problem)
-        return refined(problem, best.starts), search, best.seconds
+        return refined(problem, best.starts, deadline=deadline), search, best.seconds
     if schedule.chunks == 1:
-        return _within(problem, search)
+        return _within(problem, search, deadline)
     samples, seconds = sampled(search, best_cuts(problem).starts, memory)
     thought, search.rooms = thought_in_rooms(problem, memory, samples, seconds)
     try:
-        return _within(problem, search, thought)
+        return _within(problem, search, deadline, thought)
     except PipelineError:
         for starts in _cuts_to_try(problem):
             rooms = rooms_of_least(schedule, memory, starts, len(planned.blocks), search.least)
             if rooms is not None:
                 search.rooms = rooms
-                return _within(problem, search)
+                return _within(problem, search, deadline)
         raise
 
 
@@ -160,8 +163,11 @@ def _cuts_to_try(problem: CutProblem) -> list[tuple[int, ...]]:
     return sorted(allowed, key=lambda starts: best_cuts(replace(problem, starts=starts)).seconds)
 
 
-def _within(problem: CutProblem, search: StageSearch, thought: Floats | None = None) -> _Cut:
-    """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best."""
+def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: Floats | None = None) -> _Cut:
+    """The best cut whose stages fit into their rooms; a warning where it is not known to be nearly the best.
+
+    Of cuts whose stages were planned, or are like some that were, the simulation has the last word.
+    """
     costs = StageCosts(
         search.seconds, search.at_most, search.fuller, search.is_over, search.at_least, search.closer, search.met
     )
@@ -177,7 +183,7 @@ def _within(problem: CutProblem, search: StageSearch, thought: Floats | None = N
             RuntimeWarning,
             stacklevel=2,
         )
-    return found.starts, search, found.bound
+    return refined(problem, found.starts, search.beyond, deadline), search, found.bound
 
 
 def _notes_of(stages: Sequence[StagePlan]) -> tuple[str, ...]:

@@ -60,8 +60,11 @@ STORED = ("parameters", "optimizer", "master copies", "gradients")
 """Parts of a stage's memory that do not grow with micro-batches in flight."""
 NEARLY = 1.02
 """Of a room: choices that by rule of three take more are not looked at."""
-SHARE_OF_TIME = 0.03
-"""Of the time that is left, at most, goes to each stage that is asked for: most take less than a hundredth."""
+SHARE_OF_TIME = 0.06
+"""Of the time that is left, at most, goes to each stage that is asked for: most take less than a hundredth, and of
+those that take more few are asked for."""
+SHARE_OF_CLOSER = 0.2
+"""The same for each that is planned within the tolerance where its first plan was not."""
 TIGHTER = 0.97
 """Of a limit on the fullest moment, at most, where choices keep too much otherwise."""
 
@@ -153,6 +156,10 @@ class StageSearch:
         known = self.best_known(first, end, stage)
         return math.inf if known is None else known.seconds
 
+    def beyond(self, stage: int, first: int, end: int) -> float:
+        """What it takes at most beyond its blocks."""
+        return self.at_most(first, end, stage) - self.own_seconds(first, end)
+
     def fuller(self, stage: int) -> Sequence[int]:
         """The stages with no more room and as many micro-batches in flight."""
         held, room = self.held[stage], self.rooms[stage]
@@ -223,9 +230,9 @@ class StageSearch:
 
     def _within(self, space: Space, pins: Pins, stage: int, gap: float, peak: int | None) -> Solved:
         """The best choices within a gap and a peak; with all of the time where a share of it was too little for any."""
-        runs = self.microbatches(stage)
+        runs, most = self.microbatches(stage), SHARE_OF_CLOSER if gap <= TOLERANCE else SHARE_OF_TIME
         try:
-            return solved(space, pins, self.settings(stage, SHARE_OF_TIME, gap, peak), runs)
+            return solved(space, pins, self.settings(stage, most, gap, peak), runs)
         except TimeLimitError:
             return solved(space, pins, self.settings(stage, 1.0, gap, peak), runs)
 

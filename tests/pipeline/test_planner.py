@@ -249,6 +249,17 @@ def test_stages_of_one_rank_share_its_memory() -> None:
     assert rooms[0] > rooms[3]  # one has more micro-batches in flight
 
 
+def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model": Layered(6, 512), "schedule": "interleaved_1f1b", "microbatches": 4}
+    free = planned(**given)
+    limit = int(1.25 * max(map(free.rank_bytes, range(2))))
+    plan = planned(memory=limit, **given)
+    assert all(plan.rank_bytes(rank) <= limit for rank in range(2))
+    monkeypatch.setattr("autopar.pipeline.planner.refined", lambda problem, starts, *known, **given: starts)
+    by_formula = planned(memory=limit, **given)
+    assert plan.starts != by_formula.starts and plan.seconds < 0.995 * by_formula.seconds
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
     """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""

@@ -11,13 +11,20 @@ this gives the bubble of GPipe and 1F1B, (ranks - 1) / (micro-batches + ranks - 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.pipeline.schedules.schedule import KINDS, Action, Schedule
 
+Floats = NDArray[np.float64]
 Key = tuple[str, int, int]
+"""What is waited for: F or I, of a stage, for a micro-batch."""
+_Step = tuple[int, Action, tuple[tuple[Key, bool], ...]]
+"""A rank, what it computes, and what that reads; whether it comes from another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,10 @@ class StageSeconds:
         """Seconds of one computation, by the kind of its step."""
         whole = self.backward_input + self.backward_weight
         return {"F": self.forward, "B": whole, "I": self.backward_input, "W": self.backward_weight}[kind]
+
+    def sent(self, kind: str) -> float:
+        """Seconds of the transfer of what F or I make."""
+        return self.send_forward if kind == "F" else self.send_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +80,15 @@ def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
     """The timeline of one step; `seconds[s]` is what stage s takes."""
     assert len(seconds) == schedule.num_stages, f"{len(seconds)} stages for {schedule}"
     lasting = {(kind, stage): each.of(kind) for stage, each in enumerate(seconds) for kind in KINDS}
-    transfers = _transfers(schedule, seconds)
+    sent = {(kind, stage): each.sent(kind) for stage, each in enumerate(seconds) for kind in ("F", "I")}
     ends: dict[Key, float] = {}
     free = [0.0] * schedule.num_ranks
     slices: list[list[Slice]] = [[] for _ in schedule.orders]
-    waiting = [list(reversed(order)) for order in schedule.orders]
-    while any(waiting):
-        before = len(ends)
-        for rank, steps in enumerate(waiting):
-            while steps and (arrived := _arrival(steps[-1], transfers, ends)) is not None:
-                step = steps.pop()
-                start = max(free[rank], arrived)
-                free[rank] = start + lasting[step.kind, step.stage]
-                ends[_key(step)] = free[rank]
-                slices[rank].append(Slice(rank, step.stage, step.kind, step.microbatch, start, free[rank]))
-        assert len(ends) > before, f"{schedule} waits for itself: {[str(steps[-1]) for steps in waiting if steps]}"
+    for rank, step, reads in _in_order(schedule):
+        arrived = [ends[key] + (sent[key[:2]] if is_far else 0.0) for key, is_far in reads]
+        start = max(free[rank], *arrived) if arrived else free[rank]
+        free[rank] = ends[_key(step)] = start + lasting[step.kind, step.stage]
+        slices[rank].append(Slice(rank, step.stage, step.kind, step.microbatch, start, free[rank]))
     for rank, own in enumerate(slices):
         for stage in schedule.stages_of(rank):
             if seconds[stage].once > 0:
@@ -93,34 +98,57 @@ def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:
     return Timeline(flat, max(free), _bubble(flat, schedule.num_ranks * max(free)))
 
 
+def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
+    """The seconds of many steps, as `simulate` finds them one by one.
+
+    `seconds` has the fields of `StageSeconds`, each [stage, step].
+    """
+    whole = seconds["backward_input"] + seconds["backward_weight"]
+    lasting = {"F": seconds["forward"], "B": whole, "I": seconds["backward_input"], "W": seconds["backward_weight"]}
+    sent = {"F": seconds["send_forward"], "I": seconds["send_backward"]}
+    ends: dict[Key, Floats] = {}
+    free = np.zeros((schedule.num_ranks, whole.shape[1]))
+    for rank, step, reads in _in_order(schedule):
+        start = free[rank]
+        for key, is_far in reads:
+            start = np.maximum(start, ends[key] + sent[key[0]][key[1]] if is_far else ends[key])
+        free[rank] = ends[_key(step)] = start + lasting[step.kind][step.stage]
+    for rank in range(schedule.num_ranks):
+        free[rank] += seconds["once"][list(schedule.stages_of(rank))].sum(axis=0)
+    return free.max(axis=0)
+
+
+@cache
+def _in_order(schedule: Schedule) -> tuple[_Step, ...]:
+    """Every computation, behind what its rank computes before it, and behind all that it reads."""
+    found: list[_Step] = []
+    made: set[Key] = set()
+    waiting = [list(reversed(order)) for order in schedule.orders]
+    while any(waiting):
+        before = len(found)
+        for rank, steps in enumerate(waiting):
+            while steps and made.issuperset(reads := _reads(steps[-1], schedule.num_stages)):
+                step = steps.pop()
+                found.append((rank, step, tuple((key, schedule.rank_of(key[1]) != rank) for key in reads)))
+                made.add(_key(step))
+        assert len(found) > before, f"{schedule} waits for itself: {[str(steps[-1]) for steps in waiting if steps]}"
+    return tuple(found)
+
+
 def _key(step: Action) -> Key:
     """What others wait for: a whole backward gives the gradient of the input as much as I does."""
     return "I" if step.kind == "B" else step.kind, step.stage, step.microbatch
 
 
-def _transfers(schedule: Schedule, seconds: Sequence[StageSeconds]) -> dict[tuple[str, int], float]:
-    """Seconds between a stage and the one that it reads from, by the kind of what is read; none at the model's ends."""
-    transfers = {}
-    for before, after in pairwise(range(schedule.num_stages)):
-        far = schedule.rank_of(before) != schedule.rank_of(after)
-        transfers["F", after] = seconds[before].send_forward if far else 0.0
-        transfers["I", before] = seconds[after].send_backward if far else 0.0
-    return transfers
-
-
-def _arrival(step: Action, transfers: dict[tuple[str, int], float], ends: dict[Key, float]) -> float | None:
-    """Seconds at which all that `step` reads is on its rank; None while something of it has not run."""
+def _reads(step: Action, num_stages: int) -> list[Key]:
+    """What a computation waits for."""
     stage, microbatch = step.stage, step.microbatch
     if step.kind == "W":
-        return ends.get(("I", stage, microbatch))
-    forward = step.kind == "F"
-    own = 0.0 if forward else ends.get(("F", stage, microbatch))
-    read, other = ("F", stage - 1) if forward else ("I", stage + 1)
-    transfer = transfers.get((read, stage))
-    if own is None or transfer is None:
-        return own
-    end = ends.get((read, other, microbatch))
-    return None if end is None else max(own, end + transfer)
+        return [("I", stage, microbatch)]
+    if step.kind == "F":
+        return [("F", stage - 1, microbatch)] if stage else []
+    later = [("I", stage + 1, microbatch)] if stage + 1 < num_stages else []
+    return [("F", stage, microbatch), *later]
 
 
 def _bubble(slices: Sequence[Slice], rank_seconds: float) -> float:

@@ -1,45 +1,89 @@
 """Cuts, made better by simulation.
 
 The formula of `cuts` does not see which stages share a rank, what a zero-bubble schedule hides, and that with few
-micro-batches the slowest stage is not the pace of all. So a cut, or a run of neighbouring cuts together, is moved by
-one block and stays where the simulated step is shorter, until no move helps or enough has been simulated. The result is
-never worse than where it began, and need not be the best there is.
+micro-batches the slowest stage is not the pace of all. So of all runs of neighbouring cuts the one is moved by one
+block that makes the simulated step shortest, again and again until no move helps or enough has been simulated. The
+result is never worse than where it began, and need not be the best there is. Under a memory limit only cuts are looked
+at whose stages are known to fit, with what they take by their plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice, pairwise
 
-from autopar.pipeline.schedules.simulation import StageSeconds, simulate
+import numpy as np
+
+from autopar.pipeline.schedules.simulation import StageSeconds, seconds_of_each
+from autopar.pipeline.stages.cheapest_cut import Floats
 from autopar.pipeline.stages.cuts import BlockCost, CutProblem
+from autopar.solver.deadline import NEVER, is_over
 
-MOST_STEPS = 600_000
+MOST_STEPS = 20_000_000
 """Computations of ranks that are simulated: some two seconds."""
+AT_ONCE = 256
+"""Cuts that are simulated together."""
+Beyond = Callable[[int, int, int], float]
+"""(stage, first block, end block) to the seconds that a stage takes beyond its blocks; infinite: it may not fit."""
 
 
-def refined(problem: CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
+def nothing(stage: int, first: int, end: int) -> float:
+    """Stages take what their blocks take."""
+    return 0.0
+
+
+def refined(
+    problem: CutProblem, starts: tuple[int, ...], beyond: Beyond = nothing, deadline: float = NEVER
+) -> tuple[int, ...]:
     """The first block of each stage after all moves that help."""
-    left = MOST_STEPS // sum(len(order) for order in problem.schedule.orders)
-    best, seconds = starts, simulated_seconds(problem, starts)
-    helped = True
-    while helped and left > 0:
-        helped = False
-        for moved in _moves(best, len(problem.blocks)):
-            if left <= 0:
-                break
-            if is_allowed(problem, moved):
-                left -= 1
-                found = simulated_seconds(problem, moved)
-                if found < seconds * (1 - 1e-9):
-                    best, seconds, helped = moved, found, True
-                    break
+    left, beyond = MOST_STEPS // sum(len(order) for order in problem.schedule.orders), cache(beyond)
+    best, seconds = starts, float(simulated_seconds(problem, [starts], beyond)[0])
+    while not is_over(deadline):
+        allowed = (moved for moved in _moves(best, len(problem.blocks)) if is_allowed(problem, moved))
+        moves = list(islice(allowed, left))
+        left -= len(moves)
+        if not moves:
+            break
+        found = simulated_seconds(problem, moves, beyond)
+        place = int(found.argmin())
+        if not found[place] < seconds * (1 - 1e-9):
+            break
+        best, seconds = moves[place], float(found[place])
     return best
 
 
-def simulated_seconds(problem: CutProblem, starts: Sequence[int]) -> float:
-    """Seconds of a simulated step of these cuts."""
-    return simulate(problem.schedule, stages_of_blocks(problem.blocks, problem.cut_seconds, starts)).seconds
+def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond: Beyond = nothing) -> Floats:
+    """Seconds of a simulated step of each of some cuts; infinite where a stage may not fit.
+
+    What stages take beyond their blocks is in their backwards: so is most of what is computed again to save memory.
+    """
+    ends = np.array([[*starts[1:], len(problem.blocks)] for starts in cuts])
+    places = [list(enumerate(zip(starts, each, strict=True))) for starts, each in zip(cuts, ends.tolist(), strict=True)]
+    more = np.array([[beyond(stage, first, end) for stage, (first, end) in each] for each in places]).T
+    fits = np.flatnonzero(np.isfinite(more).all(axis=0))
+    first, end, more = np.array(cuts).T[:, fits], ends.T[:, fits], more[:, fits]
+    sent = np.array([0.0, *problem.cut_seconds[1:], 0.0]) / 2
+    blocks = problem.blocks
+    seconds = {
+        "forward": _sums([each.forward for each in blocks], first, end),
+        "backward_input": _sums([each.backward_input for each in blocks], first, end) + more,
+        "backward_weight": _sums([each.backward_weight for each in blocks], first, end),
+        "send_forward": sent[end],
+        "send_backward": sent[first],
+        "once": _sums([each.once for each in blocks], first, end),
+    }
+    found = np.full(len(cuts), np.inf)
+    for at in range(0, len(fits), AT_ONCE):
+        part = {name: each[:, at : at + AT_ONCE] for name, each in seconds.items()}
+        found[fits[at : at + AT_ONCE]] = seconds_of_each(problem.schedule, part)
+    return found
+
+
+def _sums(of_blocks: Sequence[float], first: np.ndarray, end: np.ndarray) -> Floats:
+    """The sums of blocks from one to another."""
+    until = np.concatenate([[0.0], np.cumsum(of_blocks)])
+    return np.maximum(until[end] - until[first], 0.0)
 
 
 def stages_of_blocks(
