@@ -1,7 +1,9 @@
-"""How much of the time a stage of a pipeline gets that is planned within a memory limit."""
+"""Stages of a pipeline, planned within a memory limit: how much of the time they get, and what is said of them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +19,16 @@ from autopar.solver.deadline import after
 from tests.pipeline.test_planner import request
 
 
-def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def _search() -> StageSearch:
+    """Of a pipeline of two stages, with room for anything."""
     asked = request({"pp": 2}, Schedule("1f1b", 2, 4), num_layers=3)
     blocks = planned_blocks(asked, 2)
     nothing_known = (0.0,) * (len(blocks.blocks) + 1)
-    search = StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, (2, 1), nothing_known)
-    given: list[float] = []
+    return StageSearch(blocks, after(1000.0), (Room(2**40, 2**40),) * 2, (2, 1), nothing_known)
+
+
+def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, given = _search(), list[float]()
 
     def solved(space: Any, pins: Any, settings: Settings, *more: Any) -> None:
         given.append(settings.time_limit)
@@ -34,3 +40,21 @@ def test_what_is_planned_more_closely_gets_more_of_the_time(monkeypatch: pytest.
     roughly, closely = given
     assert 50 < roughly < 70
     assert closely == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_is_found(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """What the first stage can do with two micro-batches in flight, the last can do with one."""
+    search = _search()
+    known = replace(search.ask(0, 2, 0, ROUGHLY), least=1e-9)
+    search.by_structure = defaultdict(list, {0: [known]})
+
+    def nothing(*arguments: Any) -> None:
+        raise InfeasibleError("no choices that were found keep as little as they may")
+
+    monkeypatch.setattr(StageSearch, "_solved", nothing)
+    again = search.ask(0, 2, stage, TOLERANCE)
+    assert again.seconds == known.seconds
+    assert again.least < known.seconds
