@@ -99,9 +99,11 @@ def solve_prepared(
 
     The search is shorter from there.
     """
-    solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
+    try:
+        solution = _by_reduction(prepared, after(time_limit), gap, only_narrow=False, price=price, enough=enough)
+    finally:
+        prepared.met.forget()
     assert solution is not None
-    prepared.met.forget()
     return solution
 
 

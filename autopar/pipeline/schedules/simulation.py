@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.pipeline.schedules.schedule import KINDS, Action, Schedule
 
+KEPT = 4
+"""Schedules whose computations stay in order, a few MB each: one is simulated again and again, others once."""
 Floats = NDArray[np.float64]
+Seconds = TypeVar("Seconds", float, Floats)
 Key = tuple[str, int, int]
 """What is waited for: F or I, of a stage, for a micro-batch."""
 _Step = tuple[int, Action, tuple[tuple[Key, bool], ...]]
@@ -47,8 +51,7 @@ class StageSeconds:
 
     def of(self, kind: str) -> float:
         """Seconds of one computation, by the kind of its step."""
-        whole = self.backward_input + self.backward_weight
-        return {"F": self.forward, "B": whole, "I": self.backward_input, "W": self.backward_weight}[kind]
+        return _by_kind(self.forward, self.backward_input, self.backward_weight)[kind]
 
     def sent(self, kind: str) -> float:
         """Seconds of the transfer of what F or I make."""
@@ -103,11 +106,10 @@ def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats
 
     `seconds` has the fields of `StageSeconds`, each [stage, step].
     """
-    whole = seconds["backward_input"] + seconds["backward_weight"]
-    lasting = {"F": seconds["forward"], "B": whole, "I": seconds["backward_input"], "W": seconds["backward_weight"]}
+    lasting = _by_kind(seconds["forward"], seconds["backward_input"], seconds["backward_weight"])
     sent = {"F": seconds["send_forward"], "I": seconds["send_backward"]}
     ends: dict[Key, Floats] = {}
-    free = np.zeros((schedule.num_ranks, whole.shape[1]))
+    free = np.zeros((schedule.num_ranks, seconds["once"].shape[1]))
     for rank, step, reads in _in_order(schedule):
         start = free[rank]
         for key, is_far in reads:
@@ -118,9 +120,15 @@ def seconds_of_each(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats
     return free.max(axis=0)
 
 
-@cache
+def _by_kind(forward: Seconds, inputs: Seconds, weights: Seconds) -> dict[str, Seconds]:
+    """What the computations of each of KINDS take."""
+    return {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+
+
+@lru_cache(maxsize=KEPT)
 def _in_order(schedule: Schedule) -> tuple[_Step, ...]:
     """Every computation, behind what its rank computes before it, and behind all that it reads."""
+    rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     found: list[_Step] = []
     made: set[Key] = set()
     waiting = [list(reversed(order)) for order in schedule.orders]
@@ -129,7 +137,7 @@ def _in_order(schedule: Schedule) -> tuple[_Step, ...]:
         for rank, steps in enumerate(waiting):
             while steps and made.issuperset(reads := _reads(steps[-1], schedule.num_stages)):
                 step = steps.pop()
-                found.append((rank, step, tuple((key, schedule.rank_of(key[1]) != rank) for key in reads)))
+                found.append((rank, step, tuple([(key, rank_of[key[1]] != rank) for key in reads])))
                 made.add(_key(step))
         assert len(found) > before, f"{schedule} waits for itself: {[str(steps[-1]) for steps in waiting if steps]}"
     return tuple(found)

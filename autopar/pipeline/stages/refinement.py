@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.pipeline.schedules.simulation import StageSeconds, seconds_of_each
 from autopar.pipeline.stages.cheapest_cut import Floats
-from autopar.pipeline.stages.cuts import BlockCost, CutProblem
+from autopar.pipeline.stages.cuts import BlockCost, CutProblem, stages_of
 from autopar.solver.deadline import NEVER, is_over
 
 MOST_STEPS = 20_000_000
@@ -58,11 +58,11 @@ def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond
 
     What stages take beyond their blocks is in their backwards: so is most of what is computed again to save memory.
     """
-    ends = np.array([[*starts[1:], len(problem.blocks)] for starts in cuts])
-    places = [list(enumerate(zip(starts, each, strict=True))) for starts, each in zip(cuts, ends.tolist(), strict=True)]
-    more = np.array([[beyond(stage, first, end) for stage, (first, end) in each] for each in places]).T
+    places = np.array([stages_of(starts, len(problem.blocks)) for starts in cuts])
+    more = np.array([[beyond(*place) for place in each] for each in places.tolist()]).T
     fits = np.flatnonzero(np.isfinite(more).all(axis=0))
-    first, end, more = np.array(cuts).T[:, fits], ends.T[:, fits], more[:, fits]
+    _, first, end = places[fits].T
+    more = more[:, fits]
     sent = np.array([0.0, *problem.cut_seconds[1:], 0.0]) / 2
     blocks = problem.blocks
     seconds = {
@@ -83,7 +83,7 @@ def simulated_seconds(problem: CutProblem, cuts: Sequence[Sequence[int]], beyond
 def _sums(of_blocks: Sequence[float], first: np.ndarray, end: np.ndarray) -> Floats:
     """The sums of blocks from one to another."""
     until = np.concatenate([[0.0], np.cumsum(of_blocks)])
-    return np.maximum(until[end] - until[first], 0.0)
+    return until[end] - until[first]
 
 
 def stages_of_blocks(
