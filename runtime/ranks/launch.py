@@ -27,7 +27,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 FAILED = 2  # exit status of a rank whose error is written down
 PATIENCE = timedelta(minutes=10)  # of a collective whose other ranks do not come
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-PRELOADED = ["transformers.models.llama.modeling_llama", "torch.export", "networkx"]
+PRELOADED = ["autopar", "transformers.models.llama.modeling_llama", "torch.export", "networkx"]
 
 
 class RankError(AutoparError, RuntimeError):

@@ -53,6 +53,9 @@ PRELOADED = [
     "sympy",
     "networkx",
     "ortools.sat.python.cp_model",
+    "autopar.compiler.whole",
+    "autopar.pipeline.planner",
+    "tests.support.parity",
 ]
 START_SECONDS = 120.0  # the fork server's imports, on a busy machine
 STACK_SECONDS = 1.0  # how long a hanging rank may take to write down where it hangs
