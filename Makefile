@@ -21,24 +21,35 @@ GPU_SECONDS ?= 590
 CASES ?= 1000
 SEED ?= 0
 
+# Many processes of the tests and the demo import the same sources: they are compiled once, whatever the caller's setting.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
 
-.PHONY: demo test lint format slow fuzz bench bench-planner cuda-check gpu clean
+.PHONY: demo test lint style types pytest format slow fuzz bench bench-planner cuda-check gpu clean
 
 demo: $(DEMO_READY)
 	$(BIN)/autopar demo
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+# Pyright takes one core for minutes: it runs beside the tests.
+test: style
+	$(MAKE) --jobs 2 types pytest
 
-lint: $(TEST_READY)
+lint: style types
+
+style: $(TEST_READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(TEST_READY)
 	$(BIN)/pyright
+
+pytest: $(TEST_READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: $(TEST_READY)
 	$(BIN)/ruff check --fix

@@ -67,6 +67,7 @@ def test_a_row_with_a_limit_of_its_own_is_planned_once(monkeypatch: pytest.Monke
     assert [line.row for line in plan_speed.lines(GROUPS["limits"], (0.9,))] == list(GROUPS["limits"])
 
 
+@pytest.mark.slow
 def test_a_row_that_no_plan_satisfies_is_measured_as_such() -> None:
     found = measure(Row("demo", (2, 2), 4, 16, layers=1, memory=1, hardware="cpu"))
     assert found.solver == "infeasible" and found.step is None and found.solve

@@ -199,7 +199,6 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
 # Few layers for all.
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
@@ -209,6 +208,7 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
         ({"dp": 2, "pp": 2, "recompute": "full"}, (3, 2)),
     ],
 )
+@pytest.mark.sample(1)
 def test_few_layers_say_what_all_of_them_say(changes: dict[str, object], layers: tuple[int, ...]) -> None:
     asked, hardware = pinned(row(shape=dataclasses.replace(LARGE, layers=sum(layers)), **changes)), load("h100")
     few, all_of_them = (predicted(asked, layers, hardware, whole) for whole in (False, True))
@@ -378,6 +378,7 @@ def test_a_wait_is_half_of_each_message_and_no_message_is_longer_on_its_way() ->
 # The command.
 
 
+@pytest.mark.slow
 def test_parts_of_memory_stand_beside_those_of_a_plan(tmp_path: Path) -> None:
     head = "source,figure,model,mode,quantity,value,unit,tp,pp,micro_batch,recompute,sequence_parallel\n"
     lines = "p,1,megatron-22B,none,parameters and optimizer,45.5625,GiB,,,,,\np,3,other,none,total,1,GB,,,,,\n"

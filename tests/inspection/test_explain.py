@@ -203,6 +203,7 @@ def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> No
     assert replicated.reason in " ".join(str(found).split())
 
 
+@pytest.mark.slow
 def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_runner_up() -> None:
     space = space_of(TwoLinears(), (X_BD,), load("h100"))
     limit = int(0.7 * make_plan(space, {})[0].peak_bytes)

@@ -51,6 +51,7 @@ def llama() -> Plan:
 
 
 @pytest.mark.parametrize("name", ["mlp", "llama", "gpt2", "resnet"])
+@pytest.mark.sample(2)
 def test_a_plan_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[name]
     plan = plan_of(family.build(), family.inputs(0))

@@ -69,6 +69,7 @@ def test_formulas_count_what_the_prediction_counts(depth: Literal[1, 2], recompu
     assert plan.verify().ok
 
 
+@pytest.mark.slow
 def test_under_a_limit_weights_are_fetched_ahead_where_there_is_room() -> None:
     none, one, two = _plan(0).peak_bytes, _plan(1).peak_bytes, _plan(2).peak_bytes
     assert (_plan().prefetch, _plan(memory=none).prefetch, _plan(memory=one - 1).prefetch) == (1, 0, 0)

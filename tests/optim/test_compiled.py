@@ -130,6 +130,7 @@ def test_compiled_models_are_trained_as_on_one_process(
         assert found.moved == found.planned
 
 
+@pytest.mark.slow
 def test_parameters_are_updated_in_the_backward_as_behind_it(ranks: Ranks) -> None:
     behind = ranks.run(_compiled, "galore", (2,), "zero3", world_size=2, timeout=180)
     for found, wanted in zip(ranks.run(_compiled, "galore", (2,), "zero3", True, world_size=2), behind, strict=True):

@@ -106,8 +106,8 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "strategy", "dtype", "gradients"), CASES)
+@pytest.mark.slow
 def test_compiled_models_are_trained_as_on_one_process(
     ranks: Ranks, shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: str
 ) -> None:
@@ -176,6 +176,7 @@ def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     ("strategy", "gradients"),
     [("zero3", "device"), ("data_parallel", "host"), pytest.param("zero3", "host", marks=pytest.mark.slow)],
 )
+@pytest.mark.sample(1)
 def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks, strategy: str, gradients: str) -> None:
     for found, predicted in ranks.run(_measured, strategy, gradients, world_size=2):
         assert predicted == pytest.approx(found, rel=0.05)

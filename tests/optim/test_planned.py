@@ -42,8 +42,8 @@ def _moved_by_the_optimizer(plan: Plan) -> list[tuple[str, str, int]]:
     return sorted((each.collective, each.axis, each.num_bytes) for row in rows for each in row.transfers)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.sample(2)
 def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)
     again = plan.reprice()
@@ -59,6 +59,7 @@ def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strate
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("galore", "fsdp_megatron"), ("muon", "zero3")])
+@pytest.mark.sample(1)
 def test_another_mesh_and_batch_cost_what_a_plan_for_them_costs(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)
     other = _planned(kind, strategy, dp=4, batches=2)
@@ -80,6 +81,7 @@ def test_a_plan_with_them_is_saved_and_explained(tmp_path: Path) -> None:
     assert found.optimizer_seconds + sum(each.seconds for each in found.own) == pytest.approx(row.seconds)
 
 
+@pytest.mark.slow
 def test_galore_and_muon_hold_less_than_adamw() -> None:
     uses = {kind: _planned(kind, "zero3").memory for kind in ("adamw", "muon", "galore")}
     held = {kind: use.parts["optimizer"] for kind, use in uses.items() if use is not None}

@@ -69,6 +69,7 @@ def _program(function: Callable[..., Any], *names: str) -> Program:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(4)
 def test_a_block_is_a_layer(name: str) -> None:
     assert [block.name for block in blocks_of(_captured(name))] == LAYERS[name].split()
 

@@ -87,7 +87,7 @@ def _problems(draw: st.DrawFn) -> CutProblem:
 
 
 @given(_problems())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_cut_is_better(problem: CutProblem) -> None:
     cuts = best_cuts(problem)
     best = min(_step_seconds(problem, starts) for starts in _all_starts(problem))
@@ -117,7 +117,7 @@ def _exact(draw: st.DrawFn) -> tuple[CutProblem, Exact]:
 
 
 @given(_exact())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_cut_is_better_by_the_true_seconds_of_stages_that_fit(case: tuple[CutProblem, Exact]) -> None:
     problem, exact = case
     asked: list[tuple[int, int, int]] = []

@@ -70,6 +70,7 @@ def test_stages_of_a_rank_do_not_wait_at_once() -> None:
     assert away.rank_host(0) == {"activations": together} and together < of_stages[0] + of_stages[2]
 
 
+@pytest.mark.slow
 def test_a_host_is_shared_by_the_devices_of_all_stages() -> None:
     narrow = replace(load("h100"), host_memory_bytes_per_s=1e9)
     away = planned({"pp": 2, "dp": 2}, offload="activations", strategy="zero3", hardware=narrow)
@@ -101,6 +102,7 @@ def test_stages_leave_what_a_limit_asks_for() -> None:
         planned(memory=limit, recompute="none")
 
 
+@pytest.mark.slow
 def test_the_cheapest_is_taken_of_itself() -> None:
     said: dict[str, Any] = {"optimizer": "adamw", "offload": "auto"}
     assert planned(**said).offload == "none"

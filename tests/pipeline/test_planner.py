@@ -171,6 +171,7 @@ def _all_starts(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sample(1)
 def test_cuts_of_a_model_with_a_big_head_are_the_best_of_all(ranks: int) -> None:
     asked = request({"pp": ranks}, Schedule("1f1b", ranks, 4), vocabulary=256)
     planned, plan = planned_blocks(asked, ranks), plan_pipeline(asked)
@@ -261,6 +262,7 @@ def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monke
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.sample(1)
 def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
     """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""
     chunks = 1 if name == "1f1b" else 2
@@ -300,6 +302,7 @@ def test_what_fits_no_rank_is_an_error_that_says_which_stage() -> None:
 # Schedules that are left open.
 
 
+@pytest.mark.slow
 def test_the_recommended_schedule_is_the_best_of_all() -> None:
     free = planned(microbatches=4)
     every = {name: planned(microbatches=4, schedule=name).seconds for name in RECOMMENDED}
@@ -324,6 +327,7 @@ def test_the_recommended_number_of_micro_batches_is_the_best_of_all() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_what_is_wished_holds_and_the_rest_is_chosen(wish: dict[str, Any], found: dict[str, set[object]]) -> None:
     schedule = planned(**wish).schedule
     assert all(getattr(schedule, name) in values for name, values in found.items())
@@ -349,6 +353,7 @@ def test_the_recommended_schedule_goes_with_annotated_stages() -> None:
     assert plan.schedule.num_stages == 2 and "head" in plan.stages[1].blocks
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_fastest_schedule_does_not_keep_to_gives_a_slower_one() -> None:
     free = planned(model=Layered(4), microbatches=4)
     limit = int(0.7 * free.peak_bytes)

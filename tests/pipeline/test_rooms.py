@@ -187,6 +187,7 @@ def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
 
 
 @pytest.mark.parametrize(("name", "share"), [("1f1b", None), ("1f1b", 0.95), ("zbv", None)])
+@pytest.mark.sample(2)
 def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> None:
     schedule = Schedule(name, 2, 4, 1 if name == "1f1b" else 2)
     asked = request({"pp": 2}, schedule, num_layers=3, vocabulary=256)

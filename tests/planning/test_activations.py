@@ -213,6 +213,7 @@ def test_fewer_layers_leave_where_a_host_has_no_room_for_all() -> None:
     assert _planned(**said, hardware=small).recompute == found.recompute
 
 
+@pytest.mark.slow
 def test_a_limit_of_both_memories_is_met_by_computing_again() -> None:
     limit = int(0.6 * _peak())
     said: dict[str, Any] = {"strategy": "zero3", "memory": limit, "offload": "activations", "hardware": FAST_LINK}

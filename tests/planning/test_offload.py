@@ -166,6 +166,7 @@ def test_state_goes_to_the_host_where_nothing_fits_without_that() -> None:
     assert found.choices == _planned(memory=limit, offload="optimizer").choices
 
 
+@pytest.mark.slow
 def test_the_faster_plan_is_kept_where_both_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second search ends where it finds nothing faster than the first."""
     cut, against = [], offloading._against

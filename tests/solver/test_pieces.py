@@ -47,6 +47,7 @@ def _fits(problems: list[Problem], choices: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.8])
+@pytest.mark.sample(1)
 def test_what_is_made_is_the_best_of_what_pieces_are_known(share: float) -> None:
     gained = []
     for seed in range(2):

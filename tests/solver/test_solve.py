@@ -112,7 +112,7 @@ def test_without_a_limit_it_equals_brute_force(seed: int, forbidden: float) -> N
     _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, None), "auto")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(seed=seeds, forbidden=shares, budget=st.integers(0, 70))
 def test_with_a_limit_it_equals_brute_force(seed: int, forbidden: float, budget: int) -> None:
     _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, budget), "auto")
@@ -181,7 +181,7 @@ def test_large_messages_are_built_in_blocks(seed: int, forbidden: float) -> None
         _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, None), "auto")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(seed=seeds, forbidden=shares, budget=st.integers(20, 120), share=st.sampled_from([0.1, 0.3, 0.6]))
 def test_every_choice_below_the_limit_remains_with_its_cost(
     seed: int, forbidden: float, budget: int, share: float

@@ -51,6 +51,7 @@ def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
 def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
     family: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:

@@ -53,8 +53,8 @@ def in_the_mean(counted: Mapping[Any, Any]) -> dict[Any, float]:
     return {key: fmean(each.values()) for key, each in of_ranks.items()}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["t", "x", "t+x", "d", "o"])
+@pytest.mark.sample(1)
 def test_experts_are_divided_over_an_axis(name: str) -> None:
     trained(Form(), (name,))
 
@@ -83,6 +83,7 @@ def test_experts_are_divided_over_three_axes(names: tuple[str, ...]) -> None:
     trained(EIGHT, names)
 
 
+@pytest.mark.slow
 def test_rows_travel_over_both_axes_in_one_exchange() -> None:
     plan = trained(Form(), ("t+x", "t+x")).plan
     assert plan is not None
@@ -90,6 +91,7 @@ def test_rows_travel_over_both_axes_in_one_exchange() -> None:
     assert plan.traffic["all_to_all", "a_b"] == 4 * rows + counts
 
 
+@pytest.mark.slow
 def test_weights_of_experts_are_stored_in_parts_over_the_axes_that_divide_no_experts() -> None:
     found = trained(Form(), ("t", "t+x"), storage="a")
     assert found.plan is not None

@@ -187,6 +187,7 @@ def test_a_llama_trains_by_torch_as_planned(ranks: Ranks) -> None:
     assert ranks.run(_llamas, plans, world_size=4)[0] == [16, 0]
 
 
+@pytest.mark.slow
 def test_megatron_on_a_llama_is_the_tp_plan_that_transformers_has_for_it() -> None:
     found = _llama("megatron").tp_plan()
     assert (found.axis, dict(found.styles)) == ("tp", LLAMA)

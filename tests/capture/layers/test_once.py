@@ -84,6 +84,7 @@ def _without_bias(model: Stack) -> None:
         *(_hook, _hook_of_layer, _narrow, _without_bias),
     ],
 )
+@pytest.mark.sample(6)
 def test_a_layer_that_differs_is_traced(change: Callable[[Stack], None]) -> None:
     model = stack()
     change(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autopar.capture.export import capture, skeleton
 from autopar.models.catalogue import built_in
 from autopar.planning.planner import make_plan
@@ -9,6 +11,7 @@ from autopar.planning.request import PlanRequest
 from autopar.sharding.mesh import Mesh
 
 
+@pytest.mark.slow
 def test_what_is_better_than_what_the_first_cut_has_is_found_in_a_wider_one() -> None:
     model, inputs = built_in("tiny-moe", 8, 64)
     program = capture(skeleton(model), inputs, {}, training=True)

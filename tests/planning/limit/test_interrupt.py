@@ -56,6 +56,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypa
 
 
 @pytest.mark.parametrize("moments", [(0.2,), (100.0, 100.2)], ids=["before there is a plan", "twice"])
+@pytest.mark.sample(1)
 def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, moments: tuple[float, ...]
 ) -> None:

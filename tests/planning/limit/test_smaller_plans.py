@@ -76,6 +76,7 @@ def test_segments_stay_as_they_are_where_another_mode_gains_nothing(space: Space
     assert without_idle_modes(answer, formulation, {}, modes, 0).modes == answer.modes
 
 
+@pytest.mark.slow
 def test_where_more_is_dear_what_is_near_enough_is_taken(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     free = make_plan(space, {})[0].peak_bytes
     limits = [int(share * free) for share in (0.9, 0.8, 0.7, 0.6)]

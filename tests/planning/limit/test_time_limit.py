@@ -70,7 +70,11 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(
     ("seconds", "said"),
     [
         (4.0, "the time limit passed before any choice of strategies was found"),
-        (200.0, "before a plan within the memory limit, 232.00 kB per device, was found: the least that was found is"),
+        pytest.param(
+            200.0,
+            "before a plan within the memory limit, 232.00 kB per device, was found: the least that was found is",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_where_no_plan_was_found_by_then_the_error_says_so(

@@ -67,6 +67,7 @@ def test_where_the_best_is_asked_for_nothing_is_left_open(space: Space, asked: l
     assert set(asked) == {0.0}
 
 
+@pytest.mark.slow
 def test_where_problems_are_stated_once_they_are_asked_once_without_the_limit(
     space: Space, asked: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

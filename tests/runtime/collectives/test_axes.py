@@ -107,6 +107,7 @@ def _gathered_and_reduced(joined: str, part: Tensor, weight: Tensor) -> tuple[Te
 
 
 @pytest.mark.parametrize(("shape", "joined"), [((2, 2), "x_y"), ((2, 2, 2), "x_z")])
+@pytest.mark.sample(1)
 def test_weights_move_over_joined_axes_on_ranks(ranks: Ranks, shape: tuple[int, ...], joined: str) -> None:
     wholes, parts, weights, traffic = zip(
         *ranks.run(_on_ranks, shape, joined, False, world_size=math.prod(shape)), strict=True
@@ -121,6 +122,7 @@ def test_weights_move_over_joined_axes_on_ranks(ranks: Ranks, shape: tuple[int, 
         }
 
 
+@pytest.mark.slow
 def test_moves_over_joined_axes_compile(ranks: Ranks) -> None:
     wholes, parts, weights, _ = zip(*ranks.run(_on_ranks, (2, 2), "x_y", True, world_size=4, timeout=300), strict=True)
     _check((2, 2), "x_y", wholes, parts, weights)

@@ -112,7 +112,7 @@ def fibers_of(values: Parts, sizes: tuple[int, ...], position: int) -> list[Part
     return [[values[int(rank)] for rank in row] for row in ranks]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(case=move_cases(), where=st.sampled_from(MESHES), seed=st.integers(0, 99))
 def test_a_move_carries_value_and_gradient(case: MoveCase, where: Any, seed: int) -> None:
     torch.manual_seed(seed)

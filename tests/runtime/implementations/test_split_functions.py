@@ -170,6 +170,7 @@ def loss_layouts(logits: Layout, reduction: int) -> tuple[Layout, Layout, Layout
     ("reduction", "weighted", "smoothing"),
     [(1, False, 0.0), (1, True, 0.0), (1, False, 0.1), (1, True, 0.1), (0, True, 0.1), (2, True, 0.1)],
 )
+@pytest.mark.sample(15)
 def test_cross_entropy(split: str, reduction: int, weighted: bool, smoothing: float) -> None:
     layout, axes = SPLITS[split]
     num_classes = 8 if split == "classes on both axes" else 5 if "classes" in split else CLASSES

@@ -100,6 +100,7 @@ def _losses_with_dropout(mesh_name: str, schedule: str, recompute: str) -> list[
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("zbv", "full")])
+@pytest.mark.sample(1)
 def test_a_model_with_dropout_trains_in_a_pipeline_as_in_one_stage(ranks: Ranks, schedule: str, recompute: str) -> None:
     [expected] = ranks.run(_losses_with_dropout, "one", schedule, "none", world_size=1)
     found = ranks.run(_losses_with_dropout, "pp2", schedule, recompute)
@@ -181,6 +182,7 @@ def _evaluated(shape: tuple[int, ...], names: tuple[str, ...], outputs: str) -> 
     ("shape", "names", "outputs"),
     [((2,), ("pp",), "dtensor"), ((2, 2), ("pp", "tp"), "dtensor"), ((2, 2), ("dp", "pp"), "full")],
 )
+@pytest.mark.sample(1)
 def test_evaluation_gives_every_output_on_every_rank(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...], outputs: str
 ) -> None:

@@ -110,6 +110,7 @@ def _changed(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("shape", "names"), [((2,), ("pp",)), ((2, 2), ("pp", "dp"))], ids=str)
+@pytest.mark.sample(1)
 def test_changes_of_a_pipelines_modules_are_seen_on_the_rank_that_runs_them(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:

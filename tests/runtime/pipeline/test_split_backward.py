@@ -91,7 +91,7 @@ def graphs(draw: st.DrawFn) -> tuple[Graph, int]:
     return graph, len(taken)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     graphs(),
     st.lists(st.booleans(), min_size=NUM_INPUTS, max_size=NUM_INPUTS),

@@ -103,6 +103,7 @@ def _with_stages_and_compiled_layers() -> None:
     assert {"blocks.0 (backward)", "blocks.1 (backward)"} <= {event.name for event in events}
 
 
+@pytest.mark.slow
 def test_stages_and_compiled_layers_have_ranges_too(ranks: Ranks) -> None:
     ranks.run(_with_stages_and_compiled_layers)
 

@@ -92,11 +92,11 @@ def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=False)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "dropout", "deterministic"),
     [("llama", 0, False), ("vit", 0, False), ("gpt2", 0.1, False), ("gpt2", 0.1, True), ("resnet", 0, False)],
 )
+@pytest.mark.sample(1)
 def test_what_is_computed_again_is_the_same_bit_by_bit(family: str, dropout: float, deterministic: bool) -> None:
     model = alone(family, dropout)
 
@@ -195,6 +195,7 @@ def test_nothing_is_held_once_the_backward_is_done() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sample(2)
 def test_a_forward_without_a_backward_leaves_nothing_behind(mode: str) -> None:
     """Nothing waits for the collector of cycles."""
     model = alone("llama")
@@ -443,6 +444,7 @@ def test_ranks_compute_again_without_communicating_again(
         assert found["regathers"] == ("storage" in split)
 
 
+@pytest.mark.slow
 def test_simulated_ranks_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopar, "compile", partial(autopar.compile, recompute="full"))
     found = test_simulated.on_simulated_ranks("transformer_encoder", test_simulated.THREE_ROLES, monkeypatch)

@@ -116,6 +116,7 @@ def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(5)
 def test_keys_travel_as_far_as_a_window_sees_them(way: Way, kind: str, zigzag: bool, keys: int, gradients: int) -> None:
     with record_traffic() as traffic:
         check(way, zigzag, kind, 2)
@@ -206,8 +207,8 @@ CASES = (
 )
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(1)
 def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     mask, steps = MASKS[case.mask], Steps(batches(3))
     expected = train_alone(built(mask), steps)
@@ -230,6 +231,7 @@ class BothModel(Model):
     also_causal = True
 
 
+@pytest.mark.slow
 def test_a_window_of_positions_that_are_dealt_moves_what_is_predicted() -> None:
     def both() -> Model:
         torch.manual_seed(0)

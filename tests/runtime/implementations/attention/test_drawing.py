@@ -137,6 +137,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int, deterministic: bool
     ],
     ids=str,
 )
+@pytest.mark.sample(7)
 def test_ranks_drop_what_one_drops(way: Way, kind: str, deterministic: bool) -> None:
     check(way, True, kind, 2, deterministic)
 
@@ -201,6 +202,7 @@ def test_a_model_trains_alike_on_all_layouts(case: Case) -> None:
     assert fault_of(without, expected, relative=1e-3), "something is dropped"
 
 
+@pytest.mark.slow
 def test_in_the_deterministic_mode_a_ring_drops_what_one_process_drops() -> None:
     steps = Steps(heads.batches(2))
     expected = train_alone(heads.built(4, 4, is_causal=True, dropout_p=P), steps)
