@@ -199,6 +199,7 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
 # Few layers for all.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
@@ -208,7 +209,6 @@ def test_fused_kernels_have_the_gradients_of_what_they_compute() -> None:
         ({"dp": 2, "pp": 2, "recompute": "full"}, (3, 2)),
     ],
 )
-@pytest.mark.sample(1)
 def test_few_layers_say_what_all_of_them_say(changes: dict[str, object], layers: tuple[int, ...]) -> None:
     asked, hardware = pinned(row(shape=dataclasses.replace(LARGE, layers=sum(layers)), **changes)), load("h100")
     few, all_of_them = (predicted(asked, layers, hardware, whole) for whole in (False, True))

@@ -54,8 +54,8 @@ def loss(output: Any) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
-@pytest.mark.parametrize("target", COMPOSED, ids=str)
 @pytest.mark.sample(12)
+@pytest.mark.parametrize("target", COMPOSED, ids=str)
 def test_a_composite_is_calls_that_have_rules_and_computes_the_same(target: Any) -> None:
     for each in SAMPLES[target](Draw(0)):
         program = assert_as_eager(Calling(target, each), loss=loss)

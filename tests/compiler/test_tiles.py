@@ -107,9 +107,9 @@ def searches(in_full: bool = False) -> Iterator[list[str]]:
 FOUND, CUT_OFF, MEMORY_COSTS_TIME = "found", "cut off", "memory costs time"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weight", [1, 10])
 @pytest.mark.parametrize("options", [{"gap": 0.05}, {"recompute": "none"}, {"microbatches": 2}])
-@pytest.mark.sample(1)
 def test_searches_that_end_early_leave_the_plan_that_whole_ones_find(
     weight: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,8 +250,8 @@ def test_ranks_hold_what_is_predicted_and_no_more_than_the_limit(ranks: Ranks) -
         assert found <= 1.05 * limit
 
 
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("given", [False, True])
 def test_ranks_train_as_one_process(given: bool) -> None:
     torch.manual_seed(0)
     model = Reader(CLASSES, SIZE).double()
@@ -310,8 +310,8 @@ def test_losses_and_mlps_may_both_be_taken_in_tiles() -> None:
     assert loaded.attach(model, batch(), recompute="none", mlp_tiles="auto").verify().ok
 
 
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("given", [False, True])
 def test_ranks_train_with_mlps_in_tiles_as_one_process(given: bool) -> None:
     torch.manual_seed(0)
     model = Gated(16, 64).double()

@@ -80,8 +80,8 @@ def gather(parts: list[torch.Tensor], layout: Layout, gradient: bool) -> torch.T
     return joined([joined(parts[:2], 1), joined(parts[2:], 1)], 0)
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_paths_carry_value_and_gradient(source: Layout) -> None:
     number = LAYOUTS.index(source)
     check_paths(source, LAYOUTS[number % 8 :: 8])

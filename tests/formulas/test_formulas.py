@@ -76,9 +76,9 @@ def same_choices(found: Planned, other: Space) -> tuple[int, ...]:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("family", ["mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "unet"])
-@pytest.mark.sample(2)
 def test_at_the_sizes_of_the_plan_the_formulas_are_its_numbers(family: str, hardware: str) -> None:
     found = found_at_first(family, hardware)
     again = formulated(found).reprice()
@@ -93,8 +93,8 @@ def test_a_plan_makes_its_formulas_when_it_is_asked_with_what_it_computes_again(
     assert plan.reprice().seconds == pytest.approx(plan.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
 def test_formulas_of_a_plan_with_a_precision_are_its_numbers(strategy: str) -> None:
     _, inputs = FAMILIES["llama"].inputs(0)
     on = Mesh({"dp": 2}, hardware="h100")
@@ -123,8 +123,8 @@ def test_another_batch_and_sequence_cost_what_a_fresh_capture_costs(family: str,
         assert (again.traffic, again.memory, again.flops) == (fresh.traffic, fresh.memory, fresh.flops)
 
 
-@pytest.mark.parametrize("family", ["mlp", "gpt2", "bert"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["mlp", "gpt2", "bert"])
 def test_another_mesh_costs_what_a_fresh_space_costs(family: str) -> None:
     found = found_at_first(family, SLOW_LINKS.name)
     plan = formulated(found)
@@ -151,9 +151,9 @@ def test_joined_axes_cost_on_another_mesh_what_they_cost_there(strategy: str) ->
         assert again.seconds == pytest.approx(fresh.seconds, rel=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "resnet"])
-@pytest.mark.sample(1)
 def test_memory_at_another_batch_and_sequence_is_that_of_a_fresh_capture_at_the_same_moment(
     family: str, recompute: str
 ) -> None:
@@ -218,8 +218,8 @@ def transformer(num_layers: int, hidden: int = 32, dp: int = 2) -> tuple[nn.Modu
     return model, space_of(model, kwargs, SLOW_DEVICES, dp=dp, tp=2)
 
 
-@pytest.mark.parametrize(("layers", "hidden"), [(5, 32), (2, 64), (3, 64)])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("layers", "hidden"), [(5, 32), (2, 64), (3, 64)])
 def test_more_layers_and_hidden_units_cost_what_a_fresh_capture_costs(layers: int, hidden: int) -> None:
     model, space = transformer(2)
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):

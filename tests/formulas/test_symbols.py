@@ -175,8 +175,8 @@ def test_a_learned_table_of_positions_fixes_the_sequence() -> None:
     assert texts["positions"] == ["10", "8"]
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_shape_has_the_value_that_it_has_now(name: str) -> None:
     args, kwargs = FAMILIES[name].inputs(0)
     space = space_of(FAMILIES[name].build(), kwargs or args)

@@ -74,9 +74,9 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:megatron", "ignore:strategy='flash_decoding'")
 @pytest.mark.parametrize(("family", "shape", "strategy", "layout"), CASES)
-@pytest.mark.sample(1)
 def test_prompts_and_tokens_move_and_hold_what_their_plans_predict(
     ranks: Ranks, family: str, shape: tuple[int, ...], strategy: str, layout: Layout
 ) -> None:

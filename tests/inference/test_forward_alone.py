@@ -58,6 +58,7 @@ def _ran(shape: tuple[int, ...], strategies: tuple[str | None, ...]) -> list[str
     return wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "strategies"),
     [
@@ -67,7 +68,6 @@ def _ran(shape: tuple[int, ...], strategies: tuple[str | None, ...]) -> list[str
         pytest.param((2, 2), (None, "data_parallel", "megatron"), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sample(1)
 def test_outputs_bytes_and_peak_are_those_of_one_process_and_of_the_plan(
     ranks: Ranks, shape: tuple[int, ...], strategies: tuple[str | None, ...]
 ) -> None:

@@ -50,8 +50,8 @@ def llama() -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2", "resnet"])
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2", "resnet"])
 def test_a_plan_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[name]
     plan = plan_of(family.build(), family.inputs(0))

@@ -33,9 +33,9 @@ def _plan(in_backward: bool, strategy: str | None, mesh: autopar.Mesh | None = N
     return plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.sample(1)
 def test_rows_and_formulas_count_what_the_prediction_counts(strategy: str, recompute: str) -> None:
     plan = _plan(True, strategy, recompute=recompute)
     assert plan.peak_bytes < _plan(False, strategy, recompute=recompute).peak_bytes

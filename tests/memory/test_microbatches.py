@@ -392,9 +392,9 @@ def _predicted_and_real(strategy: str, batch: int, num_microbatches: int, in_fli
     return memory_use(memory, context.choices, executable.plan.recompute)[0], real
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:zero1")
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero1", "zero2", "zero3"])
-@pytest.mark.sample(1)
 def test_the_prediction_is_what_a_step_of_many_microbatches_holds(strategy: str, ranks: Ranks) -> None:
     for batch, in_flight in ((8, 1), (256, 1), (256, 3), (256, 4)):
         predicted, real = ranks.run(_predicted_and_real, strategy, batch, 4, in_flight, world_size=2)[0]

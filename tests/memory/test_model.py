@@ -71,8 +71,8 @@ def held_for_the_backward(family: Family) -> tuple[Space, int]:
     return space, sum(storage.nbytes() for storage in held.values())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sample(4)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_predicted_activations_are_what_autograd_holds(name: str) -> None:
     space, held = held_for_the_backward(FAMILIES[name])
     memory = MemoryModel(space)

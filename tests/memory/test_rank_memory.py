@@ -103,8 +103,8 @@ def _with_dropout(p: float, strategy: str) -> tuple[int, int]:
     return found, compiled.plan.peak_bytes
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "ring"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["data_parallel", "ring"])
 def test_a_dropout_keeps_nothing(ranks: Ranks, strategy: str) -> None:
     for (dropping, predicted), (without, predicted_without) in zip(
         ranks.run(_with_dropout, 0.1, strategy), ranks.run(_with_dropout, 0.0, strategy), strict=True
@@ -134,8 +134,8 @@ def test_weights_that_are_fetched_ahead_are_counted(ranks: Ranks) -> None:
             assert predicted == pytest.approx(found, rel=0.02)
 
 
-@pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
 @pytest.mark.slow
+@pytest.mark.parametrize("sequence", [8, 64])  # mostly weights, and more of activations
 def test_storage_in_float32_costs_little_more_than_itself_beside_bfloat16(ranks: Ranks, sequence: int) -> None:
     model, _ = named("tiny-llama", 4, sequence)
     pure, mixed = (ranks.run(_in_precision, sequence, precision)[0] for precision in ("bf16", "bf16-mixed"))

@@ -46,11 +46,11 @@ def test_a_tile_of_logits_is_all_that_counts_of_them() -> None:
     assert one.peak_bytes - four.peak_bytes == pytest.approx(LOGITS * 3 / 4, rel=0.05)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "tiles", "kind"),
     [("data_parallel", 1, FORWARD), ("data_parallel", 8, COMPUTING), ("megatron", 64, COMPUTING)],
 )
-@pytest.mark.sample(1)
 def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kind: int) -> None:
     plan = planned(strategy=strategy, loss_tiles=tiles)
     context = context_of(plan)
@@ -63,8 +63,8 @@ def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kin
         assert plan.memory.parts["working set"] == (CLASSES // 2 + 2 * RANK_ROWS) * SIZE * 4 + 4
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "megatron", None])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["data_parallel", "megatron", None])
 def test_formulas_say_the_same(strategy: str | None) -> None:
     for tiles in (1, 3, 64):
         plan = planned({"dp": 2, "tp": 2}, strategy=strategy, loss_tiles=tiles)

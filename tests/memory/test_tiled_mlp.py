@@ -45,8 +45,8 @@ def test_gradients_in_low_precision_are_added_up_in_float32() -> None:
     assert plan.memory.parts["working set"] == of_a_tile + product + sums + ROWS * SIZE * 2
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "megatron", "zero3", None])
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("strategy", ["data_parallel", "megatron", "zero3", None])
 def test_choices_add_up_to_the_peak_and_formulas_say_the_same(strategy: str | None) -> None:
     for tiles in (1, 3, 64):
         plan = planned({"dp": 2, "tp": 2}, strategy=strategy, mlp_tiles=tiles)

@@ -114,11 +114,11 @@ EVERY = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "as_parameter", "shape", "strategy"),
     [each if each in FAST else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY],
 )
-@pytest.mark.sample(1)
 def test_adapters_of_a_frozen_base_of_few_bits_are_trained_as_on_one_process(
     ranks: Ranks, kind: str, as_parameter: bool, shape: tuple[int, ...], strategy: str
 ) -> None:

@@ -106,8 +106,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "dtype", "gradients"), CASES)
 @pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strategy", "dtype", "gradients"), CASES)
 def test_compiled_models_are_trained_as_on_one_process(
     ranks: Ranks, shape: tuple[int, ...], strategy: str, dtype: torch.dtype, gradients: str
 ) -> None:
@@ -172,11 +172,11 @@ def _measured(strategy: str, gradients: Any) -> tuple[int, int]:
     return peak_bytes(step, optimizer.zero_grad, held), compiled.plan.peak_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "gradients"),
     [("zero3", "device"), ("data_parallel", "host"), pytest.param("zero3", "host", marks=pytest.mark.slow)],
 )
-@pytest.mark.sample(1)
 def test_ranks_hold_what_the_plan_predicts_on_the_device(ranks: Ranks, strategy: str, gradients: str) -> None:
     for found, predicted in ranks.run(_measured, strategy, gradients, world_size=2):
         assert predicted == pytest.approx(found, rel=0.05)

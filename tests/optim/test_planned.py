@@ -42,8 +42,8 @@ def _moved_by_the_optimizer(plan: Plan) -> list[tuple[str, str, int]]:
     return sorted((each.collective, each.axis, each.num_bytes) for row in rows for each in row.transfers)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
 @pytest.mark.sample(2)
+@pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)
     again = plan.reprice()
@@ -58,8 +58,8 @@ def test_formulas_and_timelines_have_the_step_of_the_optimizer(kind: str, strate
     )
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("galore", "fsdp_megatron"), ("muon", "zero3")])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("kind", "strategy"), [("galore", "fsdp_megatron"), ("muon", "zero3")])
 def test_another_mesh_and_batch_cost_what_a_plan_for_them_costs(kind: str, strategy: str) -> None:
     plan = _planned(kind, strategy)
     other = _planned(kind, strategy, dp=4, batches=2)

@@ -68,8 +68,8 @@ def _program(function: Callable[..., Any], *names: str) -> Program:
     return capture(Model(function, *names), (X_BD,), {})
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sample(4)
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_block_is_a_layer(name: str) -> None:
     assert [block.name for block in blocks_of(_captured(name))] == LAYERS[name].split()
 

@@ -170,8 +170,8 @@ def _all_starts(num_blocks: int, num_stages: int) -> list[tuple[int, ...]]:
     return [(0, *cuts) for cuts in combinations(range(1, num_blocks), num_stages - 1)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_cuts_of_a_model_with_a_big_head_are_the_best_of_all(ranks: int) -> None:
     asked = request({"pp": ranks}, Schedule("1f1b", ranks, 4), vocabulary=256)
     planned, plan = planned_blocks(asked, ranks), plan_pipeline(asked)
@@ -261,8 +261,8 @@ def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monke
     assert plan.starts != by_formula.starts and plan.seconds < 0.995 * by_formula.seconds
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
     """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""
     chunks = 1 if name == "1f1b" else 2
@@ -316,6 +316,7 @@ def test_the_recommended_number_of_micro_batches_is_the_best_of_all() -> None:
     assert free.microbatches == min(every, key=every.__getitem__) and free.seconds == every[free.microbatches]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("wish", "found"),
     [
@@ -327,7 +328,6 @@ def test_the_recommended_number_of_micro_batches_is_the_best_of_all() -> None:
     ],
     ids=str,
 )
-@pytest.mark.sample(3)
 def test_what_is_wished_holds_and_the_rest_is_chosen(wish: dict[str, Any], found: dict[str, set[object]]) -> None:
     schedule = planned(**wish).schedule
     assert all(getattr(schedule, name) in values for name, values in found.items())

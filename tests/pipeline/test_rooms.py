@@ -186,8 +186,8 @@ def test_a_stage_keeps_no_more_than_its_room_says_while_others_run() -> None:
     assert ask(Room(whole.peak, 1))[0].seconds == math.inf
 
 
-@pytest.mark.parametrize(("name", "share"), [("1f1b", None), ("1f1b", 0.95), ("zbv", None)])
 @pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "share"), [("1f1b", None), ("1f1b", 0.95), ("zbv", None)])
 def test_no_cut_is_below_the_bound_of_a_plan(name: str, share: float | None) -> None:
     schedule = Schedule(name, 2, 4, 1 if name == "1f1b" else 2)
     asked = request({"pp": 2}, schedule, num_layers=3, vocabulary=256)

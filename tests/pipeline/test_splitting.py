@@ -78,9 +78,9 @@ def _run_all(stages: Sequence[Program], model: nn.Module, leaves: Sequence[Any])
     return outputs, buffers
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(4)
 def test_stages_one_after_another_compute_what_the_whole_program_computes(name: str, num_stages: int) -> None:
     family, program = FAMILIES[name], _captured(name)
     leaves = pytree.tree_leaves(family.inputs(1))

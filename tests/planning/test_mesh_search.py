@@ -55,9 +55,9 @@ def search(make: Callable[[Mesh], Plan], meshes: Sequence[Mesh], time_limit: flo
     return best_mesh(lambda mesh, _: candidate(make(mesh)), meshes, time_limit)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("hardware", [SLOW_DEVICES, SLOW_LINKS, load("cpu")], ids=lambda each: each.name)
 @pytest.mark.parametrize(("devices", "max_axes"), [(4, 1), (4, 2), (8, 3), (6, 2), (1, 2), (2, 3)])
-@pytest.mark.sample(9)
 def test_the_best_mesh_is_the_best_of_all_meshes_planned_one_by_one(
     hardware: Hardware, devices: int, max_axes: int
 ) -> None:

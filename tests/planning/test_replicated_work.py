@@ -59,9 +59,9 @@ def test_convolutions_that_megatron_leaves_whole_are_named() -> None:
     assert "of the FLOPs replicated over tp: conv2d in blocks.0.conv" in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3", "megatron", "fully_replicated"])
-@pytest.mark.sample(3)
 def test_nothing_is_said_where_the_main_computation_is_split_or_meant_to_be_whole(name: str, strategy: str) -> None:
     model, inputs = built_in(name, 8, 16)
     assert not _said(model, inputs, strategy, {"dp": 2, "tp": 2})

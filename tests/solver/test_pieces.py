@@ -46,8 +46,8 @@ def _fits(problems: list[Problem], choices: tuple[int, ...]) -> bool:
     return all(each.fits(each.bytes_of(choices)) for each in problems)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.8])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("share", [0.4, 0.8])
 def test_what_is_made_is_the_best_of_what_pieces_are_known(share: float) -> None:
     gained = []
     for seed in range(2):

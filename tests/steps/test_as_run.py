@@ -130,6 +130,7 @@ def _planned(plan: Plan) -> list[Issued]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "axes", "options"),
     [
@@ -147,7 +148,6 @@ def _planned(plan: Plan) -> list[Issued]:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
-@pytest.mark.sample(1)
 def test_collectives_are_issued_and_waited_for_as_a_rank_does(
     model: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:

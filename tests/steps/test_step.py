@@ -40,6 +40,7 @@ def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
     return autopar.plan(FAMILIES[name].build(), Mesh(axes), args or kwargs, hardware=IN_TURNS, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "axes", "options"),
     [
@@ -51,7 +52,6 @@ def _family(name: str, axes: dict[str, int], **options: Any) -> Plan:
     ],
     ids=str,
 )
-@pytest.mark.sample(2)
 def test_a_step_in_which_nothing_runs_beside_another_takes_the_sum(
     family: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:

@@ -53,8 +53,8 @@ def in_the_mean(counted: Mapping[Any, Any]) -> dict[Any, float]:
     return {key: fmean(each.values()) for key, each in of_ranks.items()}
 
 
-@pytest.mark.parametrize("name", ["t", "x", "t+x", "d", "o"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["t", "x", "t+x", "d", "o"])
 def test_experts_are_divided_over_an_axis(name: str) -> None:
     trained(Form(), (name,))
 

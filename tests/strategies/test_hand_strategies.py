@@ -67,6 +67,7 @@ def by_hand(name: str, mesh: str, strategy: str) -> dict[int, Any] | None:
     return pins_of(annotations_of(model), space, "auto", {})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:annotate")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
@@ -77,7 +78,6 @@ def by_hand(name: str, mesh: str, strategy: str) -> dict[int, Any] | None:
         for mesh in MESHES
     ],
 )
-@pytest.mark.sample(1)
 def test_no_strategy_by_hand_is_faster_than_the_plan(name: str, mesh: str, strategy: str) -> None:
     pins = by_hand(name, mesh, strategy)
     if pins is None:

@@ -79,8 +79,8 @@ def test_there_are_implementations() -> None:
     assert torch.ops.aten.cross_entropy_loss.default in TARGETS
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.sample(14)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_padding_does_not_matter(target: Any) -> None:
     faults = []
     for each in implemented_samples(target):
@@ -119,8 +119,8 @@ def test_queries_of_causal_attention_may_be_padded_and_a_batch_of_statistics_may
 RANDOM = sorted((target for target in random.RULES if random_samples(target)), key=str)
 
 
-@pytest.mark.parametrize("target", RANDOM, ids=str)
 @pytest.mark.sample(10)
+@pytest.mark.parametrize("target", RANDOM, ids=str)
 def test_a_deterministic_draw_is_that_of_one_device(target: Any) -> None:
     faults = []
     for each, op in random_samples(target):
@@ -128,8 +128,8 @@ def test_a_deterministic_draw_is_that_of_one_device(target: Any) -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
-@pytest.mark.parametrize("target", RANDOM, ids=str)
 @pytest.mark.sample(16)
+@pytest.mark.parametrize("target", RANDOM, ids=str)
 def test_ranks_draw_the_same_where_they_hold_the_same(target: Any) -> None:
     for each, op in random_samples(target):
         whole = Whole.of(target, each.args, each.kwargs)

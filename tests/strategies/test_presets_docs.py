@@ -80,8 +80,8 @@ def section(strategy: str) -> str:
     return DOCS.read_text().partition(f"\n## {strategy}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize(("strategy", "shape"), SHAPES.items(), ids=SHAPES)
 @pytest.mark.sample(2)
+@pytest.mark.parametrize(("strategy", "shape"), SHAPES.items(), ids=SHAPES)
 def test_a_picture_is_that_of_the_plan(strategy: str, shape: tuple[int, ...]) -> None:
     assert picture(plan_of_llama(strategy, shape)) in section(strategy)
 

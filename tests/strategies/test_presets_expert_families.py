@@ -87,6 +87,7 @@ def test_rows_travel_in_parts_of_their_features_where_links_between_nodes_are_sl
     assert plan.traffic["all_to_all", "ep"] == 4 * rows // 4 + 8 * EXPERTS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
@@ -95,7 +96,6 @@ def test_rows_travel_in_parts_of_their_features_where_links_between_nodes_are_sl
         ("llama4", "expert_data"),
     ],
 )
-@pytest.mark.slow
 def test_families_train_on_ranks_as_on_one_process(family: str, strategy: str) -> None:
     source = FAMILIES[family]
     mesh = {"ep": 2, "tp": 2} if strategy == "expert_model" else {"dp": 2, "ep": 2}

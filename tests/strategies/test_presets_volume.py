@@ -162,8 +162,8 @@ def symbols_of_llama() -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("strategy", "shape"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 @pytest.mark.sample(2)
+@pytest.mark.parametrize(("strategy", "shape"), CASES, ids=lambda value: str(value).replace(", ", "x"))
 def test_a_step_of_llama_moves_what_the_docstring_says(strategy: str, shape: tuple[int, ...]) -> None:
     axes = axes_of(strategy, shape)
     assert moved(plan_of_llama(strategy, shape)) == formulas(strategy, symbols_of_llama(), axes)
@@ -182,12 +182,12 @@ def test_where_heads_of_keys_do_not_divide_keys_are_whole() -> None:
     assert moved(plan_of_llama("megatron", (8,))) == megatron
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "shape"),
     [("data_parallel", (4,)), ("data_parallel", (2, 2)), ("zero2", (2, 2)), ("zero3", (2, 2)), ("hsdp", (2, 2))],
 )
 @pytest.mark.parametrize("name", ["tiny-mlp", "tiny-vit"])
-@pytest.mark.sample(2)
 def test_what_depends_on_parameters_alone_holds_for_other_models(
     name: str, strategy: str, shape: tuple[int, ...]
 ) -> None:
@@ -199,8 +199,8 @@ def test_what_depends_on_parameters_alone_holds_for_other_models(
     assert moved(planned(model, axes, inputs, strategy)) == expected
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_what_is_made_of_a_parameter_alone_is_summed_as_the_parameter(shape: tuple[int, ...]) -> None:
     t5 = FAMILIES["t5"]  # a table of 32 rows, from which the bias of every pair of positions is looked up
     model, axes = t5.build(), axes_of("data_parallel", shape)

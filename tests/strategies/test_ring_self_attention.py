@@ -57,12 +57,12 @@ def test_an_implementation_that_there_is_not_is_refused_with_those_that_there_ar
         planned(both)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "causal", "positions"),
     [({"cp": 2}, False, 14), ({"cp": 4}, True, 16), ({"cp": 4}, True, 12), ({"dp": 2, "cp": 2}, True, 16)],
     ids=["not causal", "zigzag", "in order", "with samples"],
 )
-@pytest.mark.sample(1)
 def test_it_trains_as_one_process_does(mesh: dict[str, int], causal: bool, positions: int) -> None:
     steps = Steps([batch(positions), batch(positions)])
     expected = train_alone(Text(causal).double(), steps)

@@ -58,8 +58,8 @@ def test_no_choice_is_wrong_and_none_is_missing(target: Any) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.sample(60)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_replicated_values_are_passed_by_any_operation(target: Any) -> None:
     for each in SAMPLES[target](Draw(SEED)):
         whole = Whole.of(target, each.args, each.kwargs)

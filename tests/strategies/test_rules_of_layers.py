@@ -28,10 +28,10 @@ def faults(target: Any, *args: Any) -> list[str]:
     return [fault for each in choices if (fault := fault_of(whole, each.inputs, each.outputs, 2))]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("target", KINDS, ids=str)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.sample(6)
 def test_samples_of_recurrent_nets_are_free(target: Any, layers: int, both: bool) -> None:
     for batch_first in (False, True):
         call = recurrent(Draw(0), *KINDS[target], layers=layers, both=both, batch_first=batch_first, biases=True)

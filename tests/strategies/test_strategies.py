@@ -60,8 +60,8 @@ def rule_text(target: Any, *args: Any, **kwargs: Any) -> str | None:
 # The families
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sample(4)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_call_of_a_family_has_a_rule_that_fits(name: str) -> None:
     args, kwargs = FAMILIES[name].inputs(0)
     program = capture(FAMILIES[name].build(), args, kwargs)

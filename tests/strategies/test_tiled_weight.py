@@ -114,7 +114,6 @@ def test_no_limit_leaves_weights_whole() -> None:
     "axes",
     [pytest.param({"dp": 4}, id="one axis"), pytest.param({"dp": 2, "tp": 2}, id="two axes", marks=pytest.mark.slow)],
 )
-@pytest.mark.slow
 def test_plans_that_have_them_train_as_one_process_does(axes: dict[str, int]) -> None:
     steps = Steps([{"x": torch.randn(4, WIDTH, dtype=torch.float64)} for _ in range(2)])
     limit = between(axes, Wide().double())

@@ -93,10 +93,10 @@ def test_positions_that_are_classes_stay_in_order() -> None:
     assert names(Text("pointer")) == set()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("before_loss", "dropout", "strategy"), [("mean", 0.0, "ring"), ("sum before", 0.2, "gather_kv")]
 )
-@pytest.mark.sample(1)
 def test_dealt_positions_train_as_one_process_does(before_loss: str, dropout: float, strategy: str) -> None:
     steps = Steps([batch(), batch()])
     expected = train_alone(Text(before_loss, dropout).double(), steps)

@@ -53,8 +53,7 @@ PRELOADED = [
     "sympy",
     "networkx",
     "ortools.sat.python.cp_model",
-    "autopar.compiler.whole",
-    "autopar.pipeline.planner",
+    "autopar",
     "tests.support.parity",
 ]
 START_SECONDS = 120.0  # the fork server's imports, on a busy machine

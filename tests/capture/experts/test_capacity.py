@@ -39,6 +39,7 @@ def captured(form: Form, capacity_factor: float | None) -> list[Tensor]:
     return trained(model, lambda **_: run(program, dict(model.named_parameters()), {}, leaves))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("form", "capacity_factor", "limit"),
     [
@@ -54,7 +55,6 @@ def captured(form: Form, capacity_factor: float | None) -> list[Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.sample(2)
 def test_experts_take_so_many_rows_of_each_sample(form: Form, capacity_factor: float, limit: int) -> None:
     reference, dropless = capped(with_experts(form), limit), capped(with_experts(form), 6)
     found = captured(form, capacity_factor)

@@ -30,12 +30,12 @@ def test_rows_are_counted_in_many_ways(counting: Callable[..., Tensor]) -> None:
     assert _count(program, DISPATCH) == 1
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("weighted", ["before", "after", "never"])
 @pytest.mark.parametrize(
     "ending", [experts.added, experts.scatter_added, experts.accumulated, experts.inverted, experts.placed]
 )
-@pytest.mark.sample(9)
 def test_rows_are_put_back_in_many_ways(ending: Callable[..., Tensor], weighted: str, top_k: int) -> None:
     model = SortedExperts(ending=ending, weighted=weighted, top_k=top_k)
     program = assert_as_eager(model, (X,))

@@ -99,6 +99,7 @@ class WithConstant(Layer):
         return super().forward(x, *args) * torch.tensor([2.0])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "repeated"),
     [
@@ -107,7 +108,6 @@ class WithConstant(Layer):
         *((WithoutGradient, 0), (Autocasting, 0), (Viewing, 0), (Transposing, NUMBER - 2), (WithConstant, 0)),
     ],
 )
-@pytest.mark.sample(6)
 def test_what_a_layer_does_beside_its_calls_is_not_lost(kind: type[Layer], repeated: int) -> None:
     model = stack(kind)
     if kind is Owned:

@@ -77,6 +77,7 @@ def _without_bias(model: Stack) -> None:
     model.each()[2].up.register_parameter("bias", None)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "change",
     [
@@ -84,7 +85,6 @@ def _without_bias(model: Stack) -> None:
         *(_hook, _hook_of_layer, _narrow, _without_bias),
     ],
 )
-@pytest.mark.sample(6)
 def test_a_layer_that_differs_is_traced(change: Callable[[Stack], None]) -> None:
     model = stack()
     change(model)

@@ -141,8 +141,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_documents_train_on_ranks_as_one_after_the_other(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_blocks, "LARGEST", 4)
     monkeypatch.setattr(masked_blocks, "SMALLEST", 2)

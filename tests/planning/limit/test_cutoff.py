@@ -32,8 +32,8 @@ def space() -> Space:
     return space_of(nn.Sequential(*layers), (torch.zeros(32, WIDTH),), hardware, dp=4)
 
 
-@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("share", SHARES)
 def test_it_ends_at_the_best_plan_and_not_just_above_it(space: Space, share: float) -> None:
     limit = int(share * make_plan(space, {})[0].peak_bytes)
     best, choices = make_plan(space, {}, limit)

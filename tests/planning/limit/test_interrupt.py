@@ -55,8 +55,8 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypa
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not is_over(1e6)
 
 
-@pytest.mark.parametrize("moments", [(0.2,), (100.0, 100.2)], ids=["before there is a plan", "twice"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("moments", [(0.2,), (100.0, 100.2)], ids=["before there is a plan", "twice"])
 def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, moments: tuple[float, ...]
 ) -> None:

@@ -106,8 +106,8 @@ def _gathered_and_reduced(joined: str, part: Tensor, weight: Tensor) -> tuple[Te
     return whole, same
 
 
-@pytest.mark.parametrize(("shape", "joined"), [((2, 2), "x_y"), ((2, 2, 2), "x_z")])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("shape", "joined"), [((2, 2), "x_y"), ((2, 2, 2), "x_z")])
 def test_weights_move_over_joined_axes_on_ranks(ranks: Ranks, shape: tuple[int, ...], joined: str) -> None:
     wholes, parts, weights, traffic = zip(
         *ranks.run(_on_ranks, shape, joined, False, world_size=math.prod(shape)), strict=True

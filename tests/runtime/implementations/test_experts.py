@@ -55,8 +55,8 @@ def hold(form: Form, names: tuple[str, ...]) -> None:
     assert not fault, fault
 
 
-@pytest.mark.parametrize(("form", "names"), QUICK.items(), ids=QUICK)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("form", "names"), QUICK.items(), ids=QUICK)
 def test_ranks_train_as_one_process(form: str, names: tuple[str, ...]) -> None:
     hold(FORMS[form], names)
 
@@ -68,7 +68,6 @@ def test_ranks_train_as_one_process_in_every_form_and_choice(form: str, names: t
 
 
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_what_is_computed_again_between_the_ends_is_bit_identical_and_moves_nothing_again(mode: str) -> None:
     found, moved = {}, {}
     for each in ("none", mode):

@@ -165,12 +165,12 @@ def loss_layouts(logits: Layout, reduction: int) -> tuple[Layout, Layout, Layout
     return target, weight, target if reduction == 0 else Layout(summed if p is S(0) else I for p in logits)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     ("reduction", "weighted", "smoothing"),
     [(1, False, 0.0), (1, True, 0.0), (1, False, 0.1), (1, True, 0.1), (0, True, 0.1), (2, True, 0.1)],
 )
-@pytest.mark.sample(15)
 def test_cross_entropy(split: str, reduction: int, weighted: bool, smoothing: float) -> None:
     layout, axes = SPLITS[split]
     num_classes = 8 if split == "classes on both axes" else 5 if "classes" in split else CLASSES

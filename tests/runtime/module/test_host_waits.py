@@ -109,6 +109,7 @@ def _reads(options: dict[str, Any], forwards: bool) -> dict[str, int]:
 PIPELINE = {"schedule": "1f1b", "microbatches": 4, "stages": ["layers.2"]}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
@@ -120,7 +121,6 @@ PIPELINE = {"schedule": "1f1b", "microbatches": 4, "stages": ["layers.2"]}
     ],
     ids=lambda value: value.get("strategy", "pipeline") if isinstance(value, dict) else "",
 )
-@pytest.mark.sample(3)
 def test_a_step_reads_nothing_that_a_device_computes(ranks: Ranks, options: dict[str, Any], forwards: bool) -> None:
     for found in ranks.run(_reads, options, forwards):
         assert found.keys() <= FROM_HOST_TO_HOST.keys()

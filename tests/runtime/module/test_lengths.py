@@ -88,8 +88,8 @@ def _whole_batches(layout: str) -> None:
     assert storage == {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_programs_serve_all_lengths_and_a_smaller_last_batch(ranks: Ranks, layout: str) -> None:
     ranks.run(_whole_batches, layout)
 

@@ -21,6 +21,7 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
     return {each.split(": ")[1] for each in found[0][1] if "hub" not in each}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "splits"),
     [
@@ -31,7 +32,6 @@ def _assert_trains_as_alone(found: list[tuple[dict[str, Tensor], set[str]]]) -> 
     ],
     ids=["auto", "megatron", "zero3", "data_parallel"],
 )
-@pytest.mark.sample(2)
 def test_own_operations_are_split_by_their_rules(ranks: Ranks, options: dict[str, Any], splits: set[str]) -> None:
     assert splits <= _assert_trains_as_alone(ranks.run(trained_on_ranks, (2, 2), options, world_size=4))
 

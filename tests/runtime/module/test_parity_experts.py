@@ -103,7 +103,6 @@ CAPPED = [("mixtral", way) for way in (("t",), ("x",), ("t+x",), ("x", "t+x"), (
 
 
 @pytest.mark.parametrize("cases", [CAPPED[2:3], pytest.param(CAPPED, marks=pytest.mark.slow)], ids=["quick", "all"])
-@pytest.mark.slow
 def test_ranks_drop_the_rows_beyond_a_capacity_as_one_process_does(ranks: Ranks, cases: list[tuple[str, Way]]) -> None:
     # 16 positions with 2 of 8 experts each: 4 rows of a sample for each.
     hold(ranks, cases, 5, capped_alone, capacity_factor=0.5)

@@ -65,6 +65,7 @@ def test_what_is_printed_is_what_runs(ranks: Ranks) -> None:
     assert issued < products < waited
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "depth", "options"),
     [
@@ -74,7 +75,6 @@ def test_what_is_printed_is_what_runs(ranks: Ranks) -> None:
     ],
     ids=["recompute", "hsdp", "micro-batches"],
 )
-@pytest.mark.slow
 def test_simulated_ranks_train_as_one_process(axes: dict[str, int], depth: int, options: dict[str, object]) -> None:
     torch.manual_seed(0)
     model = Stack().double()

@@ -55,8 +55,8 @@ def test_a_family_trains_as_on_one_process(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
 @pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "mesh"), [("ring", (2,)), ("context_parallel", (2, 2))])
 def test_positions_may_be_dealt_by_zigzag(ranks: Ranks, strategy: str, mesh: tuple[int, ...]) -> None:
     options = {"hardware": SLOW_DEVICES, "strategy": strategy, "loss_tiles": 3}
     found, *_ = check(ranks, Case("llama_loss", mesh, options=options, steps=2))

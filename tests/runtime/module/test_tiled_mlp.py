@@ -103,7 +103,6 @@ def _distance(found: list[Tensor] | None, expected: list[Tensor] | None) -> floa
 @pytest.mark.parametrize(
     ("mesh", "schedule"), [pytest.param("pp2xtp2", "1f1b", marks=pytest.mark.slow), ("pp2", "zbv")]
 )
-@pytest.mark.slow
 def test_it_goes_with_pipelines(ranks: Ranks, mesh: str, schedule: str) -> None:
     pipeline_training.check(
         ranks, pipeline_training.PipelineCase("llama", mesh, schedule, options={"mlp_tiles": 2}, steps=2)

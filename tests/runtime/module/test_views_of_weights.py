@@ -72,7 +72,6 @@ def _gathered_again(graph: fx.Graph) -> set[str]:
     ],
     ids=["gathered again", "exchanged"],
 )
-@pytest.mark.slow
 def test_micro_batches_train_as_one_process(strategy: str, mesh: dict[str, int], said: Annotation | None) -> None:
     steps = Steps([MIXTRAL.inputs(step)[1] for step in range(2)], num_microbatches=2)
 

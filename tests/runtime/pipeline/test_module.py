@@ -99,8 +99,8 @@ def _losses_with_dropout(mesh_name: str, schedule: str, recompute: str) -> list[
     return train(case, model, step).losses
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("zbv", "full")])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("zbv", "full")])
 def test_a_model_with_dropout_trains_in_a_pipeline_as_in_one_stage(ranks: Ranks, schedule: str, recompute: str) -> None:
     [expected] = ranks.run(_losses_with_dropout, "one", schedule, "none", world_size=1)
     found = ranks.run(_losses_with_dropout, "pp2", schedule, recompute)
@@ -178,11 +178,11 @@ def _evaluated(shape: tuple[int, ...], names: tuple[str, ...], outputs: str) -> 
             assert_close(whole(found[name]), expected[name].detach())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "names", "outputs"),
     [((2,), ("pp",), "dtensor"), ((2, 2), ("pp", "tp"), "dtensor"), ((2, 2), ("dp", "pp"), "full")],
 )
-@pytest.mark.sample(1)
 def test_evaluation_gives_every_output_on_every_rank(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...], outputs: str
 ) -> None:

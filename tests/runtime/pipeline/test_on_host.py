@@ -115,7 +115,6 @@ def measured(schedule: str, options: dict[str, Any]) -> Measured:
         pytest.param(4, "1f1b", {"strategy": "zero3"}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_ranks_and_hosts_hold_what_the_plan_predicts(
     ranks: Ranks, world: int, schedule: str, options: dict[str, Any]
 ) -> None:

@@ -93,12 +93,12 @@ def _check(found: list[Trained], expected: Trained) -> None:
     assert set().union(*(rank.parameters for rank in found)) == set(expected.parameters)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     CASES,
     ids=[f"{case}-{optimizer}-{case.options.get('strategy')}" for case, optimizer in CASES],
 )
-@pytest.mark.sample(1)
 def test_every_stage_runs_a_micro_batch_on_the_weights_of_its_forward(
     ranks: Ranks, case: PipelineCase, optimizer: str
 ) -> None:

@@ -109,8 +109,8 @@ def _changed(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
         compiled.train_step(batch(0))
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("pp",)), ((2, 2), ("pp", "dp"))], ids=str)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("pp",)), ((2, 2), ("pp", "dp"))], ids=str)
 def test_changes_of_a_pipelines_modules_are_seen_on_the_rank_that_runs_them(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:

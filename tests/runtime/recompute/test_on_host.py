@@ -247,7 +247,6 @@ def by_layers(
         pytest.param({"strategy": "megatron"}, "aot_eager", None, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_layers_that_are_compiled_one_by_one_leave_what_they_save(
     ranks: Ranks, options: dict[str, Any], backend: str, precision: str | None
 ) -> None:

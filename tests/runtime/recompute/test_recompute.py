@@ -92,11 +92,11 @@ def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "dropout", "deterministic"),
     [("llama", 0, False), ("vit", 0, False), ("gpt2", 0.1, False), ("gpt2", 0.1, True), ("resnet", 0, False)],
 )
-@pytest.mark.sample(1)
 def test_what_is_computed_again_is_the_same_bit_by_bit(family: str, dropout: float, deterministic: bool) -> None:
     model = alone(family, dropout)
 
@@ -194,8 +194,8 @@ def test_nothing_is_held_once_the_backward_is_done() -> None:
     assert not left
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_forward_without_a_backward_leaves_nothing_behind(mode: str) -> None:
     """Nothing waits for the collector of cycles."""
     model = alone("llama")

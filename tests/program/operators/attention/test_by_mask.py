@@ -53,11 +53,11 @@ def sample(s: int, t: int, heads: int = 2, dtype: torch.dtype = torch.float32) -
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("s", "t"), [(40, 40), (37, 50), (6, 6)])
-@pytest.mark.sample(20)
 def test_it_equals_attention_with_the_mask(kind: str, s: int, t: int, heads: int) -> None:
     torch.manual_seed(0)
     text, vectors_of = KINDS[kind]

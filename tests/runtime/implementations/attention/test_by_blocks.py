@@ -161,8 +161,8 @@ def test_other_numbers_of_dims(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.parametrize(("way", "hops"), [(GATHERED, 0), (RING, 3)], ids=["gathered", "ring"])
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(("way", "hops"), [(GATHERED, 0), (RING, 3)], ids=["gathered", "ring"])
 def test_what_travels_is_counted(way: Way, hops: int) -> None:
     with on_ranks(way) as count, record_traffic() as traffic:
         on_many(way, True, "causal", samples(2), count)

@@ -100,6 +100,7 @@ def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
     check(way, True, kind, 2)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("way", "kind", "zigzag", "keys", "gradients"),
     [
@@ -116,7 +117,6 @@ def test_ranks_compute_what_one_computes(way: Way, kind: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.sample(5)
 def test_keys_travel_as_far_as_a_window_sees_them(way: Way, kind: str, zigzag: bool, keys: int, gradients: int) -> None:
     with record_traffic() as traffic:
         check(way, zigzag, kind, 2)
@@ -207,8 +207,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_model_trains_on_ranks_as_on_one(case: Case) -> None:
     mask, steps = MASKS[case.mask], Steps(batches(3))
     expected = train_alone(built(mask), steps)

@@ -123,6 +123,7 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int, deterministic: bool
             torch.testing.assert_close(value, theirs, msg=lambda text, n=name: f"{kind}, {n}: {text}")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("way", "kind"),
@@ -137,7 +138,6 @@ def check(way: Way, zigzag: bool, kind: str, key_heads: int, deterministic: bool
     ],
     ids=str,
 )
-@pytest.mark.sample(7)
 def test_ranks_drop_what_one_drops(way: Way, kind: str, deterministic: bool) -> None:
     check(way, True, kind, 2, deterministic)
 

@@ -84,8 +84,8 @@ def said_of(case: Case) -> Model:
     return autopar.annotate(built(*case.heads, **case.attention), f"%{ATTENTION}", **said)
 
 
-@pytest.mark.parametrize("case", slow_where(CASES, "4-of-2-q-is_causal", "6-of-3-q-s+t-is_causal"))
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("case", slow_where(CASES, "4-of-2-q-is_causal", "6-of-3-q-s+t-is_causal"))
 def test_ranks_train_as_one(case: Case) -> None:
     steps = Steps(batches(2))
     expected = train_alone(built(*case.heads, **case.attention), steps)

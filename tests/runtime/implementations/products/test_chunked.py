@@ -62,6 +62,7 @@ def batch(*shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(*shape, 8, generator=generator, dtype=torch.float64) for name in ("x", "y")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "least_bytes",
     [
@@ -81,7 +82,6 @@ def batch(*shape: int) -> dict[str, Tensor]:
     ],
     ids=["samples", "rows", "matmul", "matrices", "dp x tp", "tp x dp"],
 )
-@pytest.mark.sample(1)
 def test_they_train_as_one_process_does(
     mesh: Mapping[str, int],
     shape: tuple[int, ...],
@@ -120,6 +120,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 ZERO3 = (("*", {"storage": "dp", "regather": True}),)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "asked",
@@ -137,7 +138,6 @@ ZERO3 = (("*", {"storage": "dp", "regather": True}),)
         ),
     ],
 )
-@pytest.mark.sample(1)
 def test_on_ranks_they_move_what_is_predicted(ranks: Ranks, asked: Case) -> None:
     check(ranks, asked)
 

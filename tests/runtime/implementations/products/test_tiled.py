@@ -34,6 +34,7 @@ def annotated(model: Block, axis: str, rows: str) -> Block:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tile_bytes", [64, pytest.param(2**26, id="two", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("mesh", "rows", "options"),
@@ -46,7 +47,6 @@ def annotated(model: Block, axis: str, rows: str) -> Block:
     ],
     ids=["samples", "positions", "matmul", "dp x tp", "tp x dp"],
 )
-@pytest.mark.sample(1)
 def test_they_train_as_one_process_does(
     mesh: Mapping[str, int],
     rows: str,
