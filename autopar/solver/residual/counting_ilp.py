@@ -1,23 +1,23 @@
 """How often each choice is made: the ILP over the steps of an elimination, in which equal layers are one.
 
 Elimination makes a tree of buckets, and equal subtrees of it share their step (`elimination`). Which of them takes
-which choice makes no difference, so it is enough to count. With y_s(b) the number of buckets of step s that take the
-choices b of their bag, and x the part of b that is the bag's neighbours:
+which choice makes no difference, so it is enough to count. With y_s(w) the number of buckets of step s that take the
+way w (`ways`) to have their bag, and what is folded into it, and x what w gives the bag's neighbours:
 
-    min   Σ seconds_s(b) y_s(b)
-    s.t.  Σ_{b at a root} y_s(b) = number of roots of step s
-          Σ_{b with x} y_c(b) = Σ_{parents s, b that give x} y_s(b)            for each child step c and each x
-          Σ bytes_s(b) y_s(b) ≤ budget                                   for each memory row
+    min   Σ seconds_s(w) y_s(w)
+    s.t.  Σ_{w at a root} y_s(w) = number of roots of step s
+          Σ_{w with x} y_c(w) = Σ_{parents s, w that give x} y_s(w)      for each x, and each child step c that is apart
+          Σ bytes_s(w) y_s(w) ≤ budget                                   for each memory row
 
 What is below a bucket depends on its neighbours' choices alone, so any numbers that fulfil this can be handed down from
 the roots. Choices whose excess (`min_marginals`) at the price of memory is above what the limit leaves have no
-variable.
+variable, nor have those that other prices leave out where there is much to count.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,22 +25,22 @@ from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
 from autopar.solver.ilp import solved
+from autopar.solver.min_marginals import children_of
 from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
+from autopar.solver.residual.ways import Ways, occurrences, ways_of
 
 MAX_VARIABLES = 300_000  # beyond, the ILP takes minutes
 FIRST_EFFORT = 0.1  # CP-SAT's deterministic seconds: mostly the best is found in that, and is yet to be proven
 MIN_TOLERANCE = 1e-10  # of the limit: what the ILP tells apart
 
 
-@dataclass(slots=True)
-class _StepVariables:
-    """The choices of a step's bag that may be taken, a row each, with a variable that counts them."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The ways of a step that stays apart, with a variable that counts them, and how many buckets have it."""
 
-    entries: np.ndarray
-    seconds: np.ndarray
-    num_bytes: np.ndarray
-    """A row for each memory row."""
+    ways: Ways
     variables: list[cp_model.IntVar]
+    count: int
 
 
 def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) -> Counted:
@@ -50,6 +50,8 @@ def best_counts(residual: Residual, tolerance: float, effort: float = math.inf) 
     is the same on every machine. Where little is to be counted, a short search comes first: what it finds leaves less.
     Raises TooManyChoicesError.
     """
+    if math.isinf(effort) and not residual.is_small:
+        residual = residual.sharpened()
     if effort <= FIRST_EFFORT or not residual.is_small:
         return _Counting(residual).solve(tolerance, effort)
     first = _Counting(residual).solve(tolerance, FIRST_EFFORT)
@@ -66,9 +68,10 @@ class _Counting:
     def __init__(self, residual: Residual) -> None:
         self.residual = residual
         self.elimination, self.limit = residual.elimination, residual.limit
-        self.occurrences = Counter(bucket.step for bucket in self.elimination.buckets)
         self.model = cp_model.CpModel()
-        self.steps: list[_StepVariables] = []
+        self.ways: list[Ways] = []
+        self.steps: dict[int, _Step] = {}
+        """Those that stay apart, by their number."""
 
     def solve(self, tolerance: float, effort: float) -> Counted:
         if self.residual.margin < 0 or not self._state():
@@ -99,21 +102,25 @@ class _Counting:
 
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
-        choices = self.residual.choices
-        if not all(len(entries) for entries, _ in choices):
+        if not all(len(entries) for entries, _ in self.residual.choices):
             return False
-        if sum(len(entries) for entries, _ in choices) > MAX_VARIABLES:
+        self.ways = ways_of(self.residual)
+        counts = occurrences(self.residual, self.ways)
+        if sum(len(each) for each, count in zip(self.ways, counts, strict=True) if count) > MAX_VARIABLES:
             raise TooManyChoicesError
-        for step, (entries, _) in enumerate(choices):
-            check(self.residual.deadline)
-            most = self.occurrences[step]
-            variables = [self.model.new_int_var(0, most, "") for _ in range(len(entries))]
-            self.steps.append(_StepVariables(entries, *self.residual.own(step), variables))
+        for step, (ways, count) in enumerate(zip(self.ways, counts, strict=True)):
+            if count:
+                check(self.residual.deadline)
+                variables = [self.model.new_int_var(0, count, "") for _ in range(len(ways))]
+                self.steps[step] = _Step(ways, variables, count)
+        if not all(each.variables for each in self.steps.values()):
+            return False
         for step, count in self.residual.roots.items():
             self.model.add(cp_model.LinearExpr.sum(self.steps[step].variables) == count)
         for step, asked in self._asked().items():
             given: dict[tuple[int, ...], list[cp_model.IntVar]] = defaultdict(list)
-            for entry, variable in zip(self.steps[step].entries.tolist(), self.steps[step].variables, strict=True):
+            child = self.steps[step]
+            for entry, variable in zip(child.ways.entries.tolist(), child.variables, strict=True):
                 given[tuple(entry[1:])].append(variable)
             for around in given.keys() | asked.keys():
                 taken = cp_model.LinearExpr.sum(given.get(around, []))
@@ -123,13 +130,11 @@ class _Counting:
     def _asked(self) -> dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]]:
         """Child step → its neighbours' choices → the variables of parents that give them, as often as they do."""
         asked: dict[int, dict[tuple[int, ...], list[cp_model.IntVar]]] = {}
-        for parent, step in enumerate(self.elimination.steps):
-            for table, axes in step.inputs:
-                if table < self.elimination.num_tables:
-                    continue
-                of_child = asked.setdefault(table - self.elimination.num_tables, defaultdict(list))
-                places = self.steps[parent].entries[:, list(axes)].tolist()
-                for around, variable in zip(places, self.steps[parent].variables, strict=True):
+        for parent in self.steps.values():
+            for child, axes in parent.ways.apart:
+                of_child = asked.setdefault(child, defaultdict(list))
+                places = parent.ways.entries[:, list(axes)].tolist()
+                for around, variable in zip(places, parent.variables, strict=True):
                     of_child[tuple(around)].append(variable)
         return asked
 
@@ -139,12 +144,12 @@ class _Counting:
         unit = max(tolerance, MIN_TOLERANCE * abs(self.limit)) / (4 * num_buckets) or 1.0
         constant = 0.0
         costs: list[int] = []
-        for step, each in enumerate(self.steps):
-            least = float(each.seconds.min())
-            constant += least * self.occurrences[step]
+        for each in self.steps.values():
+            least = float(each.ways.seconds.min())
+            constant += least * each.count
             # Rounded down, so that the bound holds for the true seconds too.
-            costs += np.floor((each.seconds - least) / unit).astype(np.int64).tolist()
-        variables = [variable for each in self.steps for variable in each.variables]
+            costs += np.floor((each.ways.seconds - least) / unit).astype(np.int64).tolist()
+        variables = [variable for each in self.steps.values() for variable in each.variables]
         self.model.minimize(cp_model.LinearExpr.weighted_sum(variables, costs))
         for row, budget in enumerate(self.residual.budgets):
             if budget is not None:
@@ -152,24 +157,37 @@ class _Counting:
         return constant, unit
 
     def _limit_memory(self, row: int, budget: int, variables: list[cp_model.IntVar]) -> None:
-        least = [int(each.num_bytes[row].min()) for each in self.steps]
-        held = [
-            num for each, less in zip(self.steps, least, strict=True) for num in (each.num_bytes[row] - less).tolist()
-        ]
-        left = budget - sum(less * self.occurrences[step] for step, less in enumerate(least))
+        bytes_of = [each.ways.num_bytes[:, row] for each in self.steps.values()]
+        least = [int(each.min()) for each in bytes_of]
+        held = [num for each, less in zip(bytes_of, least, strict=True) for num in (each - less).tolist()]
+        left = budget - sum(less * each.count for less, each in zip(least, self.steps.values(), strict=True))
         common = math.gcd(*held) or 1
         whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in held])
         self.model.add(whole <= left // common)
 
     def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        """A choice per node: each bucket takes one of those that are counted for its neighbours' choices."""
-        left: list[dict[tuple[int, ...], list[int]]] = []
-        for each in self.steps:
-            of_step: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for entry, variable in zip(each.entries.tolist(), each.variables, strict=True):
-                of_step[tuple(entry[1:])] += [entry[0]] * solver.value(variable)
-            left.append(of_step)
+        """A choice per node: each bucket takes one of the ways that are counted for its neighbours' choices, or the one
+        that its parent's way is made with."""
+        left: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for step, each in self.steps.items():
+            left[step] = defaultdict(list)
+            for way, (entry, variable) in enumerate(zip(each.ways.entries.tolist(), each.variables, strict=True)):
+                left[step][tuple(entry[1:])] += [way] * solver.value(variable)
+        buckets, children = self.elimination.buckets, children_of(self.elimination)
+        taken: dict[int, int] = {}
         chosen: dict[int, int] = {}
-        for bucket in reversed(self.elimination.buckets):
-            chosen[bucket.bag[0]] = left[bucket.step][tuple(chosen[member] for member in bucket.bag[1:])].pop()
+        for place in reversed(range(len(buckets))):
+            bucket = buckets[place]
+            ways = self.ways[bucket.step]
+            if place not in taken:
+                taken[place] = left[bucket.step][tuple(chosen[member] for member in bucket.bag[1:])].pop()
+            chosen[bucket.bag[0]] = int(ways.entries[taken[place], 0])
+            below: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)  # equal children take either's way
+            for child, way in ways.below:
+                below[child].append(int(way[taken[place]]))
+            axis = {member: number for number, member in enumerate(bucket.bag)}
+            for number in children[place]:
+                child = buckets[number].step, tuple([axis[member] for member in buckets[number].bag[1:]])
+                if below[child]:
+                    taken[number] = below[child].pop()
         return tuple(chosen[node] for node in range(len(chosen)))

@@ -130,7 +130,7 @@ class _Labelling:
 
     def _add(self, step: int) -> float | None:
         """The labels of a step; where none is within the margin, the seconds by which one that was left out may be."""
-        residual, children = self.residual, self._messages(step)
+        residual, children = self.residual, self.residual.messages(step)
         entries, excess = residual.choices[step]
         if not len(entries):
             return 0.0
@@ -226,18 +226,12 @@ class _Labelling:
             chosen[bucket.bag[0]] = int(self.entries[bucket.step][labels.entry[label], 0])
             axis = {member: number for number, member in enumerate(bucket.bag)}
             below: defaultdict[object, list[int]] = defaultdict(list)  # equal children take either's label
-            for input_, number in zip(self._messages(bucket.step), labels.below, strict=True):
+            for input_, number in zip(self.residual.messages(bucket.step), labels.below, strict=True):
                 below[input_].append(int(number[label]))
             for child in children[place]:
                 around = tuple(axis[member] for member in buckets[child].bag[1:])
                 taken[child] = below[buckets[child].step, around].pop()
         return tuple(chosen[node] for node in range(len(chosen)))
-
-    def _messages(self, step: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The children of a step, which are steps, with the axes of its bag that their neighbours are on."""
-        num_tables = self.elimination.num_tables
-        inputs = self.elimination.steps[step].inputs
-        return [(table - num_tables, axes) for table, axes in inputs if table >= num_tables]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from autopar.errors import TimeLimitError
 from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
 from autopar.solver.min_marginals import outside_steps
 from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at
 FEW = 5_000  # choices of all bags together that are soon counted
+FACTORS = (0.5, 2.0, 0.0, 4.0)  # of the price of one row: prices beside the best
 ROUNDING = 1e-12  # of all that is added up: what sums in another order may differ by
 
 
@@ -70,7 +72,7 @@ class Residual:
         self.budgets = [each.budget for each in problems]
         self.prices, self.limit, self.deadline = tuple(prices), limit, deadline
         tables, self.elimination, self.weighted = evaluated or _evaluated(problems, prices, deadline)
-        self.costs = tables.costs()
+        self._problems, self._tables, self.costs = problems, tables, tables.costs()
         roots = [b.step for b in self.elimination.buckets if len(b.bag) == 1]
         least = sum(float(self.weighted[self.elimination.num_tables + step]) for step in roots)
         paid = sum(price * (budget or 0) for price, budget in zip(prices, self.budgets, strict=True))
@@ -83,7 +85,12 @@ class Residual:
     @property
     def is_small(self) -> bool:
         """Whether counting what is left takes little."""
-        return sum(len(entries) for entries, _ in self.choices) <= FEW
+        return self.num_choices <= FEW
+
+    @property
+    def num_choices(self) -> int:
+        """Of all bags together."""
+        return sum(len(entries) for entries, _ in self.choices)
 
     def below(self, limit: float) -> Residual:
         """The same with a smaller limit."""
@@ -94,6 +101,39 @@ class Residual:
             (entries[rows], excess[rows]) for (entries, excess), rows in zip(self.choices, near, strict=True)
         ]
         return found
+
+    def sharpened(self) -> Residual:
+        """The same without choices that are in no good enough solution at other prices, either.
+
+        What the best prices leave at a hair, others may leave out: halved, doubled, … for one row after the other, as
+        with more than one dual solution in fixing by reduced costs (Bajgiran, Cire & Rousseau 2017).
+        """
+        found = copy(self)
+        for prices in self._others():
+            try:
+                other = Residual(self._problems, prices, self.limit, self.deadline, self._at(prices))
+            except TimeLimitError:
+                break
+            near = [
+                other._whole(step)[tuple(entries.T)] <= other.margin for step, (entries, _) in enumerate(found.choices)
+            ]
+            found.choices = [
+                (entries[rows], excess[rows]) for (entries, excess), rows in zip(found.choices, near, strict=True)
+            ]
+        return found
+
+    def _others(self) -> Iterator[tuple[float, ...]]:
+        """Prices with that of one row changed; a row without a price gets the mean of those that have one."""
+        priced = [each for each in self.prices if each]
+        for factor in FACTORS:
+            for row, price in enumerate(self.prices):
+                other = factor * price if price else (factor - 1) * sum(priced) / max(len(priced), 1)
+                if other >= 0 and other != price:
+                    yield (*self.prices[:row], other, *self.prices[row + 1 :])
+
+    def _at(self, prices: Sequence[float]) -> Evaluated:
+        evaluated = evaluate(self.elimination, self._tables.weighted(*prices), self.deadline)
+        return self._tables, self.elimination, evaluated
 
     def seconds_of(self, choices: Sequence[int]) -> float:
         """What choices of the problem take."""
@@ -111,11 +151,21 @@ class Residual:
         return [self._within(step) for step in range(len(self.elimination.steps))]
 
     def _within(self, step: int) -> tuple[Integers, Floats]:
-        message = self.weighted[self.elimination.num_tables + step]
-        base = np.where(np.isfinite(message), message, 0.0)
-        whole = bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
+        whole = self._whole(step)
         entries = np.argwhere(whole <= self.margin)
         return entries, whole[tuple(entries.T)]
+
+    def _whole(self, step: int) -> Floats:
+        """The excess of every choice of the bag of a step."""
+        message = self.weighted[self.elimination.num_tables + step]
+        base = np.where(np.isfinite(message), message, 0.0)
+        return bag_sum(self.elimination.steps[step], self.weighted) - base + self.outside[step]
+
+    def messages(self, step: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The children of a step, which are steps, with the axes of its bag that their neighbours are on."""
+        num_tables = self.elimination.num_tables
+        inputs = self.elimination.steps[step].inputs
+        return [(table - num_tables, axes) for table, axes in inputs if table >= num_tables]
 
     def own(self, step: int) -> tuple[Floats, Integers]:
         """Seconds of the problem's own tables in a step, and bytes by memory row, of its choices."""
