@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +34,10 @@ MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on on
 CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
 FAIR_WORK = 5_000_000_000  # entries of an order that keeps layers apart: others are seldom much better
 ORDERS = ((True, False), (False, False), (False, True))  # whether they are balanced, and by growth
-BLOCK = 1 << 15  # entries of a message computed at once: 256 KiB, which stays in the cache
+BLOCK = 40_000  # entries of a message computed at once: 320 KB, which stays in the cache
 SMALL = 1 << 14  # entries of a bag that is built whole
+SHARED = 1 << 20  # entries of a bag: with more, threads share its blocks
+MAX_THREADS = 8  # they wait for each other's Python: more are hardly faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +233,17 @@ def narrow_elimination(problem: Problem, tables: Tables) -> Elimination | None:
 def evaluate(elimination: Elimination, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
     """The given tables followed by the message of every step; TimeLimitError where that takes until the deadline."""
     found = list(tables)
-    for step in elimination.steps:
-        check(deadline)
-        found.append(_message(step, found))
+    with ThreadPoolExecutor(num_threads()) as pool:  # its threads begin with the first large bag
+        for step in elimination.steps:
+            check(deadline)
+            found.append(_message(step, found, pool))
     return found
+
+
+def num_threads() -> int:
+    """How many threads compute the message of a large bag: as many as the process has cores, up to MAX_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_THREADS)
 
 
 def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
@@ -265,23 +276,44 @@ def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None 
     return _add_into(total, _partial_sums(step, tables))
 
 
-def _message(step: EliminationStep, tables: Sequence[Floats]) -> Floats:
+def _message(step: EliminationStep, tables: Sequence[Floats], pool: ThreadPoolExecutor) -> Floats:
     """The minimum over the bag's first axis, without building the whole bag where it is large."""
     if math.prod(step.sizes) <= SMALL or len(step.sizes) == 1:
         return np.asarray(bag_sum(step, tables).min(axis=0))
     parts = _partial_sums(step, tables)
     found = np.empty(step.sizes[1:])
-    height = max(1, BLOCK * len(found) // found.size)
-    buffer = np.empty((min(height, len(found)), *found.shape[1:]))
-    for start in range(0, len(found), height):
-        rows = slice(start, start + height)
-        block = found[rows]
-        cut = [part[:, rows] if part.shape[1] > 1 else part for part in parts]
+
+    def fill(place: tuple[slice, ...]) -> None:
+        block = found[place]
+        buffer = np.empty(block.shape)
+        cut = [_at(part, place) for part in parts]
         _add_into(block, [part[0] for part in cut])
         for choice in range(1, step.sizes[0]):
-            row = _add_into(buffer[: len(block)], [part[choice if len(part) > 1 else 0] for part in cut])
+            row = _add_into(buffer, [part[choice if len(part) > 1 else 0] for part in cut])
             np.minimum(block, row, out=block)
+
+    is_large = math.prod(step.sizes) > SHARED
+    for _ in pool.map(fill, _blocks(found.shape)) if is_large else map(fill, _blocks(found.shape)):
+        pass
     return found
+
+
+def _blocks(sizes: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Where the blocks of a message lie: as many rows of its first dim as fit, or of one row equal parts."""
+    row = math.prod(sizes[1:])
+    height = max(1, BLOCK // row)
+    for first in range(0, sizes[0], height):
+        rows = slice(first, first + height)
+        if row <= BLOCK:
+            yield (rows,)
+        else:
+            width = math.ceil(sizes[1] / math.ceil(row / BLOCK))
+            yield from ((rows, slice(start, start + width)) for start in range(0, sizes[1], width))
+
+
+def _at(part: Floats, place: tuple[slice, ...]) -> Floats:
+    """A broadcast part of a bag, where its message has a block."""
+    return part[:, *(slice(None) if size == 1 else rows for size, rows in zip(part.shape[1:], place, strict=False))]
 
 
 def _add_into(total: Floats, parts: Sequence[Floats]) -> Floats:
