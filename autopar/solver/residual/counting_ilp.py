@@ -182,12 +182,6 @@ class _Counting:
             if place not in taken:
                 taken[place] = left[bucket.step][tuple(chosen[member] for member in bucket.bag[1:])].pop()
             chosen[bucket.bag[0]] = int(ways.entries[taken[place], 0])
-            below: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)  # equal children take either's way
-            for child, way in ways.below:
-                below[child].append(int(way[taken[place]]))
-            axis = {member: number for number, member in enumerate(bucket.bag)}
-            for number in children[place]:
-                child = buckets[number].step, tuple([axis[member] for member in buckets[number].bag[1:]])
-                if below[child]:
-                    taken[number] = below[child].pop()
+            below = [(child, int(way[taken[place]])) for child, way in ways.below]
+            taken |= self.residual.handed_down(place, children[place], below)
         return tuple(chosen[node] for node in range(len(chosen)))

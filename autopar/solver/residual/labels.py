@@ -224,13 +224,9 @@ class _Labelling:
             bucket, label = buckets[place], taken[place]
             labels = self.labels[bucket.step]
             chosen[bucket.bag[0]] = int(self.entries[bucket.step][labels.entry[label], 0])
-            axis = {member: number for number, member in enumerate(bucket.bag)}
-            below: defaultdict[object, list[int]] = defaultdict(list)  # equal children take either's label
-            for input_, number in zip(self.residual.messages(bucket.step), labels.below, strict=True):
-                below[input_].append(int(number[label]))
-            for child in children[place]:
-                around = tuple(axis[member] for member in buckets[child].bag[1:])
-                taken[child] = below[buckets[child].step, around].pop()
+            below = [int(number[label]) for number in labels.below]
+            messages = zip(self.residual.messages(bucket.step), below, strict=True)
+            taken |= self.residual.handed_down(place, children[place], messages)
         return tuple(chosen[node] for node in range(len(chosen)))
 
 
