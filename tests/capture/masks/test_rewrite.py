@@ -45,18 +45,18 @@ class Attention(nn.Module):
 
 
 MADE: dict[str, tuple[Mask, str]] = {
-    "not later": (lambda m, i, j, p: ~(j > i), "bitwise_not(gt(v0, v1))"),
+    "not far ahead": (lambda m, i, j, p: ~(j > i + 1), "bitwise_not(gt(v0, v1))"),
     "near": (lambda m, i, j, p: (i - j).abs() < 3, "lt(abs(sub(v0, v1)), 3)"),
     "triangle": (
         lambda m, i, j, p: torch.ones(S, S, dtype=torch.bool).tril(1),
         "masked_fill(v2, logical_not(le(v0, v1)), 0)",
     ),
-    "nn.Transformer": (
-        lambda m, i, j, p: nn.Transformer.generate_square_subsequent_mask(S),
+    "triangle of -inf": (
+        lambda m, i, j, p: torch.full((S, S), -math.inf).triu(2),
         "masked_fill(v2, logical_not(ge(v0, v1)), 0)",
     ),
     "filled": (
-        lambda m, i, j, p: torch.zeros(S, S).masked_fill_(j > i, -math.inf),
+        lambda m, i, j, p: torch.zeros(S, S).masked_fill_(j > i + 1, -math.inf),
         "masked_fill(v0, gt(v1, v2), -inf)",
     ),
     "where": (
@@ -74,9 +74,9 @@ MADE: dict[str, tuple[Mask, str]] = {
 FILLED = "masked_fill(v0, gt(v1, v2), -3.4028234663852886e+38)"
 HIDDEN = "masked_fill({0}, lt({0}, -1e+30), -inf)"
 LOWEST_NUMBERS: dict[str, tuple[Mask, str]] = {
-    "causal": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST), HIDDEN.format(FILLED)),
+    "ahead": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i + 1, LOWEST), HIDDEN.format(FILLED)),
     "a tensor": (
-        lambda m, i, j, p: torch.where(j <= i, 0.0, torch.tensor(LOWEST)),
+        lambda m, i, j, p: torch.where(j <= i + 1, 0.0, torch.tensor(LOWEST)),
         HIDDEN.format("where(le(v0, v1), 0.0, v2)"),
     ),
     "near": (
@@ -161,9 +161,9 @@ def test_any_other_mask_stays(kind: str) -> None:
 class Shared(nn.Module):
     """Four heads of queries and two of keys, which are repeated as transformers does, along a dim behind the heads."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, ahead: int = 0) -> None:
         super().__init__()
-        self.dim, self.proj = dim, nn.Linear(8, 8 * 4)
+        self.dim, self.ahead, self.proj = dim, ahead, nn.Linear(8, 8 * 4)
 
     def forward(self, x_BSD: Tensor, seen_BS: Tensor) -> Tensor:
         q, kv = self.proj(x_BSD).unflatten(-1, (8, 4)).transpose(1, 2).split(4, 1)
@@ -171,20 +171,20 @@ class Shared(nn.Module):
         sizes.insert(self.dim, 2)
         k, v = (x.unsqueeze(self.dim).expand(sizes).reshape(2, 4, S, 4) for x in kv.split(2, 1))
         at = torch.arange(S)
-        return F.scaled_dot_product_attention(q, k, v, at[:, None] >= at).square().sum()
+        return F.scaled_dot_product_attention(q, k, v, at[:, None] >= at - self.ahead).square().sum()
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(2, 2), (1, 4)])
 def test_heads_that_are_repeated_for_queries_that_share_them_are_taken_once(dim: int, heads: int) -> None:
     """Repeated before the dim of heads, they are in another order, and stay."""
     torch.manual_seed(0)
-    (node,) = by_mask(assert_as_eager(Shared(dim), inputs(), {}, lambda y: y))
+    (node,) = by_mask(assert_as_eager(Shared(dim, ahead=1), inputs(), {}, lambda y: y))
     assert [each.meta["tensor"].shape for each in node.args[:3]] == [(2, 4, S, 4), (2, heads, S, 4), (2, heads, S, 4)]
 
 
 TRUTHS: dict[str, tuple[Mask, bool]] = {
-    "nn.Transformer": (lambda m, i, j, p: nn.Transformer.generate_square_subsequent_mask(S), True),
-    "finfo.min": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, LOWEST), True),
+    "triangle": (lambda m, i, j, p: torch.full((S, S), -math.inf).triu(2), True),
+    "finfo.min": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i + 1, LOWEST), True),
     "other numbers": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j > i, -math.inf) - 0.1 * i, False),
     "no key": (lambda m, i, j, p: torch.zeros(S, S).masked_fill(j <= i, LOWEST), False),
     "data": (lambda m, i, j, p: torch.where((j <= i) & p[:, None, None, :], 0.0, -math.inf), False),
@@ -216,7 +216,7 @@ REACH: dict[str, tuple[Mask, int | None]] = {
     "itself": (lambda m, i, j, p: i == j, 0),
     "one ahead": (lambda m, i, j, p: (j <= i + 1) & (j > i - 3), None),
     "ahead in a piece": (lambda m, i, j, p: i // 4 == j // 4, None),
-    "all before": (lambda m, i, j, p: j <= i, None),
+    "all before but one": (lambda m, i, j, p: (j <= i) & ((i < S - 1) | (j > 1) | (j < 1)), None),
     "data": (lambda m, i, j, p: (j <= i) & ((p.cumsum(-1)[:, None, :, None] - j) < 3), None),
 }
 
@@ -233,7 +233,7 @@ def test_how_far_back_queries_see_is_known_without_data(
 
 
 @pytest.mark.parametrize(
-    ("kind", "seen", "rising"), [("not later", 10 / 16, True), ("near", 10 / 16, False), ("expanded", 1.0, False)]
+    ("kind", "seen", "rising"), [("not far ahead", 13 / 16, True), ("near", 10 / 16, False), ("expanded", 1.0, False)]
 )
 def test_the_share_that_is_computed_is_known_without_data(
     kind: str, seen: float, rising: bool, monkeypatch: pytest.MonkeyPatch

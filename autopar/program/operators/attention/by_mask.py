@@ -46,7 +46,8 @@ def of_keys(vector: Tensor) -> bool:
     return vector.ndim > 0 and vector.shape[-1] > 1
 
 
-def _part(vector: Tensor, queries: Range, keys: Range) -> Tensor:
+def part_of(vector: Tensor, queries: Range, keys: Range) -> Tensor:
+    """What a vector has for some queries and keys."""
     if of_keys(vector):
         return vector[..., slice(*keys)]
     return vector[..., slice(*queries), :] if vector.ndim > 1 and vector.shape[-2] > 1 else vector
@@ -56,7 +57,7 @@ def _block(
     expression: Expression, vectors: Sequence[Tensor], queries: Range, keys: Range, q: Tensor, scale: float
 ) -> Block:
     """What a block computes, with its part of the mask."""
-    mask = evaluate(expression, [_part(x, queries, keys) for x in vectors])
+    mask = evaluate(expression, [part_of(x, queries, keys) for x in vectors])
     shape = queries[1] - queries[0], keys[1] - keys[0]
     mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape[:-2], *shape)
     if mask.dtype is torch.bool:

@@ -1,0 +1,193 @@
+"""What meets on one CUDA device: families, experts, presets, precision, recomputation, offload, generation.
+
+As `test_cuda`, whose helpers it takes: `make gpu` runs those marked `cuda`, and a CPU can run the others as slow tests.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import autopar
+from tests.runtime.module.test_cuda import ON_BOTH, ON_CUDA, _batch, mesh
+from tests.support.expert_families import WITH_EXPERTS
+from tests.support.families import FAMILIES, Family
+from tests.support.further_families import FURTHER
+from tests.support.generating import generating, prompts
+from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
+from tests.support.towers import tower
+
+__all__ = ["mesh"]
+
+
+def _steps(family: Family, model: Any, device: str, many: int = 1, context: Any = nullcontext) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    found: dict[str, Any] = {}
+    for number in range(3):
+        optimizer.zero_grad()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(number))
+        with context():
+            loss = family.loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        found[f"loss {number}"] = loss.detach().clone()  # a CUDA graph's next step writes over what it gave
+    found |= {name: each.detach() for name, each in model.named_parameters()}
+    found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return found
+
+
+EVERY = {**FAMILIES, **WITH_EXPERTS, **FURTHER}
+
+
+@ON_BOTH
+@pytest.mark.parametrize("name", list(EVERY))
+def test_every_family_trains_as_one_process(device: str, name: str, mesh: DeviceMesh) -> None:
+    family = EVERY[name]
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(0))
+    model = autopar.compile(family.build().to(device), mesh, kwargs or args, strategy="zero3", recompute="full")
+    assert_close(_steps(family, model, device), _steps(family, family.build().to(device), device), rtol=1e-3, atol=1e-4)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("strategy", ["megatron", "megatron_sequence", "ulysses", "ring", "tensor_2d", "data_parallel"])
+def test_presets_on_simulated_ranks(device: str, strategy: str) -> None:
+    axes = {"dp": 2, "tp": 2} if strategy == "tensor_2d" else {"sp" if strategy in ("ulysses", "ring") else "tp": 2}
+    axes = {"dp": 2} if strategy == "data_parallel" else axes
+
+    def model() -> nn.Module:
+        return FAMILIES["llama"].build().double().to(device)
+
+    steps = Steps([_batch("llama", device, number)[1] for number in range(2)])
+    found = train_on_ranks(model(), steps, axes, {"strategy": strategy}, device=device)
+    assert not fault_of(found, train_alone(model(), steps))
+
+
+@ON_BOTH
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_on_simulated_ranks(device: str, name: str) -> None:
+    def model() -> nn.Module:
+        return WITH_EXPERTS[name].build().to(device)
+
+    steps = Steps([_batch_of(WITH_EXPERTS[name], device, number) for number in range(2)])
+    found = train_on_ranks(model(), steps, {"dp": 2}, {}, device=device)
+    assert not fault_of(found, train_alone(model(), steps))
+
+
+def _batch_of(family: Family, device: str, number: int) -> dict[str, Any]:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(number))[1]
+
+
+@ON_BOTH
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp16-mixed"])
+def test_precisions_train(device: str, precision: str, mesh: DeviceMesh) -> None:
+    family = FAMILIES["llama"]
+    _, kwargs = _batch("llama", device)
+    model: Any = autopar.compile(
+        family.build().to(device), mesh, kwargs, strategy="zero3", precision=precision, recompute="full"
+    )
+    found = _steps(family, model, device)
+    wide = _steps(family, family.build().to(device), device)
+    for number in range(3):
+        loss, beside = found[f"loss {number}"].float(), wide[f"loss {number}"]
+        assert_close(loss, beside, rtol=2e-2, atol=2e-2)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("offload", ["activations", "both"])
+def test_activations_come_back_from_the_host(device: str, offload: Any, mesh: DeviceMesh) -> None:
+    x = torch.randn(512, 32, device=device)
+    found = []
+    for compiled in (False, True):
+        model: Any = tower().to(device)
+        if compiled:
+            model = autopar.compile(model, mesh, (x,), offload=offload, outputs="full")
+            assert set(model.plan.recompute.values()) == {"offload"}
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+        found.append([loss.detach(), *(each.grad for each in model.parameters())])
+    assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_gives_the_tokens_of_one_process(
+    device: str, family: str, dtype: torch.dtype, mesh: DeviceMesh
+) -> None:
+    model, ids = generating(family).to(device, dtype), prompts(2, 7).to(device)
+    compiled: Any = autopar.compile(
+        generating(family).to(device, dtype), mesh, training=False, strategy="data_parallel"
+    )
+    found, expected = (each.generate(ids, max_new_tokens=12, do_sample=False) for each in (compiled, model))
+    if dtype == torch.float32:
+        assert torch.equal(found, expected)
+    else:
+        assert found.shape == expected.shape and torch.equal(found[:, :8], expected[:, :8])
+
+
+@ON_CUDA
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
+def test_modes_of_torch_compile(device: str, mode: str, strategy: str, mesh: DeviceMesh) -> None:
+    family = FAMILIES["llama"]
+    _, kwargs = _batch("llama", device)
+    model: Any = autopar.compile(family.build().to(device), mesh, kwargs, strategy=strategy)
+    model.compile(mode=mode)
+    found = _steps(family, model, device)
+    assert_close(found, _steps(family, family.build().to(device), device), rtol=1e-3, atol=1e-4)
+
+
+@ON_BOTH
+def test_a_checkpoint_goes_on(device: str, mesh: DeviceMesh, tmp_path: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    def made() -> tuple[Any, Any]:
+        _, kwargs = _batch("llama", device)
+        model: Any = autopar.compile(FAMILIES["llama"].build().to(device), mesh, kwargs, strategy="zero3")
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        loss = FAMILIES["llama"].loss(model(**_batch("llama", device, number)[1]))
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    model, optimizer = made()
+    step(model, optimizer, 0)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    save(state, checkpoint_id=str(tmp_path))
+    after = step(model, optimizer, 1)
+    model, optimizer = made()
+    step(model, optimizer, 2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    load(state, checkpoint_id=str(tmp_path))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_close(step(model, optimizer, 1), after)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kind", ["Muon", "GaLoreAdamW"])
+def test_optimizers_step_as_on_one_process(device: str, kind: str, mesh: DeviceMesh) -> None:
+    x, found = torch.randn(512, 32, device=device), []
+    for compiled in (False, True):
+        model: Any = tower().to(device)
+        if compiled:
+            model = autopar.compile(model, mesh, (x,), strategy="zero3", outputs="full")
+        optimizer = getattr(autopar.optim, kind)(model.named_parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        found.append([each.detach() for each in model.parameters()])
+    assert_close(*found, rtol=1e-3, atol=1e-4)
