@@ -45,10 +45,13 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     reached, length = attention_rate(timer.attention_flops())
     smallest = min(timer.effort.matmul_sizes)
     rows, size = timer.effort.product
-    latency = timer.op_latency_s()
+    latency, launch = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
     stepping = timer.optimizer_bytes_per_s()
-    step = f"fused AdamW step of {LAYERS} parameters of {size}² in float32, read plus written"
+    step, stored = (
+        f"fused AdamW step of {LAYERS} parameters of {size}², read plus written",
+        dtype_name(timer.effort.dtype),
+    )
     return {
         "flops": flops,
         "elementwise_bytes_per_s": stamp.number(
@@ -61,15 +64,15 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
             f"{rows} rows by {size}² in float32, forward and backward, read plus written, {each}",
         ),
         "product_wave": stamp.number(
-            product_wave(products[timer.effort.attention_dtype]), f"{smallest}² matmuls beside the fastest, {each}"
+            product_wave(products[timer.effort.dtype]), f"{smallest}² matmuls beside the fastest, {each}"
         ),
         "attention_efficiency": stamp.number(
-            min(1.0, reached / flops[dtype_name(timer.effort.attention_dtype)]["value"]),
+            min(1.0, reached / flops[dtype_name(timer.effort.dtype)]["value"]),
             f"scaled_dot_product_attention of {' × '.join(map(str, timer.effort.attention))} (batch, heads, sequence, "
-            f"features), forward and backward, beside matmuls, {each}",
+            f"features){', causal' * timer.effort.causal}, forward and backward, beside matmuls, {each}",
         ),
         "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
-        "memory_bytes_per_s": stamp.number(stepping, f"{step}, {each}"),
+        "memory_bytes_per_s": stamp.number(stepping, f"{step}, in {stored}, {each}"),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
         "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
         "host_link_bytes_per_s": stamp.number(
@@ -78,11 +81,11 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
         ),
         "host_memory_bytes_per_s": stamp.number(
             local_ranks * (stepping if device == "cpu" else timer.optimizer_bytes_per_s(torch.device("cpu"))),
-            f"{step}, on the host by {local_ranks} ranks at once",
+            f"{step}, in float32, on the host by {local_ranks} ranks at once",
         ),
         "host_memory_bytes": {"value": _host_bytes(), "source": f"{stamp.text}: memory of the host"},
         "host_devices": {"value": local_ranks, "source": f"{stamp.text}: ranks of one node"},
-        **({"launch_s": stamp.number(latency, "the same, which a GPU waits for")} if device == "cuda" else {}),
+        **({"launch_s": stamp.number(launch, "the same, launched one by one by the host")} if device == "cuda" else {}),
     }
 
 

@@ -12,6 +12,10 @@ Every number is that of the slowest rank over several calls in a row, which begi
 calls the slowest ranks would be different ones, whose seconds add up to more than any rank takes. It is the median of
 repetitions in turns over all that is timed together, so that a disturbance does not hit all repetitions of one.
 
+What a device computes is timed there without the host, which launches it: on CUDA a step is recorded as a graph and
+replayed. What the host takes for each call has a number of its own (`launch_s`), since a device that has enough to do
+does not wait for it.
+
 Groups that do not hold all ranks are kept in step by a reduction of a few numbers over the other axes, after a second
 computation, as the axes of a mesh take turns in a training step: else one group would compute while another waits.
 """
@@ -59,12 +63,13 @@ class Effort:
     product: tuple[int, int] = (8, 1024)  # rows of a product that is bound by its matrix, and those of the matrix,
     # which are the parameters of the optimizer's step, too
     attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
-    attention_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of training: of that attention, and of the parameters of the optimizer's step
+    causal: bool = False  # attention
 
 
 CUDA = Effort(
     *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 20, 1 << 28),
-    *((8, 8192), (8, 16, 2048, 128), torch.bfloat16),
+    *((8, 8192), (2, 8, 4096, 128), torch.bfloat16, True),  # a rank's texts and heads: few, and long
 )
 BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 10)
 QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 5)
@@ -118,6 +123,20 @@ class Timer:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
 
+    def on_device(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call as a device computes it: on CUDA a graph of its kernels, which the host launches at once."""
+        if self.device.type != "cuda":
+            return call
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            call()  # what is set up by a first call is no part of a graph
+        # Another thread may ask for events meanwhile, as the one that watches NCCL does.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph.replay
+
     def matmul_flops(self, dtype: torch.dtype) -> dict[int, float]:
         """FLOP/s of square matmuls by their rows, until one takes long."""
         found: dict[int, float] = {}
@@ -130,7 +149,7 @@ class Timer:
             # Differentiated, as in a step: a product forward and two backward, which slow dtypes need not repeat.
             (one,) = self._slowest([self.seconds(_trained([x, weights[0]], [weights[0].mm]))])
             used = weights[: max(1, int(COMPUTE_SECONDS / one))]
-            layers = _trained([x, *used], [weight.mm for weight in used])
+            layers = self.on_device(_trained([x, *used], [weight.mm for weight in used]))
             (seconds,) = self.median_seconds([layers], f"matmul {dtype_name(dtype)} {size}")
             found[size] = 3 * len(used) * 2 * size**3 / seconds
         return found
@@ -142,7 +161,7 @@ class Timer:
         """
         x, y = (torch.randn(self.effort.elementwise_bytes // 4, device=self.device).requires_grad_() for _ in range(2))
         calls = [*(y.mul, y.add), torch.nn.functional.gelu, torch.nn.functional.silu] * (LAYERS // 4)
-        (seconds,) = self.median_seconds([_trained([x, y], calls)], "elementwise")
+        (seconds,) = self.median_seconds([self.on_device(_trained([x, y], calls))], "elementwise")
         counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
         return counted * self.effort.elementwise_bytes / seconds
 
@@ -153,7 +172,8 @@ class Timer:
             torch.randn(each, size, device=self.device).requires_grad_() for each in (rows, *LAYERS * [size])
         )
         calls = [lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
-        (seconds,) = self.median_seconds([_trained([x, *weights], calls)], "products of few rows")
+        step = self.on_device(_trained([x, *weights], calls))
+        (seconds,) = self.median_seconds([step], "products of few rows")
         return LAYERS * 3 * 4 * (size * size + 2 * rows * size) / seconds
 
     def attention_flops(self) -> dict[int, float]:
@@ -164,12 +184,14 @@ class Timer:
         batch, heads, whole, features = self.effort.attention
         calls = []
         for times in (1, SHORTER):
-            shape, dtype = (batch * times, heads, whole // times, features), self.effort.attention_dtype
+            shape, dtype = (batch * times, heads, whole // times, features), self.effort.dtype
             q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_() for _ in range(3))
-            attend = partial(torch.nn.functional.scaled_dot_product_attention, key=k, value=v)
-            calls.append(_trained([q, k, v], [attend] * LAYERS))
+            causal = self.effort.causal
+            attend = partial(torch.nn.functional.scaled_dot_product_attention, key=k, value=v, is_causal=causal)
+            calls.append(self.on_device(_trained([q, k, v], [attend] * LAYERS)))
         each = dict(zip((whole, whole // SHORTER), self.median_seconds(calls, "attention"), strict=True))
-        rows = (1 + FUSED_BACKWARD) * LAYERS * 4 * batch * heads * whole * features
+        scores = batch * heads * whole * (0.5 if self.effort.causal else 1)
+        rows = (1 + FUSED_BACKWARD) * LAYERS * 4 * scores * features
         return {length: rows * length / seconds for length, seconds in each.items()}
 
     def _matmul(self, size: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
@@ -202,26 +224,32 @@ class Timer:
         It is on the own device of each rank, or on the host, all ranks at once.
         """
         _, size = self.effort.product
-        weights = [torch.randn(size, size, device=device or self.device).requires_grad_() for _ in range(LAYERS)]
+        dtype = self.effort.dtype if device is None else torch.float32
+        place = device or self.device
+        weights = [torch.randn(size, size, device=place).to(dtype).requires_grad_() for _ in range(LAYERS)]
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         optimizer = torch.optim.AdamW(weights, fused=True)
         (seconds,) = self.median_seconds([optimizer.step], "optimizer")
-        info = TensorInfo((size, size), torch.float32, requires_grad=True)
+        info = TensorInfo((size, size), dtype, requires_grad=True)
         return LAYERS * size**2 * Optimizer("adamw").step_bytes(info) / seconds
 
-    def op_latency_s(self) -> float:
-        """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more."""
+    def op_latency_s(self) -> tuple[float, float]:
+        """Seconds of a product of two numbers in a graph that is differentiated, its backward being two more.
+
+        Those of the device, and those until the host is done: the same where it is the device.
+        """
         x = torch.ones(1, device=self.device, requires_grad=True)
 
         def chain() -> None:
             y = x
             for _ in range(CHAIN):
                 y = y * x
-            y.backward()
+            torch.autograd.grad(y, x)
 
-        (seconds,) = self.median_seconds([chain], "operation")
-        return seconds / (3 * CHAIN)
+        calls = [chain] if self.device.type == "cpu" else [self.on_device(chain), chain]
+        seconds = [each / (3 * CHAIN) for each in self.median_seconds(calls, "operation")]
+        return seconds[0], seconds[-1]
 
     def collectives(self, axis: Axis, others: Axis | None = None) -> dict[tuple[str, int], float]:
         """(collective, bytes in NCCL's convention) → seconds, on the groups of all ranks at the same time.

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.calibration.timing import QUICK, Timer
+from autopar.optim import GaLoreAdamW, Muon
 from tests.runtime.module.test_cuda import ON_BOTH, ON_CUDA, _batch, mesh
 from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES, Family
@@ -109,10 +114,12 @@ def test_activations_come_back_from_the_host(device: str, offload: Any, mesh: De
         if compiled:
             model = autopar.compile(model, mesh, (x,), offload=offload, outputs="full")
             assert set(model.plan.recompute.values()) == {"offload"}
+        losses = []
         for _ in range(2):
             loss = model(x).square().mean()
             loss.backward()
-        found.append([loss.detach(), *(each.grad for each in model.parameters())])
+            losses.append(loss.detach())
+        found.append([*losses, *(each.grad for each in model.parameters())])
     assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -146,11 +153,25 @@ def test_modes_of_torch_compile(device: str, mode: str, strategy: str, mesh: Dev
 
 
 @ON_BOTH
-def test_a_checkpoint_goes_on(device: str, mesh: DeviceMesh, tmp_path: Any) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
+def test_a_timing_of_the_device_runs_what_is_timed(device: str, mesh: DeviceMesh) -> None:
+    x, y = torch.ones(4, device=device, requires_grad=True), torch.zeros(4, device=device)
 
+    def call() -> None:
+        y.add_(torch.autograd.grad((x * x).sum(), x)[0])
+
+    again = Timer(torch.device(device), QUICK).on_device(call)
+    y.zero_()
+    for _ in range(3):
+        again()
+    assert torch.equal(y, torch.full_like(y, 6.0))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+@ON_BOTH
+def test_a_checkpoint_goes_on(device: str, mesh: DeviceMesh, tmp_path: Any) -> None:
     def made() -> tuple[Any, Any]:
         _, kwargs = _batch("llama", device)
         model: Any = autopar.compile(FAMILIES["llama"].build().to(device), mesh, kwargs, strategy="zero3")
@@ -165,26 +186,25 @@ def test_a_checkpoint_goes_on(device: str, mesh: DeviceMesh, tmp_path: Any) -> N
 
     model, optimizer = made()
     step(model, optimizer, 0)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    save(state, checkpoint_id=str(tmp_path))
+    save(_state(model, optimizer), checkpoint_id=str(tmp_path))
     after = step(model, optimizer, 1)
     model, optimizer = made()
     step(model, optimizer, 2)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    state = _state(model, optimizer)
     load(state, checkpoint_id=str(tmp_path))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert_close(step(model, optimizer, 1), after)
 
 
 @ON_BOTH
-@pytest.mark.parametrize("kind", ["Muon", "GaLoreAdamW"])
-def test_optimizers_step_as_on_one_process(device: str, kind: str, mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("kind", [Muon, GaLoreAdamW])
+def test_optimizers_step_as_on_one_process(device: str, kind: Any, mesh: DeviceMesh) -> None:
     x, found = torch.randn(512, 32, device=device), []
     for compiled in (False, True):
         model: Any = tower().to(device)
         if compiled:
             model = autopar.compile(model, mesh, (x,), strategy="zero3", outputs="full")
-        optimizer = getattr(autopar.optim, kind)(model.named_parameters(), lr=1e-3)
+        optimizer = kind(model.named_parameters(), lr=1e-3)
         for _ in range(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
