@@ -47,10 +47,10 @@ def masks_by_position(draft: TracedGraph) -> None:
         made = found[mask]
         if made is None:
             continue
-        with draft.graph.inserting_before(node):
-            if made.causal:
-                draft.replace(node, _without_mask(draft, node, given))
-            elif value_of(mask).numel() > SMALL:
+        if made.causal:
+            _let_be_causal(draft, node, given)
+        elif value_of(mask).numel() > SMALL:
+            with draft.graph.inserting_before(node):
                 draft.replace(node, _by_mask(draft, node, given, made))
 
 
@@ -98,12 +98,13 @@ def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
     return _Mask(found, reading.vectors, False, seen, rising, reach_of(text, reading.vectors, *sizes))
 
 
-def _without_mask(draft: TracedGraph, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """The attention of a call under the causal mask."""
+def _let_be_causal(draft: TracedGraph, node: fx.Node, given: dict[str, Any]) -> None:
+    """Let a call that has the causal mask say so, and have none."""
     key, value = without_repeats(given["key"], given["value"])
     shared = given["enable_gqa"] or shape_of(key)[1] != shape_of(given["query"])[1]
-    call = given["query"], key, value, None, given["dropout_p"], True
-    return draft.call(ATTENTION, *call, module=node.meta["module"], scale=given["scale"], enable_gqa=shared)
+    node.args = given["query"], key, value, None, given["dropout_p"], True
+    node.kwargs = {"scale": given["scale"], "enable_gqa": shared}
+    node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs, node.meta["module"])  # type: ignore[arg-type]
 
 
 def _by_mask(draft: TracedGraph, node: fx.Node, given: dict[str, Any], made: _Mask) -> fx.Node:
