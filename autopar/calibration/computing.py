@@ -45,6 +45,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     reached, length = attention_rate(timer.attention_flops())
     smallest = min(timer.effort.matmul_sizes)
     rows, size = timer.effort.product
+    elementwise, of_what = timer.elementwise_bytes_per_s()
     latency, launch = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
     stepping = timer.optimizer_bytes_per_s()
@@ -55,9 +56,8 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     return {
         "flops": flops,
         "elementwise_bytes_per_s": stamp.number(
-            timer.elementwise_bytes_per_s(),
-            f"products, sums and activations of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, "
-            f"{each}",
+            elementwise,
+            f"{of_what} of {format_bytes(timer.effort.elementwise_bytes)}, forward and backward, {each}",
         ),
         "product_bytes_per_s": stamp.number(
             timer.product_bytes_per_s(),

@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from autopar.calibration.medians import standard_error
+from autopar.calibration.norms import FEATURES, counted_bytes, norm
 from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import dtype_name
 from autopar.program.program import TensorInfo
@@ -154,16 +155,28 @@ class Timer:
             found[size] = 3 * len(used) * 2 * size**3 / seconds
         return found
 
-    def elementwise_bytes_per_s(self) -> float:
-        """Bytes read plus bytes written per second of products, sums and activations, forward and backward.
+    def elementwise_bytes_per_s(self) -> tuple[float, str]:
+        """Bytes read plus bytes written per second by what makes no products, forward and backward, and of what.
 
         Counted as `cost.forward_seconds` does: inputs and output of each, once more for each input with a gradient.
         """
+        if self.effort.dtype.itemsize < torch.float32.itemsize:
+            return self._norm_bytes_per_s(), f"norms in {dtype_name(self.effort.dtype)}"
         x, y = (torch.randn(self.effort.elementwise_bytes // 4, device=self.device).requires_grad_() for _ in range(2))
         calls = [*(y.mul, y.add), torch.nn.functional.gelu, torch.nn.functional.silu] * (LAYERS // 4)
         (seconds,) = self.median_seconds([self.on_device(_trained([x, y], calls))], "elementwise")
         counted = LAYERS // 4 * (2 * 3 * 3 + 2 * 2 * 2)
-        return counted * self.effort.elementwise_bytes / seconds
+        return counted * self.effort.elementwise_bytes / seconds, "products, sums and activations"
+
+    def _norm_bytes_per_s(self) -> float:
+        rows = max(1, self.effort.elementwise_bytes // (torch.float32.itemsize * FEATURES))
+        x, weight = (
+            torch.randn(shape, device=self.device).to(self.effort.dtype).requires_grad_()
+            for shape in ((rows, FEATURES), (FEATURES,))
+        )
+        calls = [partial(norm, weight_D=weight)] * 2
+        (seconds,) = self.median_seconds([self.on_device(_trained([x, weight], calls))], "norms")
+        return len(calls) * counted_bytes(x) / seconds
 
     def product_bytes_per_s(self) -> float:
         """Bytes read plus bytes written per second of products of few rows, forward and backward."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +278,19 @@ def _again() -> tuple[Any, Any]:
     return known, measured_anew(known, "cpu", TINY)
 
 
+def _again_in_half_precision() -> Any:
+    return measured_anew(json.loads((PROFILES / "h100.json").read_text()), "cpu", replace(TINY, dtype=torch.bfloat16))
+
+
 def test_what_devices_compute_is_measured_again_and_links_stay(ranks: Ranks) -> None:
     (known, found), other = ranks.run(_again)
     assert other == (known, found)
     assert found["links"] == known["links"] and found["name"] == known["name"]
     assert "2 ranks" in found["flops"]["float32"]["source"]
     assert parse(found).flops["float32"] < parse(known).flops["float32"]
+    (half,) = {json.dumps(each) for each in ranks.run(_again_in_half_precision)}
+    for number, of_what in (("elementwise_bytes_per_s", "norms in bfloat16"), ("memory_bytes_per_s", "in bfloat16")):
+        assert of_what in json.loads(half)[number]["source"] and of_what not in found[number]["source"]
 
 
 def test_one_rank_measures_its_device_and_takes_links_from_a_known_profile(

@@ -139,7 +139,7 @@ MASKS: dict[str, Mask] = {
     "window": lambda i, j, given: (j <= i) & (j > i - 5),
     "wide window": lambda i, j, given: (j <= i) & (j > i - 7),
     "narrow window": lambda i, j, given: (j <= i) & (j > i - 3),
-    "causal": lambda i, j, given: torch.ones(POSITIONS, POSITIONS, dtype=torch.bool).tril(),
+    "causal and one": lambda i, j, given: torch.ones(POSITIONS, POSITIONS, dtype=torch.bool).tril(1),
     "documents": lambda i, j, given: _same_document(given) & (j <= i),
     "padding": lambda i, j, given: (j <= i) & (given > 2)[:, None, None, :],
 }
@@ -202,7 +202,7 @@ CASES = (
     Case("window", {"sp": 2}, ("s",), {"strategy": "gather_kv"}),
     Case("documents", {"sp": 4}, ("s+t",), {"strategy": "ring"}),
     Case("padding", {"a": 2, "b": 2}, ("s+t", "h"), {"strategy": "usp"}),
-    Case("causal", {"sp": 2}, ("s+t",), {"strategy": "ring"}),
+    Case("causal and one", {"sp": 2}, ("s+t",), {"strategy": "ring"}),
     Case("narrow window", {"sp": 4}, ("s+t",), {"strategy": "ring"}),
 )
 
