@@ -5,8 +5,8 @@
     autopar calibrate box.json --device cuda --ranks 1 --links h100      measures one device; takes links of h100
 
 Under torchrun every axis of the mesh (by default nodes × devices of a node) is measured, and gives the numbers of the
-link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`; it has
-been run with gloo only.
+link that its groups run over, inside a node or between nodes. The same code measures NCCL with `device="cuda"`;
+collectives have been measured with gloo only, one device alone on an H200, too.
 """
 
 from __future__ import annotations
