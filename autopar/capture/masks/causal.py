@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.masks.seen import constant
 from autopar.program.operators.attention.by_mask import part_of
@@ -22,6 +23,7 @@ MOST = 4
 """Blocks that are looked at element by element, for each row of blocks: no causal mask needs more than one."""
 
 
+@unset_fake_temporarily()
 def is_causal(mask: Expression, vectors: Sequence[fx.Node], size: int) -> bool:
     """Whether a mask of so many queries and keys is the causal one, whatever the data."""
     known: dict[fx.Node, Tensor | None] = {}

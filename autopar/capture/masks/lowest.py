@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.masks.hiding import LOWEST
 from autopar.capture.masks.reading import Reading
@@ -21,6 +22,7 @@ def hidden_by_infinity(mask: Expression) -> Expression:
     return Call("masked_fill", (mask, Call("lt", (mask, LOWEST)), -math.inf))
 
 
+@unset_fake_temporarily()
 def all_see_themselves(mask: Expression, reading: Reading) -> bool:
     """Whether every query of a square mask sees the key of its own position, whatever the data."""
     known: dict[fx.Node, Tensor | None] = {}

@@ -1,4 +1,7 @@
-"""How much of the scores a mask leaves, as far as that follows from positions and not from data."""
+"""How much of the scores a mask leaves, as far as that follows from positions and not from data.
+
+What is known without data is worked out also for who captures a model under a FakeTensorMode of his own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import value_of
@@ -20,6 +24,7 @@ LARGEST = 2**24
 """Elements of a tensor that is worked out."""
 
 
+@unset_fake_temporarily()
 def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> tuple[float, bool]:
     """The share of the scores in blocks that may be seen whatever the data, and whether later queries see more."""
     sizes = block_size(num_queries), block_size(num_keys)
@@ -49,11 +54,13 @@ def constant(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | Non
     return known[node]
 
 
+@unset_fake_temporarily()
 def _worked_out(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
     if isinstance(node.meta["val"], Tensor) and node.meta["val"].numel() > LARGEST:
         return None
     if node.op == "placeholder":
-        return node.meta["source"].value
+        value = node.meta["source"].value
+        return None if isinstance(value, FakeTensor) else value
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     if torch.Tag.nondeterministic_seeded in node.target.tags:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
@@ -48,6 +49,7 @@ CAUSAL: dict[str, Mask] = {
     "filled": lambda i, j: torch.zeros(S, S).masked_fill_(j > i, -math.inf),
     "finfo.min": lambda i, j: torch.where(j <= i, 0.0, torch.tensor(LOWEST)),
     "with dims": lambda i, j: (j <= i)[None, None].expand(2, 1, S, S),
+    "beside a truth": lambda i, j: torch.ones((), dtype=torch.bool) & (j <= i),
     "a window of all": lambda i, j: (j <= i) & (j > i - S),
 }
 OTHER: dict[str, Mask] = {
@@ -85,6 +87,14 @@ def test_the_causal_mask_is_not_made(kind: str, small: int, monkeypatch: pytest.
     assert given["enable_gqa"] and given["key"].meta["tensor"].shape == (2, 2, S, 4)
     infos = [node.meta.get("tensor") for node in program.graph.nodes if node.op == "call_function"]
     assert not any(getattr(x, "shape", ())[-2:] == (S, S) for x in infos)
+
+
+@pytest.mark.parametrize("kind", ["tril", "not later", "nn.Transformer", "beside a truth"])
+def test_it_is_found_under_a_fake_tensor_mode_too(kind: str) -> None:
+    model, inputs = Attention(CAUSAL[kind]), (torch.randn(2, S, 8),)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        (given,) = attention(capture(model, inputs, {}))
+    assert given["is_causal"]
 
 
 @pytest.mark.parametrize("kind", OTHER)

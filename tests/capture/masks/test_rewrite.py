@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from autopar.capture.export import capture
@@ -230,6 +231,20 @@ def test_how_far_back_queries_see_is_known_without_data(
     mask, expected = REACH[kind]
     (node,) = by_mask(capture(Attention(mask), inputs(), {}))
     assert node.kwargs["reach"] == expected
+
+
+@pytest.mark.parametrize(
+    "mask", [MADE["near"][0], REACH["a window"][0], LOWEST_NUMBERS["near"][0]], ids=["near", "window", "lowest"]
+)
+def test_as_much_is_known_under_a_fake_tensor_mode(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_blocks, "LARGEST", 2)
+    monkeypatch.setattr(masked_blocks, "SMALLEST", 1)
+    model = Attention(mask)
+    (expected,) = by_mask(capture(model, inputs(), {}))
+    given = inputs()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        (found,) = by_mask(capture(model, given, {}))
+    assert (found.args[4], dict(found.kwargs)) == (expected.args[4], dict(expected.kwargs))
 
 
 @pytest.mark.parametrize(
