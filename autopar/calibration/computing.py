@@ -49,10 +49,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
     latency, launch = timer.op_latency_s()
     memory, how = _memory_bytes(device, local_ranks)
     stepping = timer.optimizer_bytes_per_s()
-    step, stored = (
-        f"fused AdamW step of {LAYERS} parameters of {size}², read plus written",
-        dtype_name(timer.effort.dtype),
-    )
+    step = f"fused AdamW step of {LAYERS} parameters of {size}², read plus written"
     return {
         "flops": flops,
         "elementwise_bytes_per_s": stamp.number(
@@ -72,7 +69,7 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
             f"features){', causal' * timer.effort.causal}, forward and backward, beside matmuls, {each}",
         ),
         "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
-        "memory_bytes_per_s": stamp.number(stepping, f"{step}, in {stored}, {each}"),
+        "memory_bytes_per_s": stamp.number(stepping, f"{step}, in {dtype_name(timer.effort.dtype)}, {each}"),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
         "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
         "host_link_bytes_per_s": stamp.number(

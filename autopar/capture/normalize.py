@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.repeated import repeated_tokens
@@ -37,8 +38,12 @@ from autopar.program.program import TensorInfo
 Pass = Callable[[TracedGraph], None]
 
 
+@unset_fake_temporarily()
 def normalize(draft: TracedGraph, capacity_factor: float | None = None) -> None:
-    """Rewrite the draft in place, one pass after the other; the last one where experts have a capacity."""
+    """Rewrite the draft in place, one pass after the other; the last one where experts have a capacity.
+
+    What passes work out of constants has values, under a FakeTensorMode of the caller, too; the draft has its own.
+    """
     for rewrite in PASSES:
         rewrite(draft)
     if capacity_factor is not None:

@@ -32,9 +32,8 @@ def beside_profile(setting: Setting) -> Finding:
     with stubbed(setting.device, {"alone": 1}):
         timer = Timer(torch.device(setting.device), setting.effort)
         cases = list(_cases(setting, plan))
-        steps = [
-            step if name == OPTIMIZER else timer.on_device(step) for name, step, _ in cases
-        ]  # one launch has it all
+        # The optimizer's step is one launch as it is, and is no graph.
+        steps = [step if name == OPTIMIZER else timer.on_device(step) for name, step, _ in cases]
         measured = [timer.median_seconds([step], name)[0] for step, (name, *_) in zip(steps, cases, strict=True)]
     rows = []
     for (name, _, predicted), seconds in zip(cases, measured, strict=True):

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from autopar.capture.masks.seen import constant
+from autopar.capture.masks.seen import constants
 from autopar.program.operators.attention.by_mask import part_of
 from autopar.program.operators.attention.dropout import Range
 from autopar.program.operators.attention.expressions import Expression, evaluate
@@ -23,20 +22,16 @@ MOST = 4
 """Blocks that are looked at element by element, for each row of blocks: no causal mask needs more than one."""
 
 
-@unset_fake_temporarily()
 def is_causal(mask: Expression, vectors: Sequence[fx.Node], size: int) -> bool:
     """Whether a mask of so many queries and keys is the causal one, whatever the data."""
-    known: dict[fx.Node, Tensor | None] = {}
-    values = [constant(node, known) for node in vectors]
-    given = [x for x in values if x is not None and not x.is_meta]
-    if len(given) < len(values):
+    given = constants(vectors)
+    if given is None:
         return False
     step = block_size(size)
     blocks = places(size, step)
-    if not _is_causal_in(mask, given, blocks[0], blocks[0]):
-        return False
     hidden, seen = known_of(mask, [bounds_of(x, step, step) for x in given], len(blocks), len(blocks))
-    left = ~torch.where(torch.ones_like(hidden).triu(1), hidden, seen)  # what is on the diagonal is neither
+    left = ~torch.where(torch.ones_like(hidden).triu(1), hidden, seen)
+    left.fill_diagonal_(True)  # a block there is neither hidden nor seen
     return int(left.sum()) <= MOST * len(blocks) and all(
         _is_causal_in(mask, given, blocks[i], blocks[j]) for i, j in left.nonzero().tolist()
     )

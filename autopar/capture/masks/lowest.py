@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import Tensor
 
 from autopar.capture.masks.hiding import LOWEST
 from autopar.capture.masks.reading import Reading
-from autopar.capture.masks.seen import constant
+from autopar.capture.masks.seen import constants
 from autopar.program.operators.attention.expressions import Call, Expression, evaluate
 
 
@@ -22,13 +21,10 @@ def hidden_by_infinity(mask: Expression) -> Expression:
     return Call("masked_fill", (mask, Call("lt", (mask, LOWEST)), -math.inf))
 
 
-@unset_fake_temporarily()
 def all_see_themselves(mask: Expression, reading: Reading) -> bool:
     """Whether every query of a square mask sees the key of its own position, whatever the data."""
-    known: dict[fx.Node, Tensor | None] = {}
-    values = [constant(node, known) for node in reading.vectors]
-    diagonals = [_diagonal(x) for x in values if x is not None]
-    return len(diagonals) == len(values) and bool((evaluate(mask, diagonals) > LOWEST).all())
+    vectors = constants(reading.vectors)
+    return vectors is not None and bool((evaluate(mask, list(map(_diagonal, vectors))) > LOWEST).all())
 
 
 def _diagonal(vector: Tensor) -> Tensor:

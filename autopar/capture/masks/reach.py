@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.masks.seen import bounds_without_data, constant
 from autopar.capture.passes.traced_graph import value_of
@@ -20,7 +19,6 @@ NUM_BLOCKS = 1024
 """Of queries, and of keys."""
 
 
-@unset_fake_temporarily()
 def reach_of(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> int | None:
     """The most positions that a query may see back; None where the last ones see the first, or some what is ahead."""
     if num_queries != num_keys:

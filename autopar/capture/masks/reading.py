@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.masks.seen import constant
 from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
@@ -119,7 +118,6 @@ class Reading:
         return self.draft.call(target, *args, **kwargs)
 
 
-@unset_fake_temporarily()
 def _is_true(argument: object) -> bool:
     """Whether an argument is a single element, and true whatever the data."""
     if not isinstance(argument, fx.Node) or shape_of(argument):

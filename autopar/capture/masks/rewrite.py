@@ -25,9 +25,8 @@ from autopar.capture.masks.reach import reach_of
 from autopar.capture.masks.reading import NotByPositionError, Reading
 from autopar.capture.masks.seen import share_seen
 from autopar.capture.masks.shared_heads import without_repeats
-from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, shape_of, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, set_call, shape_of, value_of
 from autopar.program.operators.attention.by_mask import ATTENTION_BY_MASK
-from autopar.program.operators.attention.expressions import Expression
 
 ATTENTION = aten.scaled_dot_product_attention.default
 SMALL = 2**24
@@ -48,7 +47,7 @@ def masks_by_position(draft: TracedGraph) -> None:
         if made is None:
             continue
         if made.causal:
-            _let_be_causal(draft, node, given)
+            _let_be_causal(node, given)
         elif value_of(mask).numel() > SMALL:
             with draft.graph.inserting_before(node):
                 draft.replace(node, _by_mask(draft, node, given, made))
@@ -66,7 +65,7 @@ def _fits(given: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    expression: Expression
+    text: str
     vectors: list[fx.Node]
     causal: bool
     seen: float = 1.0
@@ -89,22 +88,20 @@ def _mask_of(draft: TracedGraph, mask: fx.Node) -> _Mask | None:
         if not square or not all_see_themselves(found, reading):
             return None
         found = hidden_by_infinity(found)
-    if square and is_causal(found, reading.vectors, sizes[0]):
-        return _Mask(found, reading.vectors, True)
-    if value_of(mask).numel() <= SMALL:
-        return _Mask(found, reading.vectors, False)
+    causal = square and is_causal(found, reading.vectors, sizes[0])
     text = str(found)
+    if causal or value_of(mask).numel() <= SMALL:
+        return _Mask(text, reading.vectors, causal)
     seen, rising = share_seen(text, reading.vectors, *sizes)
-    return _Mask(found, reading.vectors, False, seen, rising, reach_of(text, reading.vectors, *sizes))
+    return _Mask(text, reading.vectors, causal, seen, rising, reach_of(text, reading.vectors, *sizes))
 
 
-def _let_be_causal(draft: TracedGraph, node: fx.Node, given: dict[str, Any]) -> None:
+def _let_be_causal(node: fx.Node, given: dict[str, Any]) -> None:
     """Let a call that has the causal mask say so, and have none."""
     key, value = without_repeats(given["key"], given["value"])
     shared = given["enable_gqa"] or shape_of(key)[1] != shape_of(given["query"])[1]
-    node.args = given["query"], key, value, None, given["dropout_p"], True
-    node.kwargs = {"scale": given["scale"], "enable_gqa": shared}
-    node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs, node.meta["module"])  # type: ignore[arg-type]
+    call = given["query"], key, value, None, given["dropout_p"], True
+    set_call(node, ATTENTION, *call, scale=given["scale"], enable_gqa=shared)
 
 
 def _by_mask(draft: TracedGraph, node: fx.Node, given: dict[str, Any], made: _Mask) -> fx.Node:
@@ -113,5 +110,5 @@ def _by_mask(draft: TracedGraph, node: fx.Node, given: dict[str, Any], made: _Ma
     further = {"scale": given["scale"], "seen": made.seen, "rising": made.rising, "reach": made.reach}
     if given["dropout_p"]:
         further["dropout_p"] = given["dropout_p"]
-    call = (*tensors, made.vectors, str(made.expression))
+    call = (*tensors, made.vectors, made.text)
     return draft.call(ATTENTION_BY_MASK, *call, module=node.meta["module"], **further)

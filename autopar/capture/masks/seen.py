@@ -1,7 +1,4 @@
-"""How much of the scores a mask leaves, as far as that follows from positions and not from data.
-
-What is known without data is worked out also for who captures a model under a FakeTensorMode of his own.
-"""
+"""How much of the scores a mask leaves, as far as that follows from positions and not from data."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from autopar.capture.passes.traced_graph import value_of
@@ -24,7 +21,6 @@ LARGEST = 2**24
 """Elements of a tensor that is worked out."""
 
 
-@unset_fake_temporarily()
 def share_seen(text: str, vectors: Sequence[fx.Node], num_queries: int, num_keys: int) -> tuple[float, bool]:
     """The share of the scores in blocks that may be seen whatever the data, and whether later queries see more."""
     sizes = block_size(num_queries), block_size(num_keys)
@@ -54,7 +50,13 @@ def constant(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | Non
     return known[node]
 
 
-@unset_fake_temporarily()
+def constants(nodes: Sequence[fx.Node]) -> list[Tensor] | None:
+    """The values of tensors; None where data has a part in any of them."""
+    known: dict[fx.Node, Tensor | None] = {}
+    found = [x for x in (constant(node, known) for node in nodes) if x is not None and not x.is_meta]
+    return found if len(found) == len(nodes) else None
+
+
 def _worked_out(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
     if isinstance(node.meta["val"], Tensor) and node.meta["val"].numel() > LARGEST:
         return None

@@ -140,9 +140,9 @@ def storages(value: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def set_call(node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
+def set_call(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Let a node be another call that gives the same value."""
-    node.target, node.args, node.kwargs = target, args, {}
+    node.target, node.args, node.kwargs = target, args, kwargs
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -55,6 +55,7 @@ CAUSAL: dict[str, Mask] = {
 OTHER: dict[str, Mask] = {
     "itself hidden": lambda i, j: (j < i) | (i == 0),
     "one key more": lambda i, j: (j <= i) | ((i == 0) & (j == S - 1)),
+    "one key more, of which a block is seen": lambda i, j: (j <= i) | ((i // 2 == 2) & (j // 2 == 2)),
     "one key less": lambda i, j: (j <= i) & ~((i == S - 1) & (j == 0)),
     "of one sample": lambda i, j: (j <= i) | (torch.arange(2) == 1)[:, None, None, None],
     "numbers": lambda i, j: torch.zeros(S, S).masked_fill(j > i, -math.inf) - 0.1 * (i - j),
@@ -126,19 +127,22 @@ def test_dropout_and_scale_stay() -> None:
     assert given["dropout_p"] == 0.1 and given["is_causal"] and given["scale"] is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     size=st.integers(2, 9),
     ahead=st.integers(-1, 1),
     back=st.integers(1, 10),
     piece=st.integers(1, 4),
+    only=st.none() | st.integers(0, 4),
     largest=st.integers(1, 4),
 )
 def test_it_is_the_causal_one_exactly_where_all_elements_are(
-    size: int, ahead: int, back: int, piece: int, largest: int
+    size: int, ahead: int, back: int, piece: int, only: int | None, largest: int
 ) -> None:
     def mask(i: Tensor, j: Tensor) -> Tensor:
-        return ((j <= i + ahead) & (j > i - back)) | (i // piece == j // piece)
+        """A window, with all pieces of the diagonal or one of them."""
+        pieces = i // piece == j // piece if only is None else (i // piece == only) & (j // piece == only)
+        return ((j <= i + ahead) & (j > i - back)) | pieces
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masked_blocks, "LARGEST", largest)

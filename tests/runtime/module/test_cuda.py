@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.optim import OffloadedAdamW
+from tests.support.expert_families import WITH_EXPERTS
 from tests.support.families import FAMILIES
+from tests.support.further_families import FURTHER
 from tests.support.simulation.training import Steps, fault_of, loss_of, train_alone, train_on_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -47,8 +49,11 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+EVERY = {**FAMILIES, **WITH_EXPERTS, **FURTHER}
+
+
 def _batch(family: str, device: str, number: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device), FAMILIES[family].inputs(number))
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device), EVERY[family].inputs(number))
 
 
 def _trained(
@@ -61,10 +66,10 @@ def _trained(
         optimizer.zero_grad()
         args, kwargs = _batch(family, device, number)
         with context():
-            loss = FAMILIES[family].loss(model(*args, **kwargs))
+            loss = EVERY[family].loss(model(*args, **kwargs))
         loss.backward()
         optimizer.step()
-        found[f"loss {number}"] = loss.detach()
+        found[f"loss {number}"] = loss.detach().clone()  # a CUDA graph's next step writes over what it gave
     for name, parameter in model.named_parameters():
         assert parameter.device.type == device
         found[name] = parameter.detach()
@@ -75,7 +80,7 @@ def _trained(
 
 def _compiled(family: str, mesh: DeviceMesh, **options: Any) -> Any:
     args, kwargs = _batch(family, mesh.device_type)
-    return autopar.compile(FAMILIES[family].build().to(mesh.device_type), mesh, kwargs or args, **options)
+    return autopar.compile(EVERY[family].build().to(mesh.device_type), mesh, kwargs or args, **options)
 
 
 @ON_BOTH

@@ -1,11 +1,11 @@
 """What meets on one CUDA device: families, experts, presets, precision, recomputation, offload, generation.
 
-As `test_cuda`, whose helpers it takes: `make gpu` runs those marked `cuda`, and a CPU can run the others as slow tests.
+As `test_cuda`, whose helpers it takes; `make gpu` has no time for these, `python -m pytest -m cuda` runs them all. What
+a CPU can run, too, is slow there.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,15 +16,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.calibration.timing import QUICK, Timer
 from autopar.optim import GaLoreAdamW, Muon
-from tests.runtime.module.test_cuda import ON_BOTH, ON_CUDA, _batch, mesh
+from tests.runtime.module.test_cuda import EVERY, ON_BOTH, ON_CUDA, _batch, _compiled, _trained, mesh
 from tests.support.expert_families import WITH_EXPERTS
-from tests.support.families import FAMILIES, Family
-from tests.support.further_families import FURTHER
+from tests.support.families import FAMILIES
 from tests.support.generating import generating, prompts
 from tests.support.simulation.training import Steps, fault_of, train_alone, train_on_ranks
 from tests.support.towers import tower
@@ -32,32 +30,11 @@ from tests.support.towers import tower
 __all__ = ["mesh"]
 
 
-def _steps(family: Family, model: Any, device: str, many: int = 1, context: Any = nullcontext) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    found: dict[str, Any] = {}
-    for number in range(3):
-        optimizer.zero_grad()
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(number))
-        with context():
-            loss = family.loss(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        found[f"loss {number}"] = loss.detach().clone()  # a CUDA graph's next step writes over what it gave
-    found |= {name: each.detach() for name, each in model.named_parameters()}
-    found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return found
-
-
-EVERY = {**FAMILIES, **WITH_EXPERTS, **FURTHER}
-
-
 @ON_BOTH
 @pytest.mark.parametrize("name", list(EVERY))
 def test_every_family_trains_as_one_process(device: str, name: str, mesh: DeviceMesh) -> None:
-    family = EVERY[name]
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(0))
-    model = autopar.compile(family.build().to(device), mesh, kwargs or args, strategy="zero3", recompute="full")
-    assert_close(_steps(family, model, device), _steps(family, family.build().to(device), device), rtol=1e-3, atol=1e-4)
+    found = _trained(name, _compiled(name, mesh, strategy="zero3", recompute="full"), device)
+    assert_close(found, _trained(name, EVERY[name].build().to(device), device), rtol=1e-3, atol=1e-4)
 
 
 @ON_BOTH
@@ -80,25 +57,17 @@ def test_experts_on_simulated_ranks(device: str, name: str) -> None:
     def model() -> nn.Module:
         return WITH_EXPERTS[name].build().to(device)
 
-    steps = Steps([_batch_of(WITH_EXPERTS[name], device, number) for number in range(2)])
+    steps = Steps([_batch(name, device, number)[1] for number in range(2)])
     found = train_on_ranks(model(), steps, {"dp": 2}, {}, device=device)
     assert not fault_of(found, train_alone(model(), steps))
-
-
-def _batch_of(family: Family, device: str, number: int) -> dict[str, Any]:
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), family.inputs(number))[1]
 
 
 @ON_BOTH
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp16-mixed"])
 def test_precisions_train(device: str, precision: str, mesh: DeviceMesh) -> None:
-    family = FAMILIES["llama"]
-    _, kwargs = _batch("llama", device)
-    model: Any = autopar.compile(
-        family.build().to(device), mesh, kwargs, strategy="zero3", precision=precision, recompute="full"
-    )
-    found = _steps(family, model, device)
-    wide = _steps(family, family.build().to(device), device)
+    model = _compiled("llama", mesh, strategy="zero3", precision=precision, recompute="full")
+    found = _trained("llama", model, device)
+    wide = _trained("llama", FAMILIES["llama"].build().to(device), device)
     for number in range(3):
         loss, beside = found[f"loss {number}"].float(), wide[f"loss {number}"]
         assert_close(loss, beside, rtol=2e-2, atol=2e-2)
@@ -144,12 +113,10 @@ def test_generation_gives_the_tokens_of_one_process(
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
 def test_modes_of_torch_compile(device: str, mode: str, strategy: str, mesh: DeviceMesh) -> None:
-    family = FAMILIES["llama"]
-    _, kwargs = _batch("llama", device)
-    model: Any = autopar.compile(family.build().to(device), mesh, kwargs, strategy=strategy)
+    model = _compiled("llama", mesh, strategy=strategy)
     model.compile(mode=mode)
-    found = _steps(family, model, device)
-    assert_close(found, _steps(family, family.build().to(device), device), rtol=1e-3, atol=1e-4)
+    expected = _trained("llama", FAMILIES["llama"].build().to(device), device)
+    assert_close(_trained("llama", model, device), expected, rtol=1e-3, atol=1e-4)
 
 
 @ON_BOTH
@@ -173,8 +140,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 @ON_BOTH
 def test_a_checkpoint_goes_on(device: str, mesh: DeviceMesh, tmp_path: Any) -> None:
     def made() -> tuple[Any, Any]:
-        _, kwargs = _batch("llama", device)
-        model: Any = autopar.compile(FAMILIES["llama"].build().to(device), mesh, kwargs, strategy="zero3")
+        model = _compiled("llama", mesh, strategy="zero3")
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(model: Any, optimizer: Any, number: int) -> float:
