@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from autopar.cost.messages import joined_layers
@@ -77,6 +78,38 @@ class Lifetimes:
         modules = [module_of(self._first_call(number).node) for number in range(len(self.space.decisions))]
         own = [self.segment[number] or layer_of(module) or module for number, module in enumerate(modules)]
         return [joined.get(layer, layer) for layer in own]
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """Layers by their numbers."""
+        return {layer: number for number, layer in enumerate(dict.fromkeys(self.layer))}
+
+    @cached_property
+    def layers_at(self) -> np.ndarray:
+        """For each place in the order of calls, the number of its layer."""
+        return np.array([self.layers[self.layer[number]] for number in self.calls], dtype=np.intp)
+
+    @cached_property
+    def from_the_end(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places layer by layer, those of each from the last on; and how many of all lie before the layer of each."""
+        backwards = self.layers_at[::-1]
+        order = np.argsort(backwards, kind="stable")
+        counts = np.bincount(backwards, minlength=len(self.layers))
+        return len(backwards) - 1 - order, (np.cumsum(counts) - counts)[backwards[order]]
+
+    @cached_property
+    def segments_at(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each place, the number of its segment, -1 for none; and the first place of the run of its segment."""
+        numbers = {name: number for number, name in enumerate(self.segments)}
+        found = np.array([numbers.get(self.segment[number], -1) for number in self.calls], dtype=np.intp)
+        is_first = np.ones(len(found), dtype=bool)
+        is_first[1:] = found[1:] != found[:-1]
+        return found, np.maximum.accumulate(np.where(is_first, np.arange(len(found)), 0))
+
+    def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
+        """For each decision the number of its segment's mode, where segments have these."""
+        of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
+        return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
 
     @cached_property
     def near(self) -> list[tuple[str, str]]:

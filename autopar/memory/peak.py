@@ -28,23 +28,20 @@ over choices, so that "no more than the limit at moment t" is one memory row of 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.memory.live import Interval, Live
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, UPDATING, depth_at, is_forward
-from autopar.memory.parts import ManyParts, parts_of, parts_on
-from autopar.memory.tensor_bytes import Modes
+from autopar.memory.parts import AT_ONCE, BY_LAYER, BY_PLACE, sums_of
 from autopar.plans.rows import Instant, MemoryUse
-from autopar.program.recompute_segments import MODES, OFFLOAD
-from autopar.space.space import Wire
+from autopar.program.recompute_segments import OFFLOAD
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
+ELSEWHERE = {*BY_PLACE, *BY_LAYER, *AT_ONCE}  # what is not there all the time
 STEPPING = "optimizer"  # the instant of its step, where that works on more than it updates
 
 
@@ -107,146 +104,36 @@ class PlanMoments:
     def __init__(
         self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
     ) -> None:
-        count = len(memory.lifetimes.calls)
-        self.count = count
-        self.always: dict[str, int] = defaultdict(int)
-        self.kept, self.whole = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        """Kept for the backward by place of use: as the modes say, and as without recomputation."""
-        self.born, self.arrived = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
-        self.working, self.handed_on = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.working_forward = np.zeros(count, dtype=np.int64)
-        self.layers = [memory.lifetimes.layer[number] for number in memory.lifetimes.calls]
-        self.segments = [memory.lifetimes.segment[number] for number in memory.lifetimes.calls]
+        self.memory, self.count = memory, len(memory.lifetimes.calls)
         self.offloaded = {name for name, mode in modes.items() if mode == OFFLOAD}
-        self.of_layer: dict[str, int] = defaultdict(int)
-        self.again: dict[str, int] = defaultdict(int)
-        self.copied: dict[str, int] = defaultdict(int)
-        """Bytes of gathered weights by layer: of all, of those that are gathered again for the backward, and of these,
-        or in a forward alone of all, such as are copied out of a message."""
-        self.on_way: tuple[dict[str, int], dict[str, int]] = (defaultdict(int), defaultdict(int))
-        """Bytes by layer of weights that may be fetched ahead, backward and forward."""
-        self.memory = memory
-        self.unreduced, self.sent_off = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.last_made = np.zeros(count, dtype=np.int64)
+        asked = memory.space.imbalance if imbalance is None else imbalance
+        excess = lambda rows: memory.space.excess(rows, choices, imbalance)  # noqa: E731
+        found = sums_of(memory, asked > 1).at(choices, memory.lifetimes.modes_by_number(modes), excess)
+        self.always = {name: int(array[0]) for name, array in found.items() if name not in ELSEWHERE}
+        self.always_total = sum(self.always.values())
+        self.stepped, self.reduced, self.sent = (int(found[name][0]) if name in found else 0 for name in AT_ONCE)
+        nothing = np.zeros(max(self.count + 1, len(memory.lifetimes.layers)), dtype=np.int64)
+        self.by_layer = {name: found.get(name, nothing) for name in BY_LAYER}
+        at = {name: found.get(name, nothing)[: self.count] for name in BY_PLACE}
+        self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
+        self.working, self.working_forward, self.handed_on = at["working"], at["working forward"], at["handed on"]
+        self.unreduced, self.sent_off, self.last_made = at["unreduced"], at["sent off"], at["last made"]
+        self.alive = at["alive"]
+        self.born, self.arrived = (found.get(name, nothing)[: self.count + 1] for name in ("born", "arrived"))
         arrive = memory.weights.last_gather if memory.live is None else memory.weights.first_places
-        self.gathers = np.isin(np.arange(count), list(arrive.values()))
-        self.reduces = np.isin(np.arange(count), list(memory.weights.first_reduction.values()))
-        self.updated = np.zeros(count, dtype=np.int64)
+        self.gathers = self._at(arrive.values())
+        self.reduces = self._at(memory.weights.first_reduction.values())
+        self.updated = np.zeros(self.count, dtype=np.int64)
         """What the optimizer works on behind each call, where it steps in the backward."""
         for number in () if memory.microbatches.works else memory.stepping:
-            if memory.lifetimes.position[number] < count:
+            if memory.lifetimes.position[number] < self.count:
                 self.updated[memory.lifetimes.position[number]] += memory.stepping[number]
-        self.fresh = np.zeros(count, dtype=np.int64)
-        self.stepped = 0
-        """Bytes of gradients as they are stored, and of what the optimizer works on."""
-        self.reduced = self.sent = 0
-        """Bytes of gradients that are reduced at the end; of what one micro-batch has sent."""
-        self.alive = np.zeros(count + 1, dtype=np.int64)
-        """Of a forward alone, what is more from each place on."""
-        if memory.live is not None:
-            self._forward_alone(memory.live, choices, imbalance)
-        else:
-            self._step(choices, modes, imbalance)
-        self.always_total = sum(self.always.values())
 
-    def _forward_alone(self, live: Live, choices: Sequence[int], imbalance: float | None) -> None:
-        memory, space = self.memory, self.memory.space
-        for number, choice in enumerate(choices):
-            for name, array in memory.stored(number).items():
-                self.always[name] += int(array[choice])
-            excess = space.excess(space.rows.get(number), choices, imbalance)
-            self._have(live.made(number), (choice,), excess)
-        for wire in space.wires:
-            ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
-            self._have(live.moved(wire), ends, space.excess(space.rows_on(wire), choices, imbalance))
-            if place < self.count and space.is_weight(wire.source):
-                self._move(memory, wire, place, ends)
-
-    def _step(self, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None) -> None:
-        memory, space, count = self.memory, self.memory.space, self.count
-        mode_of = {name: MODES.index(mode) for name, mode in modes.items()}
-        for number, choice in enumerate(choices):
-            place = memory.lifetimes.position[number]
-            held = parts_of(memory, number)
-            for name, array in held.stored:
-                self.always[name] += int(array[choice])
-            if memory.microbatches.works:
-                self.stepped += sum(int(array[choice]) for array in memory.stepped(number))
-            gradients, own = held.gradients, held.own
-            working, forward = memory.working(number), memory.working_forward(number)
-            behind = place < count and (self.reduces[place] or self.updated[place] > 0)
-            handed_on = memory.handed_on(number) if behind else None
-            excess = space.excess(space.rows.get(number), choices, imbalance)
-            if gradients is not None:
-                self.born[min(place, count)] += int(gradients[choice])
-            if own is not None and place < count:
-                self._keep(place, own, mode_of.get(memory.lifetimes.segment[number], 0), (choice,), excess)
-            if working is not None:
-                rows = int(memory.working_rows(number)[choice]) if excess else 0
-                self.working[place] += int(working[choice]) + math.ceil(excess * rows)
-            if forward is not None:
-                self.working_forward[place] += int(forward[choice])
-            if handed_on is not None:
-                rows = int(memory.handed_on_rows(number)[choice]) if excess else 0
-                self.handed_on[place] += int(handed_on[choice]) + math.ceil(excess * rows)
-        for wire in space.wires:
-            ends, place = (choices[wire.source], choices[wire.target]), memory.lifetimes.position[wire.target]
-            found = parts_on(memory, wire)
-            if found.sent is not None:
-                mode = mode_of.get(memory.lifetimes.segment[wire.source], 0)
-                self.sent += int(found.sent[min(mode, len(found.sent) - 1)][ends])
-            if found.many is not None:
-                self._hold_for_many(found.many, place, ends)
-            if place >= count:
-                continue
-            if found.kept is not None:
-                excess = space.excess(space.rows_on(wire), choices, imbalance)
-                self._keep(place, found.kept, mode_of.get(memory.lifetimes.segment[wire.target], 0), ends, excess)
-            if found.weight is not None:
-                self._move(memory, wire, place, ends)
-
-    def _hold_for_many(self, many: ManyParts, place: int, ends: tuple[int, int]) -> None:
-        """What a wire to the call at a place brings on account of many micro-batches."""
-        if many.held is not None:
-            self.always["moved weights"] += int(many.held[ends])
-        if many.accumulated is not None:
-            self.born[min(place, self.count)] += int(many.accumulated[ends])
-        if many.reduced is not None:
-            self.reduced += int(many.reduced[ends])
-        if place < self.count:
-            for many_bytes, at in ((many.arrived, self.arrived), (many.fresh, self.fresh)):
-                at[place] += 0 if many_bytes is None else int(many_bytes[ends])
-
-    def _keep(self, place: int, modes: Modes, mode: int, ends: tuple[int, ...], excess: float) -> None:
-        kept, whole = (int(modes[each][ends]) for each in (min(mode, len(modes) - 1), 0))
-        self.kept[place] += kept + math.ceil(excess * kept)
-        self.whole[place] += whole + math.ceil(excess * whole)
-
-    def _have(self, intervals: Sequence[Interval], ends: tuple[int, ...], excess: float) -> None:
-        for each in intervals:
-            num_bytes = math.ceil((1 + excess) * int(each.num_bytes[ends]))
-            self.alive[each.first] += num_bytes
-            self.alive[each.end] -= num_bytes
-
-    def _move(self, memory: MemoryModel, wire: Wire, place: int, ends: tuple[int, int]) -> None:
-        weight, layer = parts_on(memory, wire).weight, memory.lifetimes.layer[wire.target]
-        assert weight is not None, "a wire that brings no weight"
-        found = (
-            *(weight.gathered, weight.again),
-            weight.copied if memory.live is None else memory.weights.arriving(wire),
-            *(weight.unreduced, weight.sent_off, weight.last_made, weight.on_way_again, weight.on_way),
-        )
-        gathered, again, copied, unreduced, sent_off, last_made, *on_way = (
-            0 if each is None else int(each[ends]) for each in found
-        )
-        for by_layer, num_bytes in zip(self.on_way, on_way, strict=True):
-            by_layer[layer] += num_bytes
-        self.of_layer[layer] += gathered
-        self.again[layer] += again
-        self.copied[layer] += copied
-        self.unreduced[place] += unreduced
-        self.sent_off[place] += sent_off
-        self.last_made[place] += last_made
+    def _at(self, places: Iterable[int]) -> np.ndarray:
+        """Which places are among some."""
+        found = np.zeros(self.count, dtype=bool)
+        found[list(places)] = True
+        return found
 
     def ending(self, phase: Phase) -> dict[str, int]:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
@@ -272,7 +159,7 @@ class PlanMoments:
         found = {
             **self._always(phase),
             "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
-            "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
+            "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
             "working set": self.working_forward,
         }
         if phase.first:
@@ -283,14 +170,14 @@ class PlanMoments:
         """Bytes by what they are, while each call of a forward alone runs."""
         return {
             **self._always(phase),
-            "activations": np.cumsum(self.alive[:-1]),
-            "gathered weights": self._gathered(self.of_layer) + self._ahead(FORWARD),
+            "activations": np.cumsum(self.alive),
+            "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
         }
 
     def arriving(self, phase: Phase) -> dict[str, np.ndarray]:
         """Bytes by what they are, while weights arrive for a layer of a forward alone; 0 at other places."""
         found = self.alone(phase) | {
-            "gathered weights": self._gathered(self.of_layer) + self._gathered(self.copied) + self._ahead(GATHERING)
+            "gathered weights": self._gathered("gathered") + self._gathered("copied") + self._ahead(GATHERING)
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
@@ -300,7 +187,7 @@ class PlanMoments:
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced() + self.fresh,
             "activations": self._computed_again() + self._near(1) + self._waiting(phase),
-            "gathered weights": self._gathered(self.again) + self._ahead(COMPUTING),
+            "gathered weights": self._gathered("gathered again") + self._ahead(COMPUTING),
             "working set": self.working,
         }
 
@@ -310,7 +197,7 @@ class PlanMoments:
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced(),
             "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
-            "gathered weights": self._gathered(self.again) + self._gathered(self.copied) + self._ahead(GATHERING),
+            "gathered weights": self._gathered("gathered again") + self._gathered("copied") + self._ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
 
@@ -338,16 +225,12 @@ class PlanMoments:
 
     def _computed_again(self) -> np.ndarray:
         """What is kept up to each place; of a segment that is computed again, all of its own."""
-        kept, whole = np.cumsum(self.kept), np.cumsum(self.whole)
-        activations = kept.copy()
-        again = {s for s, one, other in zip(self.segments, self.kept, self.whole, strict=True) if s and one != other}
-        before_kept = before_whole = 0
-        for place, segment in enumerate(self.segments):
-            if place and segment != self.segments[place - 1]:
-                before_kept, before_whole = kept[place - 1], whole[place - 1]
-            if segment in again:
-                activations[place] = before_kept + whole[place] - before_whole
-        return activations
+        segments, runs = self.memory.lifetimes.segments_at
+        kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (self.kept, self.whole))
+        is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)
+        is_again[segments[self.kept != self.whole]] = True
+        is_again[-1] = False  # of calls without a segment
+        return np.where(is_again[segments], kept[runs] + whole[1:] - whole[runs], kept[1:])
 
     def _near(self, count: int) -> np.ndarray:
         """What is on the device up to each place though it leaves for the host: of the segment before (and its own)."""
@@ -383,17 +266,17 @@ class PlanMoments:
 
     def _left(self, gradients: np.ndarray) -> np.ndarray:
         """What the calls from each place on, of the layer that runs there, have made."""
-        made: dict[str, int] = defaultdict(int)
-        found = np.zeros(self.count, dtype=np.int64)
-        for place in reversed(range(self.count)):
-            made[self.layers[place]] += int(gradients[place])
-            found[place] = made[self.layers[place]]
+        order, before = self.memory.lifetimes.from_the_end
+        sums, found = np.concatenate([[0], np.cumsum(gradients[order])]), np.empty(self.count, dtype=np.int64)
+        found[order] = sums[1:] - sums[before]
         return found
 
-    def _gathered(self, of_layer: Mapping[str, int]) -> np.ndarray:
-        return np.array([of_layer.get(layer, 0) for layer in self.layers], dtype=np.int64)
+    def _gathered(self, name: str) -> np.ndarray:
+        return self.by_layer[name][self.memory.lifetimes.layers_at]
 
     def _ahead(self, kind: int) -> np.ndarray:
         """Weights that are fetched ahead, at moments of a kind."""
         forward = is_forward(self.memory, kind)
-        return self.memory.weights.bytes_ahead(self.on_way[forward], forward, depth_at(self.memory, kind))
+        return self.memory.weights.bytes_ahead(
+            self.by_layer["on way" if forward else "on way again"], forward, depth_at(self.memory, kind)
+        )

@@ -17,7 +17,7 @@ Layers that have weights are numbered in the order in which they run first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -74,11 +74,11 @@ class MovedWeights:
         distance = number - self._reached[0][place] if forward else self._reached[1][place] - number
         return 0 < distance <= depth
 
-    def bytes_ahead(self, by_layer: Mapping[str, int], forward: bool, depth: int) -> np.ndarray:
-        """At each place, the bytes of the layers of which `is_ahead` says so."""
+    def bytes_ahead(self, by_layer: np.ndarray, forward: bool, depth: int) -> np.ndarray:
+        """At each place, the bytes of the layers of which `is_ahead` says so; by layer as lifetimes number them."""
         if depth == 0:
             return np.zeros(len(self.lifetimes.calls), dtype=np.int64)
-        sizes = [by_layer.get(layer, 0) for layer in self._numbers]
+        sizes = by_layer[[self.lifetimes.layers[layer] for layer in self._numbers]]
         before, reached = np.cumsum([0, *sizes]), np.array(self._reached[0 if forward else 1], dtype=np.int64)
         first, behind = (reached + 1, reached + depth + 1) if forward else (reached - depth, reached)
         return before[np.clip(behind, 0, len(sizes))] - before[np.clip(first, 0, len(sizes))]

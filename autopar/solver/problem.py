@@ -175,25 +175,27 @@ class Problem:
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"the memory limit is {self.budget} bytes; give at least 0, or None for no limit.")
-        checked: set[tuple[int, int, int]] = set()  # arrays that nodes or edges share are looked at once
+        checked: set[tuple[int, ...]] = set()  # what shares its arrays is looked at once
         for node in self.nodes:
-            key = (id(node.seconds), id(node.num_bytes), 1)
+            key = (id(node.seconds), id(node.num_bytes))
             if key not in checked:
                 node.check()
                 checked.add(key)
+        menus = [id(node.seconds) for node in self.nodes]
         for edge in self.edges:
-            key = (id(edge.seconds), id(edge.num_bytes), len(edge.ends))
+            if min(edge.ends) < 0 or max(edge.ends) >= len(menus):
+                raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(menus) - 1}.")
+            key = (id(edge.seconds), id(edge.num_bytes), *[menus[end] for end in edge.ends])
             if key not in checked:
                 edge.check()
+                self._check_sizes(edge)
                 checked.add(key)
-        sizes = [len(node.seconds) for node in self.nodes]
-        for edge in self.edges:
-            if min(edge.ends) < 0 or max(edge.ends) >= len(sizes):
-                raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
-            needed = tuple([sizes[end] for end in edge.ends])
-            if edge.seconds.shape != needed:
-                ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
-                raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
+
+    def _check_sizes(self, edge: Edge) -> None:
+        needed = tuple([len(self.nodes[end].seconds) for end in edge.ends])
+        if edge.seconds.shape != needed:
+            ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
+            raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
 
     @property
     def forbidden_node(self) -> int | None:
