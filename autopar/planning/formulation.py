@@ -15,22 +15,48 @@ from typing import Any
 import numpy as np
 
 from autopar.memory.model import MemoryModel, Modes
-from autopar.memory.moments import MemoryRow, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
+from autopar.memory.moments import MemoryRow, Priced, node_bytes, uneven_node_bytes, uneven_wire_bytes, wire_bytes
 from autopar.memory.uneven_rows import excess
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.space.space import Decision, ExpertRows, Space, Wire
 
 Pins = Mapping[int, np.ndarray]
 """Decision → which of its strategies are allowed."""
-_Moments = Sequence[MemoryRow | None]
+
+
+NODE, WIRE, UNEVEN_NODE, UNEVEN_WIRE = range(4)
+"""Parts of what is held in a row: by decisions, by wires, and what uneven rows of experts add to either."""
+_Parts = tuple[Mapping[int, Modes | None], ...]
+"""Bytes by mode, by number in each part; of what has none there may be nothing."""
+_Numbers = tuple[frozenset[int], ...]
+"""Some numbers of each part."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Bytes in a row: of each decision, and of each wire, mode by mode."""
+    """Bytes in a row."""
 
-    nodes: list[Modes]
-    wires: list[Modes | None]
+    parts: _Parts
+    by_mode: _Numbers
+    """What depends on the mode of a segment."""
+
+    @classmethod
+    def of(cls, *parts: Mapping[int, Modes | None]) -> _Held:
+        several = (frozenset([n for n, modes in each.items() if modes and len(modes) > 1]) for each in parts)
+        return cls(parts, tuple(several))
+
+
+_Edge = tuple[tuple[int, ...], np.ndarray, tuple[int, int, bool] | None]
+"""Ends, seconds, and which bytes: of which part and number, and whether as they are by mode; None: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A problem but for bytes in a row."""
+
+    nodes: list[tuple[str, np.ndarray, np.ndarray | None]]
+    """Name, seconds, and bytes; None: those of the decision."""
+    edges: list[_Edge]
 
 
 class Formulation:
@@ -42,11 +68,19 @@ class Formulation:
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
         self._held: dict[MemoryRow | None, _Held] = {}
+        self._with_rows = [number for number in space.rows if space.decisions[number].kind == "call"]
+        """Calls that have rows of experts."""
+        self._asked: object = None
+        self._outlined = _Outline([], [])
+        self._stated: dict[MemoryRow | None, Problem] = {}
+        """What was asked for last, but for the rows, all of that but the bytes, and its problem by row."""
         parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
         self.without_a_limit: dict[object, Any] = {}
         """What was found without a limit, by pins and modes."""
+        self.near: Priced | None = None
+        """Prices of memory of a plan of the same model, captured otherwise."""
 
     def name(self, number: int) -> str:
         """A node of the problem as errors call it: that of a decision; that of a segment's mode has no other."""
@@ -74,99 +108,114 @@ class Formulation:
         modes: Mapping[str, str] | None = None,
     ) -> tuple[Problem, ...]:
         """The same problem with each of these rows in turn: equal nodes and edges with equal seconds, other bytes."""
+        held = {row: self._bytes_of(row) for row in rows}
+        by_mode = tuple(
+            [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
+        )
+        asked = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
+        if asked != self._asked:
+            self._asked, self._outlined, self._stated = asked, self._outline(pins, modes, by_mode), {}
+        # Searches ask for the rows of before, and some more.
+        self._stated = {row: self._stated.get(row) or self._with_bytes(held[row].parts, budget) for row in held}
+        return tuple([self._stated[row] for row in rows])
+
+    def _outline(self, pins: Pins, modes: Mapping[str, str] | None, by_mode: _Numbers) -> _Outline:
+        """All of a problem but its bytes, some of which depend on the mode."""
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
-        of_rows = [self._bytes_of(row) for row in rows]
-        nodes: list[list[Node]] = [[] for _ in rows]
-        edges: list[list[Edge]] = [[] for _ in rows]
+        found = _Outline([], [])
         for number, decision in enumerate(self.space.decisions):
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = self._pinned(seconds, pins[number])
-            nothing, name = self.memory.nothing(seconds.shape), self._names[number]
-            held = [each.nodes[number] for each in of_rows]
+            nothing = self.memory.nothing(seconds.shape)
             segment = segments.get(self.memory.lifetimes.segment[number])
             again = self.memory.recompute_seconds(number) if segment is not None else None
-            by_mode = segment is not None and (again is not None or any(len(each) > 1 for each in held))
-            for place, each in enumerate(held):
-                nodes[place].append(Node(name, seconds, nothing if by_mode else each[0]))
-                if by_mode:
-                    assert segment is not None
-                    added = self._stacked(again or (nothing,), float)
-                    edges[place].append(Edge((segment, number), added, self._stacked(each, int)))
-            if self.space.imbalance > 1 and number in self.space.rows and decision.kind == "call":
-                for found, more in zip(edges, self._uneven_call(number, rows, segment), strict=True):
-                    found += more
+            is_by_mode = segment is not None and (again is not None or number in by_mode[NODE])
+            found.nodes.append((self._names[number], seconds, nothing if is_by_mode else None))
+            if is_by_mode:
+                assert segment is not None
+                found.edges.append(((segment, number), self._stacked(again or (nothing,), float), (NODE, number, True)))
+            if self.space.imbalance > 1 and number in self._with_rows:
+                found.edges.extend(self._uneven_call(number, segment, again, number in by_mode[UNEVEN_NODE]))
         for name, mode in (modes or {}).items():
             taken = mode.split("|") if mode else self.memory.lifetimes.modes
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
-            for each in nodes:
-                each.append(Node(f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
+            found.nodes.append((f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
         for number, wire in enumerate(self.space.wires):
-            seconds = self._reshard(wire)
-            taken = [each.wires[number] for each in of_rows]
+            seconds, ends = self._reshard(wire), (wire.source, wire.target)
             segment = segments.get(self.memory.lifetimes.segment[wire.target])
             copying = None if segment is None else self.memory.host_copies.seconds_on(wire)
-            by_mode = copying is not None or (segment is not None and _by_mode(taken))
-            for place, each in enumerate(taken):
-                if not by_mode:
-                    edges[place].append(Edge((wire.source, wire.target), seconds, None if each is None else each[0]))
-                    continue
-                assert segment is not None
-                stacked = None if each is None else self._stacked(each, int)
-                by_each = self._stacked(self._with_copies(seconds, copying), float)
-                edges[place].append(Edge((segment, wire.source, wire.target), by_each, stacked))
+            if segment is None or (copying is None and number not in by_mode[WIRE]):
+                found.edges.append((ends, seconds, (WIRE, number, False)))
+            else:
+                seconds = self._stacked(self._with_copies(seconds, copying), float)
+                found.edges.append(((segment, *ends), seconds, (WIRE, number, True)))
             if self.space.imbalance > 1 and self.space.rows_on(wire) is not None:
-                for found, more in zip(edges, self._uneven_wire(wire, rows, segment), strict=True):
-                    found += more
-        return tuple(Problem(tuple(n), tuple(e), budget) for n, e in zip(nodes, edges, strict=True))
+                found.edges.extend(self._uneven_wire(number, wire, segment, number in by_mode[UNEVEN_WIRE]))
+        return found
+
+    def _with_bytes(self, parts: _Parts, budget: int | None) -> Problem:
+        """The problem of the outline, with the bytes of a row."""
+        nodes, edges = [], []
+        for number, (name, seconds, nothing) in enumerate(self._outlined.nodes):
+            num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
+            assert num_bytes is not None, "every decision has some"
+            nodes.append(Node(name, seconds, num_bytes))
+        for ends, seconds, taken in self._outlined.edges:
+            edges.append(Edge(ends, seconds, None if taken is None else self._taken(parts, *taken)))
+        return Problem(tuple(nodes), tuple(edges), budget)
+
+    def _taken(self, parts: _Parts, part: int, number: int, is_by_mode: bool) -> np.ndarray | None:
+        """Bytes of a number of a part; None where there are none."""
+        found = parts[part].get(number)
+        if found is None:
+            return None
+        if not is_by_mode:
+            return found[0]
+        return self._stacked(tuple(map(self._least, found)) if part == UNEVEN_WIRE else found, int)
 
     def _bytes_of(self, row: MemoryRow | None) -> _Held:
-        """What decisions and wires hold in a row: searches ask for the rows of before, and one more."""
+        """What is held in a row."""
         if row not in self._held:
             memory, space = self.memory, self.space
             if row is None:
-                nodes = [(memory.nothing(each.menu.seconds.shape),) for each in space.decisions]
-                self._held[row] = _Held(nodes, [None] * len(space.wires))
+                nothing = {n: (memory.nothing(each.menu.seconds.shape),) for n, each in enumerate(space.decisions)}
+                self._held[row] = _Held.of(nothing, {}, {}, {})
             else:
-                nodes = [node_bytes(memory, number, row) for number in range(len(space.decisions))]
-                self._held[row] = _Held(nodes, [wire_bytes(memory, wire, row) for wire in space.wires])
+                uneven = space.imbalance > 1
+                self._held[row] = _Held.of(
+                    {number: node_bytes(memory, number, row) for number in range(len(space.decisions))},
+                    {number: wire_bytes(memory, wire, row) for number, wire in enumerate(space.wires)},
+                    {number: uneven_node_bytes(memory, number, row) for number in self._with_rows if uneven},
+                    {number: uneven_wire_bytes(memory, wire, row) for number, wire in enumerate(space.wires) if uneven},
+                )
         return self._held[row]
 
-    def _uneven_call(self, number: int, moments: _Moments, segment: int | None) -> list[list[Edge]]:
-        """What a call costs on account of rows beside a share of them, with the bytes of each of the moments."""
+    def _uneven_call(self, number: int, segment: int | None, again: Modes | None, by_mode: bool) -> list[_Edge]:
+        """What a call costs on account of rows beside a share of them."""
         rows, seconds = self.space.rows[number], self.space.decisions[number].menu.seconds
-        held = [None if each is None else uneven_node_bytes(self.memory, number, each) for each in moments]
-        again = self.memory.recompute_seconds(number) if segment is not None else None
         ends, more = (rows.counts, number), self._beside(rows, seconds)
-        if segment is None or (again is None and not _by_mode(held)):
-            return [[Edge(ends, more, None if each is None else each[0])] for each in held]
+        if segment is None or (again is None and not by_mode):
+            return [(ends, more, (UNEVEN_NODE, number, False))]
         nothing = self.memory.nothing(seconds.shape)
         added = self._stacked(tuple(self._beside(rows, each) for each in again or (nothing,)), float)
-        stacked = (None if each is None else self._stacked(each, int) for each in held)
-        return [[Edge(ends, more), Edge((segment, *ends), added, each)] for each in stacked]
+        return [(ends, more, None), ((segment, *ends), added, (UNEVEN_NODE, number, True))]
 
-    def _uneven_wire(self, wire: Wire, moments: _Moments, segment: int | None) -> list[list[Edge]]:
-        """What a wire costs on account of rows beside a share of them, with the bytes of each of the moments.
+    def _uneven_wire(self, number: int, wire: Wire, segment: int | None, by_mode: bool) -> list[_Edge]:
+        """What a wire costs on account of rows beside a share of them.
 
         An edge has three ends at most. Where bytes depend on the mode, too, those are counted that are taken whatever
         is at the wire's start: too few only where rows whose features are split move within a segment.
         """
         rows = self.space.rows_on(wire)
         assert rows is not None, "a wire without rows of experts"
-        held = [None if each is None else uneven_wire_bytes(self.memory, wire, each) for each in moments]
         ends, more = (rows.counts, wire.source, wire.target), self._beside(rows, self._reshard(wire))
-        if segment is None or not _by_mode(held):
-            return [[Edge(ends, more, None if each is None else each[0])] for each in held]
-        found: list[list[Edge]] = []
-        for each in held:
-            least = None if each is None else self._stacked(tuple(map(self._least, each)), int)
-            shape = (
-                self._num_modes,
-                *(len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target)),
-            )
-            nothing = self._matrices.setdefault(("no seconds", shape), np.zeros(shape))
-            found.append([Edge(ends, more), Edge((segment, rows.counts, wire.target), nothing, least)])
-        return found
+        if segment is None or not by_mode:
+            return [(ends, more, (UNEVEN_WIRE, number, False))]
+        num_strategies = (len(self.space.decisions[end].menu.strategies) for end in (rows.counts, wire.target))
+        shape = (self._num_modes, *num_strategies)
+        nothing = self._matrices.setdefault(("no seconds", shape), np.zeros(shape))
+        return [(ends, more, None), ((segment, rows.counts, wire.target), nothing, (UNEVEN_WIRE, number, True))]
 
     def _least(self, held: np.ndarray) -> np.ndarray:
         """The bytes of a wire, by counts and target, that are taken whatever is chosen at its start."""
@@ -234,5 +283,6 @@ def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
     return parameters.get(decision.name) or (f"{decision.name} of {module}" if module else decision.name)
 
 
-def _by_mode(held: Sequence[Modes | None]) -> bool:
-    return any(each is not None and len(each) > 1 for each in held)
+def pinned_by(pins: Pins) -> object:
+    """What tells pins apart."""
+    return tuple([(number, mask.tobytes()) for number, mask in pins.items()])

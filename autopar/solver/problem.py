@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -172,30 +172,33 @@ class Problem:
     edges: tuple[Edge, ...] = ()
     budget: int | None = None
 
-    def __post_init__(self) -> None:
+    is_sound: InitVar[bool] = False
+    """Whether all is taken from a problem that was looked at, or made of it: then it is not looked at again."""
+
+    def __post_init__(self, is_sound: bool) -> None:
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"the memory limit is {self.budget} bytes; give at least 0, or None for no limit.")
-        checked: set[tuple[int, ...]] = set()  # what shares its arrays is looked at once
+        if is_sound:
+            return
+        checked: set[tuple[int, int, int]] = set()  # arrays that nodes or edges share are looked at once
         for node in self.nodes:
-            key = (id(node.seconds), id(node.num_bytes))
+            key = (id(node.seconds), id(node.num_bytes), 1)
             if key not in checked:
                 node.check()
                 checked.add(key)
-        menus = [id(node.seconds) for node in self.nodes]
         for edge in self.edges:
-            if min(edge.ends) < 0 or max(edge.ends) >= len(menus):
-                raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(menus) - 1}.")
-            key = (id(edge.seconds), id(edge.num_bytes), *[menus[end] for end in edge.ends])
+            key = (id(edge.seconds), id(edge.num_bytes), len(edge.ends))
             if key not in checked:
                 edge.check()
-                self._check_sizes(edge)
                 checked.add(key)
-
-    def _check_sizes(self, edge: Edge) -> None:
-        needed = tuple([len(self.nodes[end].seconds) for end in edge.ends])
-        if edge.seconds.shape != needed:
-            ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
-            raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
+        sizes = [len(node.seconds) for node in self.nodes]
+        for edge in self.edges:
+            if min(edge.ends) < 0 or max(edge.ends) >= len(sizes):
+                raise PlanError(f"{edge.where} leaves the problem; its nodes are 0 to {len(self.nodes) - 1}.")
+            needed = tuple([sizes[end] for end in edge.ends])
+            if edge.seconds.shape != needed:
+                ends = " and ".join(repr(self.nodes[end].name) for end in edge.ends)
+                raise PlanError(f"{edge.where} has seconds of shape {edge.seconds.shape}; {ends} need {needed}.")
 
     @property
     def forbidden_node(self) -> int | None:
@@ -240,7 +243,7 @@ class Problem:
             if key not in shared:
                 shared[key] = only_bytes(each.seconds, each.num_bytes)
             edges.append(Edge(each.ends, shared[key]))
-        return Problem(tuple(nodes), tuple(edges))
+        return Problem(tuple(nodes), tuple(edges), is_sound=True)
 
     def fits(self, num_bytes: int) -> bool:
         """Whether so many bytes are within the memory limit."""

@@ -184,7 +184,7 @@ class _State:
         edges = (
             Edge(tuple(index[end] for end in edge.ends), edge.seconds, edge.num_bytes) for edge in self.edges.values()
         )
-        problem = Problem(tuple(self.nodes.values()), tuple(edges), self.budget)
+        problem = Problem(tuple(self.nodes.values()), tuple(edges), self.budget, is_sound=True)
         return Contracted(problem, tuple(self.members[node] for node in self.nodes))
 
 

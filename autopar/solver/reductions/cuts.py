@@ -46,7 +46,7 @@ class Cut:
         found = []
         for each in problems:
             nodes = [Node(node.name, menu, node.num_bytes) for node, menu in zip(each.nodes, menus, strict=True)]
-            found.append(Problem(tuple(nodes), each.edges, each.budget))
+            found.append(Problem(tuple(nodes), each.edges, each.budget, is_sound=True))
         return found
 
 

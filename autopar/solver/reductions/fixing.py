@@ -89,7 +89,7 @@ def remaining_of_each(
         nodes = tuple([Node(problem.nodes[node].name, seconds[node], num_bytes[node]) for node in undecided])
         budget = None if problem.budget is None else problem.budget - of_decided
         fits = budget is None or budget >= 0
-        left = Problem(nodes, tuple(of_problem), budget if fits else 0)
+        left = Problem(nodes, tuple(of_problem), budget if fits else 0, is_sound=True)
         left_of.append(Remaining(left, constant if fits else math.inf, kept, tuple(undecided)))
     return left_of
 

@@ -53,9 +53,9 @@ class Prepared:
             return self
         return replace(
             self,
-            problem=replace(self.problem, budget=budget),
-            pruned=replace(self.pruned, problem=replace(self.pruned.problem, budget=budget)),
-            contracted=replace(self.contracted, problem=replace(self.contracted.problem, budget=budget)),
+            problem=replace(self.problem, budget=budget, is_sound=True),
+            pruned=replace(self.pruned, problem=replace(self.pruned.problem, budget=budget, is_sound=True)),
+            contracted=replace(self.contracted, problem=replace(self.contracted.problem, budget=budget, is_sound=True)),
         )
 
     def extend(self, choices: Sequence[int]) -> tuple[int, ...]:

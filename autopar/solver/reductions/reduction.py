@@ -291,7 +291,7 @@ def _limited(nodes: tuple[Node, ...], edges: tuple[Edge, ...], budget: int | Non
     if budget is not None and budget < 0:
         blocked = Node("limit", np.array([np.inf]), np.zeros(1, dtype=np.int64))
         return Problem((*nodes, blocked), edges, 0)
-    return Problem(nodes, edges, budget)
+    return Problem(nodes, edges, budget, is_sound=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
     found = []
     for problem, of_nodes, of_edges in zip(problems, num_bytes, edges, strict=True):
         nodes = tuple([Node(node.name, *each) for node, *each in zip(first.nodes, seconds, of_nodes, strict=True)])
-        found.append(Pruned(Problem(nodes, tuple(of_edges), problem.budget), kept))
+        found.append(Pruned(Problem(nodes, tuple(of_edges), problem.budget, is_sound=True), kept))
     return found
 
 
@@ -375,4 +375,4 @@ def with_fixed(problem: Problem, choices: Mapping[int, int]) -> Problem:
         held = choice if choice >= 0 else int(np.flatnonzero(np.isfinite(node.seconds))[0])
         seconds = np.where(np.arange(node.num_strategies) == held, node.seconds, np.inf)
         nodes[number] = Node(node.name, seconds, node.num_bytes)
-    return Problem(tuple(nodes), problem.edges, problem.budget)
+    return Problem(tuple(nodes), problem.edges, problem.budget, is_sound=True)

@@ -138,7 +138,7 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
     found = []
     for each in problems:
         nodes = (Node(node.name, menu, node.num_bytes) for node, menu in zip(each.nodes, menus, strict=True))
-        found.append(prune(Problem(tuple(nodes), each.edges, each.budget)))
+        found.append(prune(Problem(tuple(nodes), each.edges, each.budget, is_sound=True)))
     return found
 
 

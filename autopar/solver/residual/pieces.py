@@ -142,7 +142,7 @@ class Pieces:
             of_row = {**nothing, **held}
             nodes = [Node(f"piece {n}", seconds[n,], of_row[n,]) for n in range(len(self._parts))]
             edges = [Edge(pieces, seconds[pieces], of_row[pieces]) for pieces in together if len(pieces) > 1]
-            found.append(Problem(tuple(nodes), tuple(edges), budget))
+            found.append(Problem(tuple(nodes), tuple(edges), budget, is_sound=True))
         return found
 
 
