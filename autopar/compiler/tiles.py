@@ -115,6 +115,8 @@ class _Turns:
     def take_again(self, space: Space, at_least: float) -> None:
         """Plan the model as it is, which takes so many seconds at least, if it may be the best, or equal to it."""
         if at_least <= self.seconds and (self.best is None or not is_over(self._deadline)):
+            if self.best is not None:
+                self._statements(space).begin_at_prices_of(self.best.plan)
             self.take_as_it_is(space, math.nextafter(self.seconds, math.inf))
 
     def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
@@ -140,8 +142,7 @@ class _Turns:
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                stated = self._stated.setdefault(id(space), Statements(space))
-                plan = replace(self._request, settings=settings).plan(space, self._storage, stated)
+                plan = replace(self._request, settings=settings).plan(space, self._storage, self._statements(space))
         except TimeLimitError as error:
             self._late = error
             return
@@ -152,6 +153,9 @@ class _Turns:
         if self.best is None or seconds_of_microbatch(plan) < cutoff:
             context = replace(context_of(plan), settings=self._request.settings)
             self.best = _Planned(replace(plan, context=context), said)
+
+    def _statements(self, space: Space) -> Statements:
+        return self._stated.setdefault(id(space), Statements(space))
 
     def result(self) -> Plan:
         """The best plan, with what was said of it; raises why there is none."""

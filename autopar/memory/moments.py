@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.memory.live import Interval
@@ -30,6 +31,29 @@ class MemoryRow:
     def total(self) -> int:
         """How often the limit counts in the limit of the row."""
         return 1 if self.worst else sum(weight for _, weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Moments of a step, and what a byte at them is worth in seconds."""
+
+    row: MemoryRow
+    price: float
+
+    def of_the_same_calls(self, own: MemoryModel, other: MemoryModel) -> Priced | None:
+        """The same in a model of memory whose calls have the same names; of others, where the backward begins.
+
+        None where the two run their micro-batches otherwise.
+        """
+        if own.microbatches != other.microbatches or not other.lifetimes.calls:
+            return None
+        places = {other.space.decisions[number].name: place for place, number in enumerate(other.lifetimes.calls)}
+        weights: dict[int, int] = defaultdict(int)
+        for moment, weight in self.row.weights:
+            kind, place = divmod(moment, len(own.lifetimes.calls))
+            same = places.get(own.space.decisions[own.lifetimes.calls[place]].name)
+            weights[len(places) - 1 if same is None else kind * len(places) + same] += weight
+        return Priced(MemoryRow(tuple(sorted(weights.items()))), self.price)
 
 
 def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:

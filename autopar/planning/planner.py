@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
+from autopar.memory.moments import Priced
 from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, without_idle_modes
@@ -110,6 +112,14 @@ class Statements:
             self._kept[key] = formulations_of(model, settings)
         return self._kept[key]
 
+    def begin_at_prices_of(self, plan: Plan) -> None:
+        """Ask first at prices of memory that a plan has of the same model, captured otherwise."""
+        own, row = context_of(plan).memory_model, context_of(plan).row
+        if row is None or not plan.multiplier:
+            return
+        for formulation in itertools.chain.from_iterable(self._kept.values()):
+            formulation.near = Priced(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
+
 
 def solved(space: Space, pins: Pins, settings: Settings, microbatches: Microbatches | None = None) -> Solved:
     """The best choices under pins; InfeasibleError where there are none, TimeLimitError where none came in time."""
@@ -160,7 +170,7 @@ def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
 def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tuple[int, ...]]:
     """The plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
     answer = _of_a_microbatch(answer, model)
-    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings)
+    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings, answer.row)
     return written_down(context, answer), answer.choices
 
 
@@ -239,7 +249,13 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
     answer, model = fetched_ahead(made.answer, made.formulation.memory, settings)
     answer = _of_a_microbatch(answer, model)
     changed = replace(
-        context, memory_model=model, pins=pins, choices=answer.choices, problem=answer.problem, settings=settings
+        context,
+        memory_model=model,
+        pins=pins,
+        choices=answer.choices,
+        problem=answer.problem,
+        settings=settings,
+        row=answer.row,
     )
     return written_down(changed, answer)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from autopar.errors import InputError, PlanError
 from autopar.memory.model import MemoryModel
+from autopar.memory.moments import MemoryRow
 from autopar.planning.formulation import Pins
 from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
@@ -102,6 +103,8 @@ class PlanContext:
     problem: Problem
     """The problem on which the bound is proven."""
     settings: Settings
+    row: MemoryRow | None = None
+    """The moments that its limit is at."""
     annotations: tuple[Any, ...] = ()
     mode: str = "auto"
 

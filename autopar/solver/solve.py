@@ -25,11 +25,13 @@ from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, evaluate
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
+    LeastByElimination,
     Met,
     Point,
     Relaxation,
     is_closed,
     point,
+    priced,
 )
 from autopar.solver.narrow import (
     COLD,
@@ -115,6 +117,22 @@ def solve_narrow(
     The tables of the last price stay with what was prepared, for `Cuts`.
     """
     return _by_reduction(prepared, after(time_limit), gap, only_narrow=True, price=price, enough=enough)
+
+
+def bound_at(prepared: Prepared, price: float, deadline: float) -> float:
+    """Seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds per byte.
+
+    -inf where the graph is too wide for that, or the time too short.
+    """
+    budget, elimination = prepared.smaller.budget, prepared.elimination
+    if budget is None or elimination is None or is_wide(elimination):
+        return -math.inf
+    try:
+        least = LeastByElimination(prepared.smaller, elimination, prepared.tables, deadline, prepared.met)
+        reached, met = least(price)
+        return priced(reached, price, budget, met).bound
+    except TimeLimitError:
+        return -math.inf
 
 
 def _by_reduction(

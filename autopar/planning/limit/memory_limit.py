@@ -44,8 +44,8 @@ from autopar.solver.problem import Solution
 from autopar.solver.reductions.cuts import Cuts
 from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
-from autopar.solver.solve import is_wide, solve, solve_narrow, solve_prepared
-from autopar.units import format_bytes, format_share
+from autopar.solver.solve import bound_at, is_wide, solve, solve_narrow, solve_prepared
+from autopar.units import format_share
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
@@ -215,35 +215,12 @@ class _Search(Pieced):
         fitting = (each for each in smaller_ones(answer, self.formulation.memory) if each.peak_bytes <= limit)
         return list(itertools.islice(fitting, 1))
 
-    def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
-        """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
-        least = f"the least that was found is {format_bytes(met)}"
-        try:
-            smallest = self.smallest(self.pins, modes, limit)
-            if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
-                least = str(smallest) if smallest.peak_bytes <= met else least
-                raise TimeLimitError
-        except TimeLimitError:
-            raise TimeLimitError(
-                f"{why_over()} before a plan within the memory limit, {format_bytes(limit)} per device, was "
-                f"found: {least}. Raise the time limit or the memory limit, or use more devices."
-            ) from None
-        if smallest.peak_bytes > limit:
-            raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
-        return self._answer_of(smallest, limit)
-
-    def first_answer(self, limit: int, modes: Modes | None) -> list[Answer]:
-        """Some choices that fit, soon found; [] if none are. Raises InfeasibleError where it is soon proven so."""
-        smallest = self.smallest(self.pins, modes, limit, is_brief=True)
-        if smallest.bound > limit:
-            raise InfeasibleError(str(smallest), smallest.peak_bytes)
-        return [self._answer_of(smallest, limit)] if smallest.peak_bytes <= limit else []
-
     def where_the_backward_begins(self, limit: int | None, modes: Modes | None) -> Answer | None:
         """The best with the limit at the last call; None without one, if no price may be paid, or that is dear."""
         last = len(self.formulation.memory.lifetimes.calls) - 1
         if limit is None or last < 0 or self.solver != "auto" or self.cutoff <= 0:
             return None
+        self.check(self.bound_elsewhere(limit, modes))
         row = MemoryRow(((last, 1),))
         exact = Enough(self.enough, self.counted, self.cutoff)
         prepared = self._prepared(row, limit, modes)
@@ -258,6 +235,13 @@ class _Search(Pieced):
                 with suppress(TimeLimitError):
                     solution = solve_narrow(*again) or solution
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
+
+    def bound_elsewhere(self, limit: int, modes: Modes | None) -> float:
+        """What prices prove that another plan of the same model had; only where there is a cut-off to be reached."""
+        near = self.formulation.near
+        if near is None or math.isinf(self.cutoff):
+            return -math.inf
+        return bound_at(self._prepared(near.row, limit, modes), near.price, self.deadline)
 
     @property
     def _seconds_left(self) -> float:

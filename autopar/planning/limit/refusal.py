@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.memory.moments import MemoryRow
 from autopar.memory.peak import bytes_by_moment, memory_use
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation, Pins, pinned_by
 from autopar.planning.limit.answers import Answer, choices_of_nodes
 from autopar.planning.limit.least_peak import LeastPeak, least_peak
 from autopar.program.recompute_segments import MODES
-from autopar.solver.deadline import grace, is_over, moment_in
+from autopar.solver.deadline import grace, is_over, moment_in, why_over
 from autopar.solver.infeasibility import Conflict
 from autopar.solver.problem import Problem, Solution
 from autopar.units import format_bytes
@@ -46,8 +47,7 @@ class Asked:
         return self.formulation.without_a_limit.setdefault(self._key(limit, modes), found)
 
     def _key(self, limit: int | None, modes: Modes | None) -> object:
-        pinned = tuple([(number, mask.tobytes()) for number, mask in self.pins.items()])
-        return limit, None if modes is None else tuple(modes.items()), pinned
+        return limit, None if modes is None else tuple(modes.items()), pinned_by(self.pins)
 
     def smallest(self, pins: Pins, modes: Modes | None, enough: int = 0, is_brief: bool = False) -> LeastPeak:
         """What takes the least at its fullest moment, or no more than enough, under pins (see `least_peak`)."""
@@ -77,6 +77,30 @@ class Asked:
             named = ", ".join(repr(self.formulation.name(node)) for node in pinned[:MAX_NAMED])
             return f"{start} with the pins on {named}{more}. Raise the limit, use more devices, or loosen a pin."
         return f"{start}: {'; '.join(worth)}{more}. Raise the limit, use more devices, or loosen one of these pins."
+
+    def smallest_answer(self, limit: int, modes: Modes | None, met: int) -> Answer:
+        """The smallest choices that are found, as an answer of which nothing is proven; `met` is the least peak met."""
+        least = f"the least that was found is {format_bytes(met)}"
+        try:
+            smallest = self.smallest(self.pins, modes, limit)
+            if smallest.peak_bytes > limit >= smallest.bound and is_over(self.deadline):
+                least = str(smallest) if smallest.peak_bytes <= met else least
+                raise TimeLimitError
+        except TimeLimitError:
+            raise TimeLimitError(
+                f"{why_over()} before a plan within the memory limit, {format_bytes(limit)} per device, was "
+                f"found: {least}. Raise the time limit or the memory limit, or use more devices."
+            ) from None
+        if smallest.peak_bytes > limit:
+            raise InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
+        return self._answer_of(smallest, limit)
+
+    def first_answer(self, limit: int, modes: Modes | None) -> list[Answer]:
+        """Some choices that fit, soon found; [] if none are. Raises InfeasibleError where it is soon proven so."""
+        smallest = self.smallest(self.pins, modes, limit, is_brief=True)
+        if smallest.bound > limit:
+            raise InfeasibleError(str(smallest), smallest.peak_bytes)
+        return [self._answer_of(smallest, limit)] if smallest.peak_bytes <= limit else []
 
     def _split(self, choices: tuple[int, ...], modes: Modes | None) -> tuple[tuple[int, ...], dict[str, str]]:
         """Choices of decisions, and modes of segments."""
