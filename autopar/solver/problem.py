@@ -109,8 +109,8 @@ class _Alike:
     """Nodes, or edges, that share their arrays, and for each dim of these the nodes that are chosen from."""
 
     seconds: Floats
-    num_bytes: tuple[tuple[int, Integers], ...]
-    """Of the rows, by number, that have some."""
+    num_bytes: tuple[tuple[Integers, tuple[int, ...]], ...]
+    """Arrays that hold some bytes, and the rows, by number, that each is that of."""
     ends: tuple[Integers, ...]
     edges: Integers
     """Which edges they are; for nodes negative."""
@@ -141,9 +141,14 @@ class Parts:
             edges[key].append(number)
             arrays[key] = edge.seconds, of_rows
         self._alike = []
+        holds: dict[int, bool] = {}
         for key, (seconds, of_each) in arrays.items():
-            of_rows = tuple([(row, each) for row, each in enumerate(of_each) if each is not None])
-            self._alike.append(_Alike(seconds, of_rows, tuple(np.array(ends[key]).T), np.array(edges[key])))
+            rows_of: dict[int, tuple[Integers, list[int]]] = {}
+            for row, each in enumerate(of_each):
+                if each is not None and (holds.get(id(each)) or holds.setdefault(id(each), bool(each.any()))):
+                    rows_of.setdefault(id(each), (each, []))[1].append(row)
+            held = tuple([(each, tuple(rows)) for each, rows in rows_of.values()])
+            self._alike.append(_Alike(seconds, held, tuple(np.array(ends[key]).T), np.array(edges[key])))
 
     def cost_of(self, choices: Sequence[int], among: np.ndarray | None = None) -> tuple[float, list[int]]:
         """Seconds, and bytes row by row, at one choice per node: of all, or of some (a mask) and edges among them."""
@@ -154,8 +159,10 @@ class Parts:
             which = slice(None) if among is None else np.all([among[ends] for ends in each.ends], axis=0)
             index = tuple([chosen[ends[which]] for ends in each.ends])
             seconds += each.seconds[index].tolist()
-            for row, held in each.num_bytes:
-                num_bytes[row] += int(held[index].sum())
+            for held, rows in each.num_bytes:
+                taken = int(held[index].sum())
+                for row in rows:
+                    num_bytes[row] += taken
         return math.fsum(seconds), num_bytes
 
     def edges_at(self, nodes: np.ndarray) -> list[int]:
