@@ -9,7 +9,7 @@ their counts and the calls and wires that they pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,15 @@ class _Outline:
     edges: list[_Edge]
 
 
+@dataclass(slots=True)
+class _Stated:
+    """Problems that were asked for, by row, and what they have in common."""
+
+    asked: object
+    outline: _Outline
+    problems: dict[MemoryRow | None, Problem] = field(default_factory=dict)
+
+
 class Formulation:
     """States problems about one space; whatever equal calls have in common is computed once."""
 
@@ -70,10 +79,8 @@ class Formulation:
         self._held: dict[MemoryRow | None, _Held] = {}
         self._with_rows = [number for number in space.rows if space.decisions[number].kind == "call"]
         """Calls that have rows of experts."""
-        self._asked: object = None
-        self._outlined = _Outline([], [])
-        self._stated: dict[MemoryRow | None, Problem] = {}
-        """What was asked for last, but for the rows, all of that but the bytes, and its problem by row."""
+        self._last: dict[bool, _Stated] = {}
+        """What was asked for last without a row, and with some."""
         parameters = space.program.parameter_names
         self._names = [_name(decision, parameters) for decision in space.decisions]
         """Of the decisions, as errors are to call them."""
@@ -113,11 +120,15 @@ class Formulation:
             [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
         )
         asked = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
-        if asked != self._asked:
-            self._asked, self._outlined, self._stated = asked, self._outline(pins, modes, by_mode), {}
+        last = self._last.get(rows[0] is None)
+        if last is None or last.asked != asked:
+            last = self._last[rows[0] is None] = _Stated(asked, self._outline(pins, modes, by_mode))
         # Searches ask for the rows of before, and some more.
-        self._stated = {row: self._stated.get(row) or self._with_bytes(held[row].parts, budget) for row in held}
-        return tuple([self._stated[row] for row in rows])
+        last.problems = {
+            row: last.problems.get(row) or self._with_bytes(last.outline, each.parts, budget)
+            for row, each in held.items()
+        }
+        return tuple([last.problems[row] for row in rows])
 
     def _outline(self, pins: Pins, modes: Mapping[str, str] | None, by_mode: _Numbers) -> _Outline:
         """All of a problem but its bytes, some of which depend on the mode."""
@@ -154,14 +165,14 @@ class Formulation:
                 found.edges.extend(self._uneven_wire(number, wire, segment, number in by_mode[UNEVEN_WIRE]))
         return found
 
-    def _with_bytes(self, parts: _Parts, budget: int | None) -> Problem:
-        """The problem of the outline, with the bytes of a row."""
+    def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
+        """The problem of an outline, with the bytes of a row."""
         nodes, edges = [], []
-        for number, (name, seconds, nothing) in enumerate(self._outlined.nodes):
+        for number, (name, seconds, nothing) in enumerate(outline.nodes):
             num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
             assert num_bytes is not None, "every decision has some"
             nodes.append(Node(name, seconds, num_bytes))
-        for ends, seconds, taken in self._outlined.edges:
+        for ends, seconds, taken in outline.edges:
             edges.append(Edge(ends, seconds, None if taken is None else self._taken(parts, *taken)))
         return Problem(tuple(nodes), tuple(edges), budget)
 

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
-from autopar.memory.moments import MemoryRow
+from autopar.memory.moments import MemoryRow, Priced
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit import answers
 from autopar.planning.limit.answers import Answer, Found, Places, in_each_mode, share, smaller_ones
@@ -243,14 +243,21 @@ class _Search(Pieced):
             return -math.inf
         return bound_at(self._prepared(near.row, limit, modes), near.price, self.deadline)
 
+    def _priced(self, proof: Answer) -> Priced:
+        """The moments and prices of a proof; of one without, of another plan of the model, or where backward begins."""
+        if proof.row is not None:
+            return Priced(proof.row, proof.multiplier)
+        last = MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))
+        return self.formulation.near or Priced(last, proof.multiplier)
+
     @property
     def _seconds_left(self) -> float:
         return max(seconds_until(self.deadline), grace())
 
     def by_all_rows(self, found: Found, limit: int, modes: Modes | None) -> bool:
         """Look for the best with a row for every moment; True where one fits, or rows came to be too many."""
-        row = found.proof.row or MemoryRow(((len(self.formulation.memory.lifetimes.calls) - 1, 1),))
-        prices = {place: found.proof.multiplier * weight for place, weight in row.weights}
+        start = self._priced(found.proof)
+        prices = {place: start.price * weight for place, weight in start.row.weights}
         places = Places({*prices, *found.moments}, limit, lambda choices: self._taken(choices, modes))
         places.add(found.taken[-1])
         halfway = self.deadline - HALF * seconds_until(self.deadline)
