@@ -237,9 +237,11 @@ def _best_of_wide(
         if finely:
             whole.finely()
         if finely or math.isinf(scale):
-            bound, _ = whole.at(prices)
+            bound, _ = whole.at(prices, enough=enough.cutoff)
             if math.isinf(bound):
                 return Best(None, bound, start)
+            if bound >= enough.cutoff:
+                return Best(best, bound, prices, is_searched=False)
         # Prices that prove more than the fastest choices take that were met are near the best.
         if not (finely and bound > scale):
             scale = abs(bound) if math.isinf(scale) else scale
