@@ -75,6 +75,8 @@ class Start:
     """Where the bound is as high, the search ends."""
     worthwhile: float = WORTHWHILE
     """What better prices could prove, as a share of the bound, and no longer looked for."""
+    is_dear: bool = False
+    """Whether evaluations take seconds: what fits is then looked for at a price before that of the fewest bytes is."""
 
 
 COLD = Start()
@@ -122,7 +124,7 @@ def by_elimination(
     """
     is_dear = elimination.work > CHEAP_WORK
     worthwhile = DEAR_WORTHWHILE if is_dear and enough.dear else WORTHWHILE
-    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, worthwhile)
+    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, worthwhile, is_dear)
 
     least = LeastByElimination(problem, elimination, tables, deadline, met)
 
@@ -191,6 +193,11 @@ def best_bound(
         if problem.fits(large.num_bytes):
             return Relaxation(0.0, free, large)
         found = found.or_better(Relaxation(0.0, free, NOTHING))
+    if start.is_dear and small is None and start.known is None and problem.budget:
+        price = abs(large.seconds) / problem.budget  # a full row costs as much as all else: mostly that fits
+        reached, met = least(price)
+        found = found.or_better(priced(reached, price, problem.budget, met))
+        small = met if met is not None and problem.fits(met.num_bytes) else None
     small = small or start.known or smallest()
     if small is None:
         return None
