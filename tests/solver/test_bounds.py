@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,14 +12,20 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import elimination, narrow, several_rows
+from autopar.solver.deadline import NEVER
 from autopar.solver.elimination import Tables, narrow_elimination
 from autopar.solver.narrow import EXACT, Enough
+from autopar.solver.problem import Problem
+from autopar.solver.reductions.contraction import contract_each
+from autopar.solver.reductions.prepared import Prepared
+from autopar.solver.reductions.reduction import prune_each, reduce_problem, with_fixed
 from autopar.solver.relaxation import core
 from autopar.solver.residual import labels
 from autopar.solver.residual.labels import best_labels
 from autopar.solver.residual.residual import Residual
+from autopar.solver.rows import Rows
 from autopar.solver.several_rows import solve_rows
-from autopar.solver.solve import solve
+from autopar.solver.solve import bound_at, solve
 from tests.solver.random_problems import SHAPES, random_rows, reference, without_limit
 
 CLOSE = 1e-7  # of the seconds: the reference counts in rounded units
@@ -169,3 +176,33 @@ def test_a_graph_whose_messages_would_not_fit_into_memory_is_bounded_by_a_relaxe
         warnings.simplefilter("ignore", RuntimeWarning)
         found = solve(problem)
     assert found.bound <= best * (1 + CLOSE) and best <= found.seconds * (1 + CLOSE)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, shape=shapes, price=prices)
+def test_one_evaluation_at_any_price_proves_no_more_than_the_best_takes(seed: int, shape: str, price: float) -> None:
+    (problem,) = random_rows(seed, shape, 1)
+    best = reference([problem])
+    try:
+        bound = bound_at(Prepared.of(problem, NEVER), price, NEVER)
+    except InfeasibleError:
+        assert math.isinf(best)
+        return
+    assert bound <= best * (1 + CLOSE)
+    assert bound > -math.inf and bound_at(Prepared.of(replace(problem, budget=None), NEVER), price, NEVER) == -math.inf
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, shape=shapes, share=st.floats(0.0, 1.0))
+def test_what_is_made_of_a_sound_problem_is_sound(seed: int, shape: str, share: float) -> None:
+    """It is not looked at when it is made, as all of it is taken from what was looked at."""
+    problems = random_rows(seed, shape, 2)
+    pruned = prune_each(problems)
+    contracted = contract_each([each.problem for each in pruned])
+    rows = Rows.of([each.problem for each in contracted], NEVER, math.inf)
+    assert rows is not None
+    left = rows.within((0.01, 0.01), share)
+    held = with_fixed(problems[0], {0: 0})
+    made = [*(each.problem for each in (*pruned, *contracted, *left)), held, held.in_bytes()]
+    for each in (*made, reduce_problem(problems[0]).problem):
+        Problem(each.nodes, each.edges, each.budget)

@@ -76,3 +76,16 @@ def test_mixtures_take_less_memory_from_one_to_the_next() -> None:
     assert [each.num_bytes for each in mixtures(problem, large, small)] == [60, 50, 40, 20, 0]
     found = solve(problem)
     assert [problem.bytes_of(each) for each in found.smaller] == [50, 40, 20, 0] and found.num_bytes == 60
+
+
+@pytest.mark.parametrize(("budget", "evaluations"), [(40, 0), (5, 1)])
+def test_fewest_bytes_are_asked_for_where_no_dear_price_fits(
+    budget: int, evaluations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's three strategies: without a limit, at a price, and of the fewest bytes that no price is worth."""
+    node = Node("a", np.array([1.0, 1.5, 50.0]), np.array([100, 30, 5]))
+    monkeypatch.setattr(narrow, "CHEAP_WORK", 0)
+    asked, smallest = [], narrow.LeastByElimination.smallest
+    monkeypatch.setattr(narrow.LeastByElimination, "smallest", lambda self: asked.append(self) or smallest(self))
+    found = solve(Problem((node,), (), budget))
+    assert found.choices == ((1,) if budget == 40 else (2,)) and len(asked) == evaluations

@@ -13,6 +13,8 @@ from autopar.errors import CutOffError
 from autopar.hardware.load import load
 from autopar.hardware.profile import Link
 from autopar.memory.microbatches import Microbatches
+from autopar.memory.model import MemoryModel
+from autopar.memory.moments import MemoryRow, Priced
 from autopar.planning.limit import memory_limit
 from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
@@ -99,3 +101,41 @@ def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> No
         best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 - 1e-6)))
     above, _ = best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 + 1e-6)))
     assert above.choices == best.choices
+
+
+def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_faster(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a plan of the model captured otherwise: its calls have the same names."""
+    free = make_plan(space, {})[0]
+    limit = int(0.7 * free.peak_bytes)
+    best = make_plan(space, {}, limit)[0]
+    stated, seen = Statements(space), []
+    stated.of(Settings(limit))
+    stated.begin_at_prices_of(best)
+    least = lagrangian.LeastByElimination.__call__
+    monkeypatch.setattr(
+        lagrangian.LeastByElimination, "__call__", lambda self, price: seen.append(price) or least(self, price)
+    )
+    with pytest.raises(CutOffError) as caught:
+        make_plan(space, {}, limit, cutoff=(free.seconds + best.bound) / 2, stated=stated)
+    assert seen == [best.multiplier] and caught.value.seconds <= best.bound * (1 + 1e-9)
+    assert make_plan(space, {}, limit, cutoff=math.nextafter(best.seconds, math.inf), stated=stated)[0].seconds == (
+        best.seconds
+    )
+
+
+def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backward_begins(space: Space) -> None:
+    longer = space_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), (torch.zeros(32, WIDTH),), dp=4)
+    own, other = MemoryModel(space), MemoryModel(longer)
+    names = [[each.space.decisions[n].name for n in each.lifetimes.calls] for each in (own, other)]
+    assert set(names[0]) - set(names[1]) and set(names[0]) & set(names[1])
+    for place, name in enumerate(names[0]):
+        for kind in (0, 2):
+            row = MemoryRow(((kind * len(names[0]) + place, 3),))
+            same = len(names[1]) - 1
+            if name in names[1]:
+                same = kind * len(names[1]) + names[1].index(name)
+            assert Priced(row, 2.0).of_the_same_calls(own, other) == Priced(MemoryRow(((same, 3),)), 2.0)
+    several = MemoryModel(longer, Microbatches(4, reduce_each=True))
+    assert Priced(MemoryRow(((0, 1),)), 2.0).of_the_same_calls(own, several) is None

@@ -131,6 +131,24 @@ def test_what_is_held_in_a_row_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
     assert asked == [row for row in rows for _ in space.decisions]
 
 
+def test_the_problem_of_a_row_that_was_asked_for_before_is_not_stated_again() -> None:
+    space = SPACES["layers"]()
+    memory = MemoryModel(space)
+    modes, count = dict.fromkeys(memory.lifetimes.segments, ""), len(memory.lifetimes.calls)
+    rows = [MemoryRow(((moment, 1),)) for moment in (count - 1, count - 2, 0)]
+    stated = Formulation(space, memory)
+    first = stated.problems({}, rows[:2], 10**9, modes)
+    stated.problem({})  # one without a row is another
+    more = stated.problems({}, rows, 10**9, modes)
+    assert more[:2] == first
+    for asked in ({"budget": 10**8, "modes": modes}, {"budget": 10**9, "modes": dict.fromkeys(modes, "none")}):
+        changed, alone = stated.problems({}, rows, **asked), Formulation(space, memory).problems({}, rows, **asked)
+        for each, one in zip(changed, alone, strict=True):
+            assert each not in more and each.budget == one.budget == asked["budget"]
+            choices = tuple(int(np.isfinite(node.seconds).argmax()) for node in each.nodes)
+            assert each.cost_of(choices) == one.cost_of(choices)
+
+
 @pytest.mark.parametrize("microbatches", [Microbatches(), Microbatches(6, 3), Microbatches(3, 3)])
 @pytest.mark.parametrize("name", ["attention", "layers"])
 def test_rows_count_what_the_prediction_counts_in_the_forward_too(name: str, microbatches: Microbatches) -> None:
