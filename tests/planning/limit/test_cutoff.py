@@ -108,7 +108,7 @@ def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_
 ) -> None:
     """They are those of a plan of the model captured otherwise: its calls have the same names."""
     free = make_plan(space, {})[0]
-    limit = int(0.7 * free.peak_bytes)
+    limit = int(0.9 * free.peak_bytes)
     best = make_plan(space, {}, limit)[0]
     stated, seen = Statements(space), []
     stated.of(Settings(limit))
