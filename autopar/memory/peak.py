@@ -227,9 +227,8 @@ class PlanMoments:
         """What is kept up to each place; of a segment that is computed again, all of its own."""
         segments, runs = self.memory.lifetimes.segments_at
         kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (self.kept, self.whole))
-        is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)
+        is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)  # the last: of calls without one
         is_again[segments[self.kept != self.whole]] = True
-        is_again[-1] = False  # of calls without a segment
         return np.where(is_again[segments], kept[runs] + whole[1:] - whole[runs], kept[1:])
 
     def _near(self, count: int) -> np.ndarray:

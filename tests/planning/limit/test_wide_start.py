@@ -13,6 +13,7 @@ from torch import nn
 from autopar.errors import CutOffError
 from autopar.planning.limit import memory_limit
 from autopar.planning.planner import Statements, make_plan
+from autopar.planning.settings import context_of
 from autopar.solver import solve as solving
 from autopar.solver.problem import Solution
 from autopar.solver.reductions.prepared import Prepared
@@ -113,3 +114,24 @@ def test_what_is_kept_is_of_the_same_pins_and_limit(space: Space, asked: list[fl
         with pytest.raises(CutOffError):
             make_plan(space, some, room, cutoff=0.0, stated=stated)
         assert len(asked) > count
+
+
+def test_a_search_begins_at_the_prices_of_another_plan_of_the_model(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solving, "DEAR_WORK", 0)
+    stated, begun, search = Statements(space), [], memory_limit.solve_rows
+    limit = int(0.8 * make_plan(space, {}, stated=stated)[0].peak_bytes)
+    best = make_plan(space, {}, limit, stated=stated)[0]
+    row = context_of(best).row
+    assert best.multiplier and row is not None
+
+    def noted(problems: Any, prices: list[float], *args: Any, **options: Any) -> Any:
+        begun.append([price for price in prices if price])
+        return search(problems, prices, *args, **options)
+
+    monkeypatch.setattr(memory_limit, "solve_rows", noted)
+    make_plan(space, {}, limit, stated=stated)
+    stated.begin_at_prices_of(best)
+    make_plan(space, {}, limit, stated=stated)
+    assert [begun[0], begun[-1]] == [[], [best.multiplier * weight for _, weight in row.weights]]
