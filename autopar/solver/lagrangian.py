@@ -147,12 +147,11 @@ def maximise_bound(
     deadline: float,
     near: float = 0.0,
     cutoff: float = math.inf,
-    worthwhile: float = WORTHWHILE,
 ) -> Relaxation:
     """Secant steps between a solution over budget (`large`) and one that fits (`small`); `start` is what is known.
 
     They end early where the best solution is `near` the bound, as a share of it: then there are cheaper ways to go on.
-    A bound as high as the `cutoff` ends them, too, and one that no price makes better by a `worthwhile` share.
+    A bound as high as the `cutoff` ends them, too.
     """
     budget = problem.budget
     assert budget is not None and large.num_bytes > budget >= small.num_bytes
@@ -168,7 +167,7 @@ def maximise_bound(
             break
         # Both solutions cost that much at this price, so no price between theirs proves more (L is concave).
         missing = small.seconds + price * small.num_bytes - reached
-        allowed = max(4 * _slack(reached, price, budget), worthwhile * abs(best.bound))
+        allowed = max(4 * _slack(reached, price, budget), WORTHWHILE * abs(best.bound))
         settled = missing <= allowed or met in (large, small) or best.bound >= cutoff
         if settled or is_over(deadline):
             break

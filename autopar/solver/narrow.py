@@ -26,7 +26,6 @@ from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
     NOTHING,
-    WORTHWHILE,
     Least,
     LeastByElimination,
     Met,
@@ -58,7 +57,6 @@ SPREAD = (0.02, 0.1, 0.5)  # of a price to start from: how far beside it the nex
 EFFORT = 1.0  # CP-SAT's deterministic seconds of each count, where the best solution is near enough already
 ILP_PAIRS = 200_000  # pairs of strategies that the plain ILP takes with several rows
 FIXABLE = 5e-4  # of the bound: where a solution is so near, what cannot be better is left out
-DEAR_WORTHWHILE = 2e-5  # of the bound: what better prices could prove, and no longer looked for where they take seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,6 @@ class Start:
     """Where the best solution is so near the bound, as a share of it, the search ends."""
     cutoff: float = math.inf
     """Where the bound is as high, the search ends."""
-    worthwhile: float = WORTHWHILE
-    """What better prices could prove, as a share of the bound, and no longer looked for."""
     is_dear: bool = False
     """Whether evaluations take seconds: what fits is then looked for at a price before that of the fewest bytes is."""
 
@@ -123,8 +119,7 @@ def by_elimination(
     prices (`LeastByElimination`). A solution that is `enough` ends the search where more would be dear.
     """
     is_dear = elimination.work > CHEAP_WORK
-    worthwhile = DEAR_WORTHWHILE if is_dear and enough.dear else WORTHWHILE
-    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, worthwhile, is_dear)
+    start = Start(price, known, FIXABLE if is_dear else 0.0, enough.cutoff, is_dear)
 
     least = LeastByElimination(problem, elimination, tables, deadline, met)
 
@@ -201,7 +196,7 @@ def best_bound(
     small = small or start.known or smallest()
     if small is None:
         return None
-    return maximise_bound(problem, least, found, large, small, deadline, start.near, start.cutoff, start.worthwhile)
+    return maximise_bound(problem, least, found, large, small, deadline, start.near, start.cutoff)
 
 
 def _around(problem: Problem, least: Least, start: Start) -> tuple[Relaxation, Point | None, Point | None]:
