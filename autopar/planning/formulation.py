@@ -77,7 +77,7 @@ class Formulation:
         self._matrices: dict[object, np.ndarray] = {}
         self._stacks: dict[object, np.ndarray] = {}
         self._held: dict[MemoryRow | None, _Held] = {}
-        self._with_rows = {number for number in sorted(space.rows) if space.decisions[number].kind == "call"}
+        self._with_rows = {number for number in space.rows if space.decisions[number].kind == "call"}
         """Calls that have rows of experts."""
         self._last: dict[bool, _Stated] = {}
         """What was asked for last without a row, and with some."""
