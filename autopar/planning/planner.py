@@ -170,7 +170,7 @@ def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
 def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tuple[int, ...]]:
     """The plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
     answer = _of_a_microbatch(answer, model)
-    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings, answer.row)
+    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings, row=answer.row)
     return written_down(context, answer), answer.choices
 
 

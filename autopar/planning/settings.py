@@ -103,10 +103,10 @@ class PlanContext:
     problem: Problem
     """The problem on which the bound is proven."""
     settings: Settings
-    row: MemoryRow | None = None
-    """The moments that its limit is at."""
     annotations: tuple[Any, ...] = ()
     mode: str = "auto"
+    row: MemoryRow | None = None
+    """The moments that the limit of the problem is at; None where it has none, or that is not known."""
 
 
 def context_of(plan: Plan, asked: str = "context") -> PlanContext:
