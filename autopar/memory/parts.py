@@ -140,9 +140,9 @@ class Sums:
     """What the choices of a plan hold, added up by name and place; parts of equal arrays are read all at once."""
 
     def __init__(self, parts: Iterable[Part], width: int) -> None:
-        """Each sum has so many places."""
+        """Each sum has so many places; those of `NAMES` are there though nothing adds to them."""
         self._width = width
-        self._numbers: dict[str, int] = {}
+        self._numbers = {name: number for number, name in enumerate(NAMES)}
         alike: dict[object, list[Part]] = defaultdict(list)
         for part in parts:
             self._numbers.setdefault(part.name, len(self._numbers))
@@ -176,6 +176,8 @@ a forward alone of all, such as are copied out of a message; weights that may be
 AT_ONCE = ("stepped", "reduced", "sent")
 """Gradients as they are stored with what the optimizer works on, those that are reduced at the end, and what one
 micro-batch has sent."""
+NAMES = (*BY_PLACE, *BY_LAYER, *AT_ONCE)
+"""Sums of what is not there all the time."""
 
 
 def sums_of(memory: MemoryModel, beside_share: bool) -> Sums:

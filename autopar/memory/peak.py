@@ -36,12 +36,11 @@ import numpy as np
 from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, UPDATING, depth_at, is_forward
-from autopar.memory.parts import AT_ONCE, BY_LAYER, BY_PLACE, sums_of
+from autopar.memory.parts import AT_ONCE, BY_LAYER, BY_PLACE, NAMES, sums_of
 from autopar.plans.rows import Instant, MemoryUse
 from autopar.program.recompute_segments import OFFLOAD
 
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
-ELSEWHERE = {*BY_PLACE, *BY_LAYER, *AT_ONCE}  # what is not there all the time
 STEPPING = "optimizer"  # the instant of its step, where that works on more than it updates
 
 
@@ -109,17 +108,16 @@ class PlanMoments:
         asked = memory.space.imbalance if imbalance is None else imbalance
         excess = lambda rows: memory.space.excess(rows, choices, imbalance)  # noqa: E731
         found = sums_of(memory, asked > 1).at(choices, memory.lifetimes.modes_by_number(modes), excess)
-        self.always = {name: int(array[0]) for name, array in found.items() if name not in ELSEWHERE}
+        self.always = {name: int(array[0]) for name, array in found.items() if name not in NAMES}
         self.always_total = sum(self.always.values())
-        self.stepped, self.reduced, self.sent = (int(found[name][0]) if name in found else 0 for name in AT_ONCE)
-        nothing = np.zeros(max(self.count + 1, len(memory.lifetimes.layers)), dtype=np.int64)
-        self.by_layer = {name: found.get(name, nothing) for name in BY_LAYER}
-        at = {name: found.get(name, nothing)[: self.count] for name in BY_PLACE}
+        self.stepped, self.reduced, self.sent = (int(found[name][0]) for name in AT_ONCE)
+        self.by_layer = {name: found[name] for name in BY_LAYER}
+        at = {name: found[name][: self.count] for name in BY_PLACE}
         self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
         self.working, self.working_forward, self.handed_on = at["working"], at["working forward"], at["handed on"]
         self.unreduced, self.sent_off, self.last_made = at["unreduced"], at["sent off"], at["last made"]
         self.alive = at["alive"]
-        self.born, self.arrived = (found.get(name, nothing)[: self.count + 1] for name in ("born", "arrived"))
+        self.born, self.arrived = (found[name][: self.count + 1] for name in ("born", "arrived"))
         arrive = memory.weights.last_gather if memory.live is None else memory.weights.first_places
         self.gathers = self._at(arrive.values())
         self.reduces = self._at(memory.weights.first_reduction.values())
