@@ -145,7 +145,11 @@ class Parts:
         for key, (seconds, of_each) in arrays.items():
             rows_of: dict[int, tuple[Integers, list[int]]] = {}
             for row, each in enumerate(of_each):
-                if each is not None and (holds.get(id(each)) or holds.setdefault(id(each), bool(each.any()))):
+                if each is None:
+                    continue
+                if id(each) not in holds:
+                    holds[id(each)] = bool(each.any())
+                if holds[id(each)]:
                     rows_of.setdefault(id(each), (each, []))[1].append(row)
             held = tuple([(each, tuple(rows)) for each, rows in rows_of.values()])
             self._alike.append(_Alike(seconds, held, tuple(np.array(ends[key]).T), np.array(edges[key])))
