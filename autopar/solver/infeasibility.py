@@ -21,7 +21,9 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.solver.deadline import NEVER, is_over
-from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination.buckets import narrow_elimination
+from autopar.solver.elimination.evaluation import evaluate, optimum
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.problem import Node, Problem
 from autopar.solver.reductions.reduction import prune

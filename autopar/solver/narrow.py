@@ -21,7 +21,9 @@ import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.solver.deadline import is_over, seconds_until, why_over
-from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, narrow_elimination
+from autopar.solver.elimination.buckets import CHEAP_WORK, Elimination, narrow_elimination
+from autopar.solver.elimination.min_marginals import shared_excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (
@@ -36,7 +38,6 @@ from autopar.solver.lagrangian import (
     point,
     priced,
 )
-from autopar.solver.min_marginals import shared_excesses
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.reductions.fixing import Remaining, remaining
 from autopar.solver.reductions.reduction import reduce_problem

@@ -17,16 +17,10 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, check, seconds_until
-from autopar.solver.elimination import (
-    Elimination,
-    Tables,
-    choices_of,
-    compile_order,
-    evaluate,
-    narrow_elimination,
-    optimum,
-)
-from autopar.solver.min_marginals import Excesses, shared_excesses
+from autopar.solver.elimination.buckets import Elimination, compile_order, narrow_elimination
+from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
+from autopar.solver.elimination.min_marginals import Excesses, shared_excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.narrow import best_left, labelled
 from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.reductions.fixing import Remaining, remaining_of_each

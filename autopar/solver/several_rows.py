@@ -32,9 +32,9 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import after, is_over, seconds_until
-from autopar.solver.elimination import CHEAP_WORK
+from autopar.solver.elimination.buckets import CHEAP_WORK
+from autopar.solver.elimination.min_marginals import cheapest
 from autopar.solver.lagrangian import is_closed
-from autopar.solver.min_marginals import cheapest
 from autopar.solver.narrow import EFFORT, EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract_each

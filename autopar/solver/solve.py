@@ -21,7 +21,9 @@ import numpy as np
 
 from autopar.errors import CutOffError, InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.deadline import after, grace, is_over, nothing_found, seconds_until
-from autopar.solver.elimination import CHEAP_WORK, Elimination, Tables, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination.buckets import CHEAP_WORK, Elimination, narrow_elimination
+from autopar.solver.elimination.evaluation import evaluate, optimum
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import IlpResult, solve_ilp
 from autopar.solver.infeasibility import MemoryLimitError, describe_conflict
 from autopar.solver.lagrangian import (

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import elimination, narrow, several_rows
+from autopar.solver import narrow, several_rows
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import Tables, narrow_elimination
+from autopar.solver.elimination import buckets
+from autopar.solver.elimination.buckets import narrow_elimination
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.narrow import EXACT, Enough
 from autopar.solver.problem import Problem
 from autopar.solver.reductions.contraction import contract_each
@@ -170,7 +172,7 @@ def test_a_graph_whose_messages_would_not_fit_into_memory_is_bounded_by_a_relaxe
     whole = narrow_elimination(problem, tables)
     assert whole is not None and whole.num_bytes == 8 * sum(math.prod(step.sizes[1:]) for step in whole.steps)
     best = reference([problem])
-    monkeypatch.setattr(elimination, "MAX_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_BYTES", 0)
     assert narrow_elimination(problem, tables) is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

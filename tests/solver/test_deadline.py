@@ -25,8 +25,10 @@ from autopar.solver.deadline import (
     seconds_until,
     whole_is_over,
 )
-from autopar.solver.elimination import Tables, compile_elimination, evaluate
-from autopar.solver.min_marginals import excesses
+from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.evaluation import evaluate
+from autopar.solver.elimination.min_marginals import excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.relaxation.wide import lower_bound
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.solver import elimination, infeasibility
+from autopar.solver import infeasibility
+from autopar.solver.elimination import buckets
 from autopar.solver.infeasibility import Conflict, MemoryLimitError, find_conflict, freed
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.residual.counting_ilp import best_counts
@@ -124,7 +125,7 @@ def test_pins_that_contradict_each_other_need_no_memory() -> None:
 
 
 def test_a_graph_too_wide_for_elimination_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elimination, "MAX_TABLE", 1)
+    monkeypatch.setattr(buckets, "MAX_TABLE", 1)
     with pytest.raises(MemoryLimitError, match=r"without the pin on 'up' the least is 3.00 GB"):
         solve(Problem((_pinned("up", 0), _pinned("down", None), _pinned("gate", 1)), (), 8 * GB))
 

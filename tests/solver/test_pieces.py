@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.solver import order
+from autopar.solver.elimination import order
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.residual.pieces import Pieces
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from autopar.errors import TimeLimitError
 from autopar.solver import rows, several_rows
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import Tables, compile_elimination, evaluate
-from autopar.solver.min_marginals import cheapest, excesses, shared_excesses
+from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.evaluation import evaluate
+from autopar.solver.elimination.min_marginals import cheapest, excesses, shared_excesses
+from autopar.solver.elimination.order import separators
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.narrow import Enough
-from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.reductions.fixing import remaining, remaining_of_each
 from autopar.solver.relaxation import prices

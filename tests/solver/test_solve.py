@@ -14,12 +14,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.solver import elimination as elimination_module
 from autopar.solver import lagrangian
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import Tables, compile_elimination, evaluate, optimum
+from autopar.solver.elimination import buckets, evaluation
+from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.evaluation import evaluate, optimum
+from autopar.solver.elimination.min_marginals import excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
-from autopar.solver.min_marginals import excesses
 from autopar.solver.problem import Edge, Node, Parts, Problem
 from autopar.solver.reductions import reduction as reduction_module
 from autopar.solver.reductions.fixing import remaining
@@ -127,8 +129,8 @@ def test_the_plain_ilp_equals_brute_force(seed: int, forbidden: float, budget: i
 @contextmanager
 def _everything_too_wide() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination_module, "CHEAP_WORK", -1)
-        patch.setattr(elimination_module, "MAX_TABLE", -1)
+        patch.setattr(buckets, "CHEAP_WORK", -1)
+        patch.setattr(buckets, "MAX_TABLE", -1)
         yield
 
 
@@ -174,10 +176,9 @@ def test_excesses_equal_brute_force(seed: int, forbidden: float, balanced: bool)
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, forbidden=shares)
-def test_large_messages_are_built_in_blocks(seed: int, forbidden: float) -> None:
+def test_large_messages_are_never_built_whole(seed: int, forbidden: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination_module, "SMALL", 1)
-        patch.setattr(elimination_module, "BLOCK", 5)
+        patch.setattr(evaluation, "SMALL", 1)
         _check_against_brute_force(_random_problem(np.random.default_rng(seed), forbidden, None), "auto")
 
 

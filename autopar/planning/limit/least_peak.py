@@ -23,9 +23,11 @@ from autopar.memory.peak import bytes_by_moment
 from autopar.planning.formulation import Formulation, Pins
 from autopar.program.recompute_segments import MODES
 from autopar.solver.deadline import NEVER, is_over, seconds_until
-from autopar.solver.elimination import Tables, evaluate, narrow_elimination
+from autopar.solver.elimination.buckets import narrow_elimination
+from autopar.solver.elimination.evaluation import evaluate
+from autopar.solver.elimination.min_marginals import MAX_CALIBRATED, Excesses, excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.min_marginals import MAX_CALIBRATED, Excesses, excesses
 from autopar.solver.narrow import unsaid
 from autopar.solver.problem import Edge, Node, Problem, Solution
 from autopar.solver.reductions.fixing import remaining

@@ -37,7 +37,7 @@ from autopar.planning.limit.narrowed import Narrowed
 from autopar.planning.limit.pieced import Pieced
 from autopar.planning.limit.refusal import Modes
 from autopar.solver.deadline import after, grace, is_over, seconds_until, why_over
-from autopar.solver.elimination import CHEAP_WORK
+from autopar.solver.elimination.buckets import CHEAP_WORK
 from autopar.solver.infeasibility import MemoryLimitError
 from autopar.solver.narrow import Enough, unsaid
 from autopar.solver.problem import Solution

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import evaluate, optimum
-from autopar.solver.min_marginals import shared_excesses
+from autopar.solver.elimination.evaluation import evaluate, optimum
+from autopar.solver.elimination.min_marginals import shared_excesses
 from autopar.solver.problem import Floats, Node, Problem
 from autopar.solver.reductions.prepared import Prepared
 

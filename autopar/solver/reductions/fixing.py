@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.min_marginals import Excesses
+from autopar.solver.elimination.min_marginals import Excesses
 from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem
 from autopar.solver.reductions.reduction import cut_table
 

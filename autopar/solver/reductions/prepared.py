@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.solver.elimination import Elimination, Tables, narrow_elimination
+from autopar.solver.elimination.buckets import Elimination, narrow_elimination
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.infeasibility import describe_conflict
 from autopar.solver.lagrangian import Met
 from autopar.solver.problem import Problem

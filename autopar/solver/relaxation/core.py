@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.deadline import NEVER
-from autopar.solver.elimination import Bucket, Elimination, EliminationStep, Tables, bag_sum, evaluate
+from autopar.solver.elimination.buckets import Bucket, Elimination, EliminationStep
+from autopar.solver.elimination.evaluation import bag_sum, evaluate
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Floats, Problem
 
 MAX_BAG = 6_000_000  # entries of a bag

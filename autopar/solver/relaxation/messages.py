@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
-from autopar.solver.elimination import Tables
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.relaxation.core import core_of
 from autopar.solver.relaxation.domains import Domains

@@ -8,9 +8,11 @@ import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import NEVER, is_over
-from autopar.solver.elimination import Tables, evaluate, narrow_elimination, optimum
+from autopar.solver.elimination.buckets import narrow_elimination
+from autopar.solver.elimination.evaluation import evaluate, optimum
+from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.lagrangian import Point, point
-from autopar.solver.min_marginals import Excesses
 from autopar.solver.problem import Floats, Integers, Node, Problem
 from autopar.solver.reductions.contraction import contract
 from autopar.solver.reductions.fixing import Remaining, remaining_of_each

@@ -24,8 +24,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import check, seconds_until
+from autopar.solver.elimination.min_marginals import children_of
 from autopar.solver.ilp import solved
-from autopar.solver.min_marginals import children_of
 from autopar.solver.residual.residual import Counted, Residual, TooManyChoicesError
 from autopar.solver.residual.ways import Ways, occurrences, ways_of
 

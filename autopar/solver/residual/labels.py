@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.deadline import check
-from autopar.solver.min_marginals import children_of
+from autopar.solver.elimination.min_marginals import children_of
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.residual.residual import ROUNDING, Counted, Residual
 

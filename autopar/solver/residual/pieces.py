@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 import networkx as nx
 import numpy as np
 
-from autopar.solver.elimination import Tables
+from autopar.solver.elimination.min_marginals import Excesses
+from autopar.solver.elimination.order import separators
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.min_marginals import Excesses
-from autopar.solver.order import separators
 from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
 from autopar.solver.reductions.fixing import Remaining, remaining_of_each
 

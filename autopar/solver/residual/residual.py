@@ -16,8 +16,10 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.elimination import Elimination, Tables, bag_sum, compile_elimination, evaluate
-from autopar.solver.min_marginals import outside_steps
+from autopar.solver.elimination.buckets import Elimination, compile_elimination
+from autopar.solver.elimination.evaluation import bag_sum, evaluate
+from autopar.solver.elimination.min_marginals import outside_steps
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Floats, Integers, Problem
 
 MAX_ENTRIES = 2_000_000  # entries of one bag that are looked at

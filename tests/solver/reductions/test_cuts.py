@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import elimination
 from autopar.solver.deadline import NEVER
+from autopar.solver.elimination import evaluation
 from autopar.solver.problem import Edge, Floats, Node, Problem
 from autopar.solver.reductions import cuts as cutting
 from autopar.solver.reductions.cuts import Cuts
@@ -62,7 +62,7 @@ def test_the_evaluation_that_a_search_ended_with_is_taken_over_once(monkeypatch:
 
     def counted(*arguments: Any) -> list[Floats]:
         evaluated.append(True)
-        return elimination.evaluate(*arguments)
+        return evaluation.evaluate(*arguments)
 
     monkeypatch.setattr(cutting, "evaluate", counted)
     problem = Problem((Node("a", np.array([1.0, 2.0]), np.array([9, 1])),), (), 5)

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.solver.elimination import Tables, compile_elimination
+from autopar.solver.elimination.buckets import compile_elimination
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.lagrangian import Point, point
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.reductions.reduction import prune, with_fixed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.solver import solve as solving
 from autopar.solver.deadline import after
-from autopar.solver.elimination import Tables
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.relaxation import core, wide
 from autopar.solver.relaxation.core import core_of

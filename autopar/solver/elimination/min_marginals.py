@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.deadline import NEVER, check
-from autopar.solver.elimination import Elimination, EliminationStep, Tables, bag_sum
+from autopar.solver.elimination.buckets import Elimination, EliminationStep
+from autopar.solver.elimination.evaluation import bag_sum
+from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Floats, Integers, Problem
 from autopar.solver.reductions.reduction import cut_table
 

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar.solver import order
-from autopar.solver.order import LARGE, elimination_order, separators
+from autopar.solver.elimination import order
+from autopar.solver.elimination.order import LARGE, elimination_order, separators
 from autopar.solver.problem import Edge, Node, Problem
 from tests.solver.random_problems import SHAPES, random_rows
 

@@ -1,0 +1,111 @@
+"""The message of a large bag is a product of two tables, or grows choice by choice: no other than that of the whole."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.solver.elimination import evaluation
+from autopar.solver.elimination.buckets import EliminationStep, compile_elimination
+from autopar.solver.elimination.evaluation import evaluate
+from autopar.solver.elimination.min_plus import least_sums
+from autopar.solver.elimination.tables import Tables
+from autopar.solver.problem import Edge, Floats, Node, Problem
+
+ROUNDING = 2.0**-50  # a few units in the last place
+
+seeds = st.integers(0, 2**32 - 1)
+forbidden = st.sampled_from([0.0, 0.1, 0.7, 1.0])
+sizes = st.integers(1, 5)
+
+
+def _points(rng: np.random.Generator, shape: tuple[int, ...], share: float, scale: float = 1.0) -> Floats:
+    points = rng.random(shape) * scale ** rng.random(shape)
+    points[rng.random(shape) < share] = np.inf
+    return points
+
+
+def _greatest(points: Floats) -> float:
+    return float(points.max(where=np.isfinite(points), initial=0.0))
+
+
+@settings(deadline=None, max_examples=200)
+@given(seeds, st.tuples(sizes, sizes, sizes, sizes), forbidden, st.sampled_from([1.0, 1e-9, 1e9]))
+def test_least_sums_are_those_of_all_sums(seed: int, shape: tuple[int, ...], share: float, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    batch, one, other, shared = shape
+    ones, others = _points(rng, (batch, one, shared), share, scale), _points(rng, (batch, other, shared), share, scale)
+    given_ones, given_others = ones.copy(), others.copy()
+    found = least_sums(ones, others)
+    expected = (ones[:, :, None] + others[:, None]).min(axis=-1)
+    assert np.array_equal(np.isinf(found), np.isinf(expected))
+    most = (ones.max(axis=1) + others.max(axis=1)).min(axis=1)  # of the choice that is good for all: no sum is above it
+    most = np.where(np.isfinite(most), most, _greatest(ones) + _greatest(others))
+    off = np.abs(np.subtract(found, expected, where=np.isfinite(expected), out=np.zeros_like(expected)))
+    assert (off <= ROUNDING * most[:, None, None]).all()
+    assert np.array_equal(ones, given_ones) and np.array_equal(others, given_others), "arguments are as they were"
+
+
+def test_least_sums_are_exact_beside_sums_far_above_them() -> None:
+    # A price may make a choice a billion times as dear as the least.
+    ones, others = np.array([[[1.0, 1e15], [2.0, 1e15]]]), np.array([[[1e-6, 1e15], [1e-9, 1e15]]])
+    assert least_sums(ones, others).tolist() == [[[1.0 + 1e-6, 1.0 + 1e-9], [2.0 + 1e-6, 2.0 + 1e-9]]]
+
+
+def test_tensors_that_a_mode_fakes_are_no_matter() -> None:
+    ones = np.arange(6.0).reshape(1, 2, 3)
+    with FakeTensorMode(), torch.device("meta"):
+        assert least_sums(ones, ones).tolist() == [[[0.0, 3.0], [3.0, 6.0]]]
+
+
+@st.composite
+def _steps(draw: st.DrawFn) -> tuple[EliminationStep, list[Floats]]:
+    """A bag of up to four dims, and tables over some of them that have the first one or have it not."""
+    lengths = tuple(draw(st.lists(sizes, min_size=2, max_size=4)))
+    dims = range(len(lengths))
+    scopes = draw(st.lists(st.lists(st.sampled_from(dims), min_size=1, max_size=3, unique=True), max_size=4))
+    scopes = [[0], *scopes, *[[dim] for dim in dims]]
+    rng, share = np.random.default_rng(draw(seeds)), draw(forbidden.filter(lambda each: each < 1))
+    tables = [_points(rng, tuple(lengths[dim] for dim in scope), share) for scope in scopes]
+    return EliminationStep(lengths, tuple((number, tuple(scope)) for number, scope in enumerate(scopes))), tables
+
+
+@settings(deadline=None, max_examples=300)
+@given(_steps())
+def test_a_message_is_the_same_however_it_is_found(drawn: tuple[EliminationStep, list[Floats]]) -> None:
+    step, tables = drawn
+    expected = evaluation.bag_sum(step, tables).min(axis=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "SMALL", 0)
+        found = evaluation._message(step, tables)
+    assert found.shape == expected.shape
+    assert np.array_equal(np.isinf(found), np.isinf(expected))
+    assert np.allclose(found, expected, rtol=1e-14, atol=0.0)
+
+
+def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 40
+    rng = np.random.default_rng(0)
+    nodes = tuple(Node(str(number), rng.random(size), np.zeros(size, dtype=np.int64)) for number in range(4))
+    problem = Problem(
+        nodes, tuple(Edge(pair, rng.random((size, size))) for pair in ((0, 1), (0, 2), (1, 2), (2, 3))), None
+    )
+    tables = Tables(problem)
+    compiled, weighted = compile_elimination(problem, tables, balanced=True), tables.weighted(0.0)
+    assert compiled.largest > evaluation.SMALL
+    built: list[int] = []
+    whole = evaluation.bag_sum
+
+    def bag_sum(step: EliminationStep, found: list[Floats]) -> Floats:
+        built.append(math.prod(step.sizes))
+        return whole(step, found)
+
+    monkeypatch.setattr(evaluation, "bag_sum", bag_sum)
+    evaluate(compiled, weighted)
+    assert built and max(built) <= evaluation.SMALL
