@@ -167,13 +167,21 @@ def shared_excesses(
             edge = problem.edges[number]
             least = step.loop if edge.is_loop else step.least[tuple(axis[end] for end in edge.ends)]
             of_edges[edge_kinds[number]][id(least)] = least
-    node_least = {kind: np.minimum.reduce(list(each.values())) for kind, each in of_nodes.items()}
-    edge_least = {kind: np.minimum.reduce(list(each.values())) for kind, each in of_edges.items()}
+    node_least = {kind: _least_of(each.values()) for kind, each in of_nodes.items()}
+    edge_least = {kind: _least_of(each.values()) for kind, each in of_edges.items()}
     return Excesses(
         tuple([every[node.num_strategies] for node in problem.nodes]),
         tuple([node_least[kind] for kind in kinds]),
         tuple([edge_least[kind] for kind in edge_kinds]),
     )
+
+
+def _least_of(arrays: Iterable[Floats]) -> Floats:
+    first, *others = arrays
+    least = first.copy() if others else first
+    for each in others:
+        np.minimum(least, each, out=least)
+    return least
 
 
 def cheapest(one: Excesses, other: Excesses) -> Excesses:
