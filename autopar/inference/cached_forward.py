@@ -25,10 +25,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autopar.errors import CaptureError, InputError
+from autopar.inference.state import NAME
 from autopar.program.operators.attention.cached import CACHED_ATTENTION, WRITE_CACHE
 
-NAME = "autopar_cache"
-"""The argument that the forward takes beside the model's own."""
 SDPA = "sdpa"
 LAYERS_WITH_POSITIONS = ("full_attention", "sliding_attention")
 UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks")

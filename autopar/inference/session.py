@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.inference.cached_forward import NAME
-from autopar.inference.state import CacheSizes, as_dtensors
+from autopar.inference.state import NAME, CacheSizes, as_dtensors
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, canonical_arguments
 from autopar.runtime.module.module import ParallelModule

@@ -19,6 +19,8 @@ from autopar.sharding.annotation import FACTOR, NODE, Annotation
 from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
 
+NAME = "autopar_cache"
+"""The argument that holds it, which a forward takes beside the model's own."""
 DIMS: Mapping[str, int] = {"a0": 0, "h": 1, "t": 2}
 """Factors of the rule of a write → the dims of a cache that they are: samples, heads, positions."""
 WORDS = ("samples", "heads", "positions")
