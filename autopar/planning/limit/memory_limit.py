@@ -122,6 +122,8 @@ class _Search(Pieced):
     """Seconds of a plan that is known: what is no faster is not looked for."""
     prepared: dict[MemoryRow | None, Prepared] = field(default_factory=dict)
     """The problem that was solved last, by its row."""
+    aside: list[Answer] = field(default_factory=list)
+    """What fits, and was far from proven when a search for a proof went on elsewhere."""
 
     def solve(
         self,
@@ -185,7 +187,7 @@ class _Search(Pieced):
                 if not found.fitting:
                     self.check(math.inf)  # one of many plans, that may do without: little fits, if anything
             self.by_all_rows(found, limit, modes)
-            found.fitting += far
+            found.fitting += far + self.aside
             if self._is_dear(first) and not found.is_proven(self.enough):
                 found.fitting += self.by_pieces(found, limit, modes, HALF * self.enough * found.proof.bound)
         self.check(found.proof.bound)
@@ -233,6 +235,7 @@ class _Search(Pieced):
             if solution is not None and solution.gap > self.gap and self._taken(solution.choices, modes).max() <= limit:
                 again = prepared, self._seconds_left, self.gap, exact, solution.multiplier
                 with suppress(TimeLimitError):
+                    self.aside.append(self._answer(prepared.problem, solution, modes, row))
                     solution = solve_narrow(*again) or solution
         return None if solution is None else self._answer(prepared.problem, solution, modes, row)
 

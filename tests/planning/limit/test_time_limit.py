@@ -131,6 +131,28 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
     assert plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.ENOUGH
 
 
+def test_what_fits_is_not_lost_where_a_proof_is_looked_for_in_vain(
+    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, _ = make_plan(equal_layers, {})
+    limit = int(0.7 * free.peak_bytes)
+    met, solve_narrow = [], memory_limit.solve_narrow
+
+    def far_over(prepared: Prepared, *given: Any) -> Solution | None:
+        found = solve_narrow(prepared.within(None) if met else prepared, *given)
+        met.append(found)
+        return found
+
+    monkeypatch.setattr(memory_limit, "solve_narrow", far_over)
+    monkeypatch.setattr(memory_limit._Search, "by_all_rows", lambda *args: True)
+    monkeypatch.setattr(memory_limit._Search, "by_sums", lambda *args: None)
+    with pytest.warns(RuntimeWarning, match="not proven best"):
+        plan, _ = make_plan(equal_layers, {}, limit)
+    first, second = met
+    assert second.num_bytes > first.num_bytes, "what is found again is over the limit"
+    assert plan.seconds == first.seconds and plan.peak_bytes <= limit
+
+
 @pytest.mark.slow
 def test_it_holds_for_many_layers() -> None:
     space = _layers(24)
