@@ -1,20 +1,30 @@
 """The least sums of two tables over a dimension that both have: their product where plus is min and times is plus.
 
-PyTorch computes max_i |x_i − y_i| (the Chebyshev distance) of all pairs of points in one pass, on all cores, without an
-array of all differences. Where M is at least every sum that may be the least of its pair,
+PyTorch computes max_i |x_i − y_i| (the Chebyshev distance) of all pairs of points in one pass, without an array of all
+differences. Where M is at least every sum that may be the least of its pair,
 
     M − min_i (a_i + b_i) = max_i |(M − a_i) − b_i|
+
+Threads share the pairs, each as it gets to them. PyTorch's own would wait for each other after every product, and spin
+until then: on a machine that does other work, too, that takes twice as long as one thread alone.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.solver.problem import Floats
+
+BLOCK = 1 << 22  # sums that a thread finds the least of at once: two milliseconds
+MAX_THREADS = 8
 
 
 def least_sums(ones: Floats, others: Floats) -> Floats:
@@ -29,9 +39,7 @@ def least_sums(ones: Floats, others: Floats) -> Floats:
     if not np.isfinite(most).all():
         most = np.where(np.isfinite(most), most, _finite_maximum(ones) + _finite_maximum(others))
     cut = np.where(most > 0, 2 * most, 1.0)[:, None, None]
-    ones, others = 2 * cut - np.minimum(ones, cut), np.minimum(others, cut)
-    with _disable_current_modes():  # a plan may be made under a mode that fakes or redirects tensors
-        found = torch.cdist(torch.from_numpy(ones), torch.from_numpy(others), p=math.inf).numpy()
+    found = _distances(2 * cut - np.minimum(ones, cut), np.minimum(others, cut))
     np.subtract(2 * cut, found, out=found)
     found[found >= cut] = np.inf
     found += least
@@ -48,3 +56,47 @@ def _finite_minimum(points: Floats) -> Floats:
 
 def _finite_maximum(points: Floats) -> float:
     return float(points.max(where=np.isfinite(points), initial=0.0))
+
+
+def _distances(ones: Floats, others: Floats) -> Floats:
+    """max_i |ones[b, j, i] − others[b, k, i]| as [b, j, k]."""
+    (batch, rows, size), columns = ones.shape, others.shape[1]
+    found = np.empty((batch, rows, columns))
+    height = max(1, BLOCK // (columns * size))
+
+    def fill(place: tuple[int, int]) -> None:
+        each, start = place
+        points = torch.from_numpy(ones[each, start : start + height])  # here, where no mode of the caller fakes tensors
+        found[each, start : start + height] = torch.cdist(points, torch.from_numpy(others[each]), p=math.inf)
+
+    for _ in _threads().map(fill, itertools.product(range(batch), range(0, rows, height))):
+        pass
+    return found
+
+
+def num_threads() -> int:
+    """As many threads as the process has cores, up to MAX_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_THREADS)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads whose kernels start no others; all others of the process go on with as many as they have."""
+    of_others, count = torch.get_num_threads(), num_threads()
+    started = threading.Barrier(count + 1)
+    pool = ThreadPoolExecutor(count, "least sums", initializer=_alone)
+    for _ in range(count):
+        pool.submit(started.wait)
+    started.wait()
+    torch.set_num_threads(of_others)  # what a thread says is taken over by all that begin later
+    return pool
+
+
+def _alone() -> None:
+    torch.get_num_threads()  # the first call in a thread takes over what others have said, also later
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.solver.elimination import evaluation
+from autopar.solver.elimination import evaluation, min_plus
 from autopar.solver.elimination.buckets import EliminationStep, compile_elimination
 from autopar.solver.elimination.evaluation import evaluate
-from autopar.solver.elimination.min_plus import least_sums
+from autopar.solver.elimination.min_plus import least_sums, num_threads
 from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Edge, Floats, Node, Problem
 
@@ -64,6 +69,64 @@ def test_tensors_that_a_mode_fakes_are_no_matter() -> None:
         assert least_sums(ones, ones).tolist() == [[[0.0, 3.0], [3.0, 6.0]]]
 
 
+@pytest.mark.parametrize("block", [1, 70, 10**9], ids=["a row", "some rows", "all"])
+def test_threads_share_a_product_and_find_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    ones, others = rng.random((3, 7, 5)), rng.random((3, 6, 5))
+    monkeypatch.setattr(min_plus, "BLOCK", block)
+    assert np.allclose(least_sums(ones, others), (ones[:, :, None] + others[:, None]).min(axis=-1), rtol=1e-15)
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*args: Any, **options: Any) -> None:
+        raise MemoryError("no memory for a block")
+
+    monkeypatch.setattr(torch, "cdist", without_memory)
+    with pytest.raises(MemoryError, match="no memory for a block"):
+        least_sums(np.ones((1, 2, 3)), np.ones((1, 2, 3)))
+
+
+def test_its_threads_start_no_others_and_leave_those_of_the_process_as_they_are() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        min_plus._threads.cache_clear()
+        threads = min_plus._threads()
+        assert {each.result() for each in [threads.submit(torch.get_num_threads) for _ in range(20)]} == {1}
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    ones = np.arange(6.0).reshape(1, 2, 3)
+    least_sums(ones, ones)
+    context = multiprocessing.get_context("fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which is what is looked at
+        child = context.Process(target=least_sums, args=(ones, ones))
+        child.start()
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    assert not alive and child.exitcode == 0
+
+
+def test_there_are_as_many_threads_as_cores_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(min_plus.os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
+    assert num_threads() == 3
+    monkeypatch.setattr(min_plus.os, "sched_getaffinity", lambda pid: set(range(99)), raising=False)
+    assert num_threads() == min_plus.MAX_THREADS
+    monkeypatch.delattr(min_plus.os, "sched_getaffinity")
+    monkeypatch.setattr(min_plus.os, "cpu_count", lambda: 2)
+    assert num_threads() == 2
+    monkeypatch.setattr(min_plus.os, "cpu_count", lambda: None)
+    assert num_threads() == 1
+
+
 @st.composite
 def _steps(draw: st.DrawFn) -> tuple[EliminationStep, list[Floats]]:
     """A bag of up to four dims, and tables over some of them that have the first one or have it not."""
@@ -90,7 +153,7 @@ def test_a_message_is_the_same_however_it_is_found(drawn: tuple[EliminationStep,
 
 
 def test_a_large_bag_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 40
+    size = 120
     rng = np.random.default_rng(0)
     nodes = tuple(Node(str(number), rng.random(size), np.zeros(size, dtype=np.int64)) for number in range(4))
     problem = Problem(
