@@ -21,7 +21,7 @@ from autopar.solver.elimination.order import elimination_order, separators
 from autopar.solver.elimination.tables import Tables
 from autopar.solver.problem import Problem
 
-MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is built in blocks, and its message is far smaller
+MAX_TABLE = 1_000_000_000  # entries a bucket may span; it is never built, and its message is far smaller
 MAX_BYTES = 1_500_000_000  # of all messages together
 BYTES = 8  # of an entry
 MAX_WORK = 20_000_000_000  # entries of all steps together: about a minute on one core
