@@ -62,14 +62,15 @@ def _distances(ones: Floats, others: Floats) -> Floats:
     """max_i |ones[b, j, i] − others[b, k, i]| as [b, j, k]."""
     (batch, rows, size), columns = ones.shape, others.shape[1]
     found = np.empty((batch, rows, columns))
-    height = max(1, BLOCK // (columns * size))
+    deep, high = max(1, BLOCK // (rows * columns * size)), max(1, BLOCK // (columns * size))
 
     def fill(place: tuple[int, int]) -> None:
-        each, start = place
-        points = torch.from_numpy(ones[each, start : start + height])  # here, where no mode of the caller fakes tensors
-        found[each, start : start + height] = torch.cdist(points, torch.from_numpy(others[each]), p=math.inf)
+        first, start = place
+        each, block = slice(first, first + deep), slice(start, start + high)
+        points, beside = map(torch.from_numpy, (ones[each, block], others[each]))  # here, where no mode fakes tensors
+        found[each, block] = torch.cdist(points, beside, p=math.inf)
 
-    for _ in _threads().map(fill, itertools.product(range(batch), range(0, rows, height))):
+    for _ in _threads().map(fill, itertools.product(range(0, batch, deep), range(0, rows, high))):
         pass
     return found
 

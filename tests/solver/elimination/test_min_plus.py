@@ -69,7 +69,7 @@ def test_tensors_that_a_mode_fakes_are_no_matter() -> None:
         assert least_sums(ones, ones).tolist() == [[[0.0, 3.0], [3.0, 6.0]]]
 
 
-@pytest.mark.parametrize("block", [1, 70, 10**9], ids=["a row", "some rows", "all"])
+@pytest.mark.parametrize("block", [1, 70, 500, 10**9], ids=["a row", "some rows", "two of three", "all"])
 def test_threads_share_a_product_and_find_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     ones, others = rng.random((3, 7, 5)), rng.random((3, 6, 5))
