@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
@@ -122,6 +122,7 @@ def test_prices_of_what_is_left_prove_the_rest_of_a_wide_graph(share: float, mon
 
 @settings(deadline=None, max_examples=50)
 @given(seed=seeds, shape=shapes, num_rows=st.integers(1, 3), few=st.booleans(), price=prices, room=rooms)
+@example(seed=530, shape="tree", num_rows=1, few=False, price=0.003, room=1.001)  # all of it is forbidden
 def test_what_labels_prove_is_no_more_than_the_optimum(
     seed: int, shape: str, num_rows: int, few: bool, price: float, room: float
 ) -> None:
