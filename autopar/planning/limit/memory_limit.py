@@ -226,6 +226,7 @@ class _Search(Pieced):
         row = MemoryRow(((last, 1),))
         exact = Enough(self.enough, self.counted, self.cutoff)
         prepared = self._prepared(row, limit, modes)
+        first: Solution | None = None
         with unsaid():
             try:
                 solution = solve_narrow(prepared, FIRST_SHARE * self._seconds_left, FIRST_GAP, exact)
@@ -235,9 +236,13 @@ class _Search(Pieced):
             if solution is not None and solution.gap > self.gap and self._taken(solution.choices, modes).max() <= limit:
                 again = prepared, self._seconds_left, self.gap, exact, solution.multiplier
                 with suppress(TimeLimitError):
-                    self.aside.append(self._answer(prepared.problem, solution, modes, row))
-                    solution = solve_narrow(*again) or solution
-        return None if solution is None else self._answer(prepared.problem, solution, modes, row)
+                    first, solution = solution, solve_narrow(*again) or solution
+        if solution is None:
+            return None
+        found = self._answer(prepared.problem, solution, modes, row)
+        if first is not None and found.peak_bytes > limit:
+            self.aside.append(self._answer(prepared.problem, first, modes, row))
+        return found
 
     def bound_elsewhere(self, limit: int, modes: Modes | None) -> float:
         """What prices prove that another plan of the same model had; only where there is a cut-off to be reached."""

@@ -28,7 +28,8 @@ def test_a_plan_is_made_of_pieces_that_fit_at_every_moment(monkeypatch: pytest.M
     made: list[Answer] = []
     by_pieces = Pieced.by_pieces
 
-    def noted(search: Pieced, found: Any, *args: Any) -> list[Answer]:
+    def noted(search: Any, found: Any, *args: Any) -> list[Answer]:
+        assert found.fitting == search.aside, "nothing was found but what fitted at first"
         found.fitting.clear()  # what fits is found here, of pieces alone
         found.moments.clear()
         made.extend(by_pieces(search, found, *args))
