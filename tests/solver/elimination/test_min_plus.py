@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,7 +76,22 @@ def test_threads_share_a_product_and_find_the_same(block: int, monkeypatch: pyte
     rng = np.random.default_rng(0)
     ones, others = rng.random((3, 7, 5)), rng.random((3, 6, 5))
     monkeypatch.setattr(min_plus, "BLOCK", block)
-    assert np.allclose(least_sums(ones, others), (ones[:, :, None] + others[:, None]).min(axis=-1), rtol=1e-15)
+    monkeypatch.setattr(min_plus, "num_threads", lambda: 4)
+    seen, distances = set[int](), torch.cdist
+
+    def slowly(*args: Any, **options: Any) -> torch.Tensor:
+        seen.add(threading.get_ident())
+        time.sleep(1e-3)  # the others get their turn
+        return distances(*args, **options)
+
+    monkeypatch.setattr(torch, "cdist", slowly)
+    min_plus._threads.cache_clear()
+    try:
+        found = least_sums(ones, others)
+    finally:
+        min_plus._threads.cache_clear()
+    assert np.allclose(found, (ones[:, :, None] + others[:, None]).min(axis=-1), rtol=1e-15)
+    assert threading.get_ident() not in seen and (len(seen) > 2 or block > 70)
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
