@@ -33,7 +33,7 @@ from autopar.pipeline.request import PipelineRequest, pipeline_axis, stage_mesh
 from autopar.pipeline.schedule_search import Wish, best_schedule, most_microbatches
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.blocks import blocks_of
-from autopar.pipeline.stages.splitting import stage_between
+from autopar.pipeline.stages.splitting import Splitter
 from autopar.planning.least_stored import least_stored
 from autopar.planning.mesh_search import Candidate, Turn, best_mesh, meshes_of
 from autopar.planning.planner import make_plan
@@ -212,7 +212,7 @@ class _Planner:
         """The first blocks of a model of many; None of another, whose meshes are soon planned."""
         program = self.single.program
         blocks = blocks_of(program)
-        return stage_between(program, blocks, 0, FEW_BLOCKS) if len(blocks) >= MANY_BLOCKS else None
+        return Splitter.of(program, blocks).between(0, FEW_BLOCKS) if len(blocks) >= MANY_BLOCKS else None
 
     def outlook(self, mesh: Mesh) -> float:
         """Seconds of the first layers on a mesh, without a memory limit: not proof, but mostly how meshes compare.

@@ -34,7 +34,7 @@ from autopar.pipeline.masks import masks_of
 from autopar.pipeline.planned_blocks import PlannedBlocks
 from autopar.pipeline.stages.cut_search import Met
 from autopar.pipeline.stages.held import Held, Room, as_much, held_by
-from autopar.pipeline.stages.splitting import stage_between
+from autopar.pipeline.stages.splitting import Splitter
 from autopar.pipeline.structure import kinds, structure
 from autopar.planning.formulation import Pins
 from autopar.planning.limit.answers import share
@@ -113,9 +113,13 @@ class StageSearch:
     """Structure → the space of the first stage that has it, and its pins."""
     holds: dict[tuple[int, int], Held] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
+    memories: dict[tuple[int, int, int], MemoryModel] = field(default_factory=dict)
+    """The same of any choices, by the identity of a space; what it finds out of one serves others."""
+    splitter: Splitter = field(init=False)
 
     def __post_init__(self) -> None:
         self.kinds = kinds(self.planned)
+        self.splitter = Splitter.of(self.planned.request.program, self.planned.blocks)
 
     @property
     def num_asked(self) -> int:
@@ -193,7 +197,7 @@ class StageSearch:
     def program(self, first: int, end: int) -> tuple[Program, int]:
         """The program of a stage, and the number of its structure."""
         if (first, end) not in self.programs:
-            program = stage_between(self.planned.request.program, self.planned.blocks, first, end)
+            program = self.splitter.between(first, end)
             number = self.numbers.setdefault(structure(self.planned, program), len(self.numbers))
             self.programs[first, end] = program, number
         return self.programs[first, end]
@@ -309,8 +313,15 @@ class StageSearch:
         key, made = (id(known), held), known.made
         assert made is not None
         if key not in self.holds:
-            runs = replace(made.formulation.memory.microbatches, in_flight=held)
-            ahead = made.formulation.memory.prefetch
-            memory = MemoryModel(made.space, runs, ahead, made.settings.offloads)
+            memory = self._memory_with(made, held)
             self.holds[key] = held_by(memory, made.answer.choices, made.answer.modes)
         return self.holds[key]
+
+    def _memory_with(self, made: Solved, held: int) -> MemoryModel:
+        """What a stage that was planned would hold with so many micro-batches in flight; of equal stages the same."""
+        ahead = made.formulation.memory.prefetch
+        key = id(made.space), held, ahead
+        if key not in self.memories:
+            runs = replace(made.formulation.memory.microbatches, in_flight=held)
+            self.memories[key] = MemoryModel(made.space, runs, ahead, made.settings.offloads)
+        return self.memories[key]

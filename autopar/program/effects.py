@@ -61,8 +61,15 @@ def writes(node: fx.Node) -> list[fx.Node]:
     """The running statistics that a call changes in place; every other change is an output of the graph."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    named = zip(node.target._schema.arguments, node.args, strict=False)
-    return [value for argument, value in named if argument.name.startswith("running_") and isinstance(value, fx.Node)]
+    given = [node.args[place] for place in _written(node.target) if place < len(node.args)]
+    return [value for value in given if isinstance(value, fx.Node)]
+
+
+@functools.cache
+def _written(target: torch._ops.OpOverload) -> tuple[int, ...]:
+    """The places of the arguments that a call changes."""
+    arguments = target._schema.arguments
+    return tuple(place for place, argument in enumerate(arguments) if argument.name.startswith("running_"))
 
 
 def lies_in_input(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.export import capture
 from autopar.errors import PipelineError
 from autopar.pipeline.stages.blocks import Block, blocks_of, shared_calls
-from autopar.pipeline.stages.splitting import split, stage_between
+from autopar.pipeline.stages.splitting import Splitter, split
 from autopar.program.program import Program, info_of
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
@@ -268,6 +268,6 @@ def test_a_stage_made_alone_is_the_one_that_is_made_among_all(first: int, end: i
     blocks = blocks_of(program, 4)
     end = len(blocks) if end == 4 else end
     starts = sorted({0, first, end} - {len(blocks)})
-    alone, among = stage_between(program, blocks, first, end), split(program, blocks, starts)[starts.index(first)]
+    alone, among = Splitter.of(program, blocks).between(first, end), split(program, blocks, starts)[starts.index(first)]
     assert str(alone.graph) == str(among.graph)
     assert (alone.received, alone.num_sent, alone.parameters) == (among.received, among.num_sent, among.parameters)

@@ -12,7 +12,7 @@ has the parameter. A changed buffer belongs to the one stage whose calls read it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -24,10 +24,38 @@ from autopar.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)
+class Splitter:
+    """Cuts one program between its blocks; what follows from no cut is found once."""
+
+    program: Program
+    blocks: Sequence[Block]
+    weights: frozenset[fx.Node]
+    """Calls that depend on parameters alone."""
+    readers: Mapping[str, tuple[fx.Node, ...]]
+    """What reads each changed buffer, by its placeholder."""
+    writers: frozenset[fx.Node]
+    """Calls that change buffers in place."""
+
+    @classmethod
+    def of(cls, program: Program, blocks: Sequence[Block]) -> Splitter:
+        """The splitter of a program into stages that begin with some of its blocks."""
+        placeholders = program.placeholders()
+        readers = {name: tuple(placeholders[name].users) for name in changed_buffers(program)}
+        writers = frozenset(filter(writes, program.graph.nodes))
+        return cls(program, blocks, of_weights_alone(program), readers, writers)
+
+    def between(self, first: int, end: int) -> Program:
+        """The program of a stage with the blocks from `first` to before `end`, as `split` makes it."""
+        starts = sorted({0, first, end} - {len(self.blocks)})
+        placed, wanted = _placed(self, starts), starts.index(first)
+        return next(_program(self.program, parts) for parts in _parts(placed) if parts.stage == wanted)
+
+
+@dataclass(frozen=True, slots=True)
 class _Placed:
     """Where the parts of a program stand."""
 
-    program: Program
+    whole: Splitter
     stage: dict[fx.Node, int]
     """The one stage of every call of a block; calls that are absent stand wherever they are needed."""
     mutations: tuple[int, ...]
@@ -40,20 +68,13 @@ def split(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> t
 
     Raises PipelineError where a buffer that the forward changes is read on one stage and changed on another.
     """
-    placed = _placed(program, blocks, starts)
-    stages = [_program(placed, parts) for parts in _parts(placed)]
+    stages = [_program(program, parts) for parts in _parts(_placed(Splitter.of(program, blocks), starts))]
     assert not stages[-1].received, f"the first stage receives {stages[-1].received}"
     return tuple(reversed(stages))
 
 
-def stage_between(program: Program, blocks: Sequence[Block], first: int, end: int) -> Program:
-    """The program of a stage with the blocks from `first` to before `end`, as `split` makes it."""
-    starts = sorted({0, first, end} - {len(blocks)})
-    placed, wanted = _placed(program, blocks, starts), starts.index(first)
-    return next(_program(placed, parts) for parts in _parts(placed) if parts.stage == wanted)
-
-
-def _placed(program: Program, blocks: Sequence[Block], starts: Sequence[int]) -> _Placed:
+def _placed(whole: Splitter, starts: Sequence[int]) -> _Placed:
+    program, blocks = whole.program, whole.blocks
     assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < len(blocks), f"no cuts: {starts}"
     ends = (*starts[1:], len(blocks))
     stage = {
@@ -62,11 +83,10 @@ def _placed(program: Program, blocks: Sequence[Block], starts: Sequence[int]) ->
         for block in blocks[start:end]
         for node in block.nodes
     }
-    weights = of_weights_alone(program)
-    readers = _readers(program, stage)
     mutations: list[int] = []
     for name, value in zip(program.mutations, _new_values(program), strict=True):
-        found = set(readers.get(program.buffers.get(name, ""), ()))
+        readers = whole.readers.get(program.buffers.get(name, ""), ())
+        found = {stage[reader] for reader in readers if reader in stage}
         if isinstance(value, fx.Node) and value in stage:
             found.add(stage[value])
         if len(found) > 1:
@@ -75,16 +95,8 @@ def _placed(program: Program, blocks: Sequence[Block], starts: Sequence[int]) ->
                 "write; only one stage can hold it. Put the modules that use it on one stage."
             )
         mutations.append(next(iter(found), 0))
-    free = {node: number for node, number in stage.items() if node not in weights}
-    return _Placed(program, free, tuple(mutations), len(starts) - 1)
-
-
-def _readers(program: Program, stage: dict[fx.Node, int]) -> dict[str, set[int]]:
-    """The stages that read each changed buffer, by its placeholder."""
-    placeholders = program.placeholders()
-    return {
-        name: {stage[user] for user in placeholders[name].users if user in stage} for name in changed_buffers(program)
-    }
+    free = {node: number for node, number in stage.items() if node not in whole.weights}
+    return _Placed(whole, free, tuple(mutations), len(starts) - 1)
 
 
 def _new_values(program: Program) -> tuple[object, ...]:
@@ -108,7 +120,8 @@ def _parts(placed: _Placed) -> Iterator[_Parts]:
     """The parts of every stage, the last one first: a stage sends what those behind it receive."""
     sent: tuple[fx.Node, ...] = ()
     for stage in reversed(range(placed.last + 1)):
-        outputs = placed.program.output[: placed.program.num_outputs] if stage == placed.last else ()
+        program = placed.whole.program
+        outputs = program.output[: program.num_outputs] if stage == placed.last else ()
         parts = _stage(placed, stage, sent, outputs)
         yield parts
         sent = parts.received
@@ -116,22 +129,22 @@ def _parts(placed: _Placed) -> Iterator[_Parts]:
 
 def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tuple[object, ...]) -> _Parts:
     """What a stage takes and computes to give `sent` and `outputs`."""
-    program = placed.program
+    program = placed.whole.program
     numbers = [number for number, each in enumerate(placed.mutations) if each == stage]
     mutations = [_new_values(program)[number] for number in numbers]
     changed = [program.buffers[name] for name in (program.mutations[n] for n in numbers) if name in program.buffers]
     roots = [value for value in (*sent, *outputs, *mutations) if isinstance(value, fx.Node)]
     roots += [placeholder for placeholder in program.graph.find_nodes(op="placeholder") if placeholder.name in changed]
-    roots += [node for node, number in placed.stage.items() if number == stage and writes(node)]
+    roots += [node for node in program.graph.nodes if node in placed.whole.writers and placed.stage.get(node) == stage]
     needed = _needed(placed, stage, roots)
     received = tuple(node for node in program.graph.nodes if node in needed and _arrives(placed, stage, node))
     computed = [node for node in program.graph.nodes if node in needed and node not in received]
     return _Parts(stage, computed, received, sent, outputs, numbers)
 
 
-def _program(placed: _Placed, parts: _Parts) -> Program:
+def _program(program: Program, parts: _Parts) -> Program:
     """The program of these parts."""
-    program, computed, received = placed.program, parts.computed, parts.received
+    computed, received = parts.computed, parts.received
     mutations = [_new_values(program)[number] for number in parts.mutations]
     graph = _graph(computed, received, set(program.inputs), (*parts.sent, *parts.outputs, *mutations))
     taken = {node.name for node in computed if node.op == "placeholder"}
