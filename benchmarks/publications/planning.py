@@ -27,7 +27,6 @@ from autopar.pipeline.schedules.simulation import StageSeconds
 from autopar.pipeline.schedules.simulation import simulate as simulate_stages
 from autopar.pipeline.stage_search import StageSearch
 from autopar.pipeline.stage_seconds import step_parts, weight_seconds
-from autopar.pipeline.stages.splitting import stage_between
 from autopar.planning.planner import plan_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
@@ -210,7 +209,7 @@ def _bytes(stages: Sequence[Depths], schedule: Schedule, runs: Sequence[Microbat
 
 def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Plan:
     """The plan of a stage with so many layers, cut out of the model that there is."""
-    blocks, program = search.planned.blocks, search.planned.request.program
+    blocks = search.planned.blocks
     places = [number for number, block in enumerate(blocks) if block.name.startswith("layers.")]
     assert places, f"no layers among {[block.name for block in blocks]}"
     if stage == 0:
@@ -219,7 +218,7 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
         first, end = places[-1] + 1 - layers, len(blocks)
     else:
         first, end = places[1], places[1] + layers
-    return plan_of(search.solve(stage_between(program, blocks, first, end), stage, {}))[0]
+    return plan_of(search.solve(search.splitter.between(first, end), stage, {}))[0]
 
 
 def _seconds(depths: Depths, sent: tuple[float, float], share: float, repeats: bool) -> StageSeconds:
