@@ -109,6 +109,16 @@ def test_planes_that_no_linear_program_takes_prove_nothing_more() -> None:
     assert bound == -math.inf and where.tolist() == [0.0, 0.0]
 
 
+def test_at_the_edge_of_their_radius_prices_mix_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    planes = prices._Planes(np.array([10.0]), 1.0, 0.01)
+    bound, _ = planes.after((0,), 1.0, np.array([5.0]))
+    assert bound == pytest.approx(1.005) and planes.mixture() == ()
+    bound, _ = planes.after((1,), 1.02, np.array([-5.0]))
+    assert bound == pytest.approx(1.01)
+    assert [(choices, pytest.approx(0.5)) for choices in ((0,), (1,))] == list(planes.mixture())
+    assert not capfd.readouterr().err  # of a program that changed since it was solved
+
+
 def test_a_narrow_graph_with_too_many_rows_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = _rows(3, 3, 2)
     monkeypatch.setattr(several_rows, "MAX_WORK", 0)

@@ -224,7 +224,8 @@ class _Planes:
         self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         solver.Maximize(self._bound)
         self._planes: list[tuple[tuple[int, ...], pywraplp.Constraint]] = []
-        self._is_solved = False
+        self._is_mixed = False
+        """Whether the program is solved, at prices within the radius: what it mixes is within all budgets."""
 
     def after(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
         """With one more solution, of so many seconds and bytes over each budget: the most that is proven, and where.
@@ -233,19 +234,22 @@ class _Planes:
         """
         paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
         self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
-        self._is_solved = self._solver.Solve() == pywraplp.Solver.OPTIMAL
-        if not self._is_solved:
+        self._is_mixed = self._solver.Solve() == pywraplp.Solver.OPTIMAL
+        if not self._is_mixed:
             return -math.inf, np.zeros(len(self._shares))
         found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
         if self._most < 1.0 and found.max(initial=0.0) > EDGE * self._most:
-            self._most = min(WIDER * self._most, 1.0)
+            self._most, self._is_mixed = min(WIDER * self._most, 1.0), False
             for share in self._shares:
                 share.SetUb(self._most)
         return bound, found * self._unit
 
     def mixture(self) -> Mixture:
-        """The solutions that bound the most that is proven, by their shares in that: the duals of the program."""
-        if not self._is_solved:
+        """The solutions that bound the most that is proven, by their shares in that: the duals of the program.
+
+        Nothing where prices ended at the edge of their radius, as what is mixed there is over the budgets.
+        """
+        if not self._is_mixed:
             return ()
         shares = [(choices, abs(plane.dual_value())) for choices, plane in self._planes]
         whole = sum(share for _, share in shares)
