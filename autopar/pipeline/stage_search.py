@@ -114,7 +114,7 @@ class StageSearch:
     holds: dict[tuple[int, int], Held] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
     memories: dict[tuple[int, int, int], MemoryModel] = field(default_factory=dict)
-    """The same of any choices, by the identity of a space; what it finds out of one serves others."""
+    """Space (by identity), micro-batches in flight, layers fetched ahead → what choices hold; equal stages share it."""
     splitter: Splitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,12 +313,11 @@ class StageSearch:
         key, made = (id(known), held), known.made
         assert made is not None
         if key not in self.holds:
-            memory = self._memory_with(made, held)
-            self.holds[key] = held_by(memory, made.answer.choices, made.answer.modes)
+            self.holds[key] = held_by(self._memory_with(made, held), made.answer.choices, made.answer.modes)
         return self.holds[key]
 
     def _memory_with(self, made: Solved, held: int) -> MemoryModel:
-        """What a stage that was planned would hold with so many micro-batches in flight; of equal stages the same."""
+        """The memory of a stage that was planned, with so many micro-batches in flight."""
         ahead = made.formulation.memory.prefetch
         key = id(made.space), held, ahead
         if key not in self.memories:

@@ -33,7 +33,7 @@ class Splitter:
     """Calls that depend on parameters alone."""
     readers: Mapping[str, tuple[fx.Node, ...]]
     """What reads each changed buffer, by its placeholder."""
-    writers: frozenset[fx.Node]
+    writers: tuple[fx.Node, ...]
     """Calls that change buffers in place."""
 
     @classmethod
@@ -41,7 +41,7 @@ class Splitter:
         """The splitter of a program into stages that begin with some of its blocks."""
         placeholders = program.placeholders()
         readers = {name: tuple(placeholders[name].users) for name in changed_buffers(program)}
-        writers = frozenset(filter(writes, program.graph.nodes))
+        writers = tuple(filter(writes, program.graph.nodes))
         return cls(program, blocks, of_weights_alone(program), readers, writers)
 
     def between(self, first: int, end: int) -> Program:
@@ -135,7 +135,7 @@ def _stage(placed: _Placed, stage: int, sent: tuple[fx.Node, ...], outputs: tupl
     changed = [program.buffers[name] for name in (program.mutations[n] for n in numbers) if name in program.buffers]
     roots = [value for value in (*sent, *outputs, *mutations) if isinstance(value, fx.Node)]
     roots += [placeholder for placeholder in program.graph.find_nodes(op="placeholder") if placeholder.name in changed]
-    roots += [node for node in program.graph.nodes if node in placed.whole.writers and placed.stage.get(node) == stage]
+    roots += [node for node in placed.whole.writers if placed.stage.get(node) == stage]
     needed = _needed(placed, stage, roots)
     received = tuple(node for node in program.graph.nodes if node in needed and _arrives(placed, stage, node))
     computed = [node for node in program.graph.nodes if node in needed and node not in received]
