@@ -1,0 +1,1 @@
+"""Training scripts as users write them, each beside one process."""
