@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.ranks import Ranks
-from tests.users.scripts import fine_tuning, loops, moved_over, research
+from tests.users.scripts import architectures, fine_tuning, loops, moved_over, research
 from tests.users.scripts.setting import Found, Setting
 
 SCRIPTS: tuple[Callable[[Setting], Found], ...] = (
@@ -40,6 +40,15 @@ SCRIPTS: tuple[Callable[[Setting], Found], ...] = (
     research.policy_gradient,
     research.adversarial_inputs,
     research.hooks_that_log,
+    architectures.residual_network,
+    architectures.diffusion,
+    architectures.variational_autoencoder,
+    architectures.graph_network,
+    architectures.recurrent_language_model,
+    architectures.encoder_with_padding,
+    architectures.recommendation,
+    architectures.speech,
+    architectures.translation,
 )
 OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "zero3": {"strategy": "zero3"}}
 MOVED_OVER: tuple[Callable[[Setting], Found], ...] = (
