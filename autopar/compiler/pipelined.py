@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -59,24 +60,10 @@ def compile_pipeline(
         offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
         request = request.running(plan.implementations).offloading_as(offload)
     check_stages(request)
-    compiler = _Compiler(model, mesh, axis, request, plan, cache)
-    compiler.module = PipelineModule(
-        compiler.tree,
-        mesh,
-        axis,
-        compiler.stage_devices,
-        compiler.prepare,
-        num_microbatches=compiler.num_microbatches,
-        whole_outputs=request.whole_outputs,
-        random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
-        given=Given(axes_of_parts(request.inputs, Mesh.of(compiler.stage_devices)), run.check_inputs),
-    )
-    if run.buckets is not None:
-        check_buckets(run.buckets, None)
-        inner = Mesh.of(compiler.stage_devices)
-        compiler.module.varying = Varying(run.buckets, inner, axes_of_parts(request.inputs, inner))
-    compiler.module.follow(model)
-    return compiler.module
+    compiler = _Compiler(model, mesh, axis, request, plan, run, cache)
+    module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
+    module.follow(model)
+    return module
 
 
 class _Compiler:
@@ -91,9 +78,10 @@ class _Compiler:
         axis: str,
         request: PlanRequest,
         plan: PipelinePlan | None,
+        run: RunOptions,
         cache: PlanCache,
     ) -> None:
-        self.mesh, self.axis, self.request, self.plan, self.cache = mesh, axis, request, plan, cache
+        self.mesh, self.axis, self.request, self.plan, self.run, self.cache = mesh, axis, request, plan, run, cache
         self.stage_devices = stage_devices(mesh, axis)
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
@@ -108,6 +96,34 @@ class _Compiler:
         self.allowance: Allowance | None = None
         """What the choice of a schedule has left of the time limit, for the first plan."""
         self.counting = Counting(self.tree, request, mesh)
+
+    def make_module(self, random_state: RandomState) -> PipelineModule:
+        """Return the module that this makes stages for."""
+        inner = Mesh.of(self.stage_devices)
+        axes = axes_of_parts(self.request.inputs, inner)
+        self.module = PipelineModule(
+            self.tree,
+            self.mesh,
+            self.axis,
+            self.stage_devices,
+            self.prepare,
+            num_microbatches=self.num_microbatches,
+            whole_outputs=self.request.whole_outputs,
+            random_state=random_state,
+            given=Given(axes, self.run.check_inputs),
+        )
+        self.module.duplicate = self.duplicate
+        if self.run.buckets is not None:
+            check_buckets(self.run.buckets, None)
+            self.module.varying = Varying(self.run.buckets, inner, axes)
+        return self.module
+
+    def duplicate(self) -> PipelineModule:
+        """Return another module for the same model, without values; called by all ranks."""
+        other = copy.copy(self)
+        other.tree, other.storage = Tree(skeleton(self.tree.root)), dict(self.storage)
+        other.counting = Counting(other.tree, self.request, self.mesh)
+        return other.make_module(self.module.random_state.copied())
 
     def num_microbatches(self, arguments: Arguments, training: bool) -> int:
         """Of a batch; schedule and micro-batches are chosen for the first one."""

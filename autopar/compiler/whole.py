@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -50,23 +51,10 @@ def compile_whole(
     if plan is not None:
         offload = "optimizer" if plan.offloads_optimizer else "none"  # what leaves for it, the plan says itself
         request = request.running(plan.implementations).offloading_as(offload)
-    compiler = _Compiler(model, mesh, request, plan, cache)
-    compiler.module = kind(
-        compiler.tree,
-        mesh,
-        compiler.prepare,
-        whole_outputs=request.whole_outputs,
-        random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
-        num_microbatches=request.microbatches or 1,
-        given=Given(axes_of_parts(request.inputs, Mesh.of(mesh)), run.check_inputs),
-    )
-    if run.buckets is not None:
-        check_buckets(run.buckets, request.microbatches or 1)
-        compiler.module.varying = Varying(run.buckets, Mesh.of(mesh), axes_of_parts(request.inputs, Mesh.of(mesh)))
-    compiler.module.follow(model)
-    if not request.training:
-        compiler.module.eval()
-    return compiler.module
+    compiler = _Compiler(model, mesh, request, plan, run, cache, kind)
+    module = compiler.make_module(RandomState.agreed(run.seed, run.deterministic, mesh))
+    module.follow(model)
+    return module
 
 
 class _Compiler:
@@ -75,9 +63,16 @@ class _Compiler:
     module: ParallelModule
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, request: PlanRequest, plan: Plan | None, cache: PlanCache
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        request: PlanRequest,
+        plan: Plan | None,
+        run: RunOptions,
+        cache: PlanCache,
+        kind: type[ParallelModule],
     ) -> None:
-        self.mesh, self.request, self.plan, self.cache = mesh, request, plan, cache
+        self.mesh, self.request, self.plan, self.run, self.cache, self.kind = mesh, request, plan, run, cache, kind
         self.tree = Tree(skeleton(model, request.precision))
         self.original: nn.Module | None = model
         """Until its parameters are laid out; then let go, so that its memory is free when the caller drops it."""
@@ -86,6 +81,34 @@ class _Compiler:
         self.storage: dict[str, Layout] = {}
         """Parameter → the layout in which it is stored, since the first plan."""
         self.counting = Counting(self.tree, request, mesh)
+
+    def make_module(self, random_state: RandomState) -> ParallelModule:
+        """Return the module that this makes executables for."""
+        request, mesh = self.request, Mesh.of(self.mesh)
+        axes = axes_of_parts(request.inputs, mesh)
+        self.module = self.kind(
+            self.tree,
+            self.mesh,
+            self.prepare,
+            whole_outputs=request.whole_outputs,
+            random_state=random_state,
+            num_microbatches=request.microbatches or 1,
+            given=Given(axes, self.run.check_inputs),
+        )
+        self.module.duplicate = self.duplicate
+        if self.run.buckets is not None:
+            check_buckets(self.run.buckets, request.microbatches or 1)
+            self.module.varying = Varying(self.run.buckets, mesh, axes)
+        if not request.training:
+            self.module.eval()
+        return self.module
+
+    def duplicate(self) -> ParallelModule:
+        """Return another module for the same model, without values; called by all ranks."""
+        other = copy.copy(self)
+        other.tree, other.storage = Tree(skeleton(self.tree.root)), dict(self.storage)
+        other.counting = Counting(other.tree, self.request, self.mesh)
+        return other.make_module(self.module.random_state.copied())
 
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""

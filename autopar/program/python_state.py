@@ -7,6 +7,7 @@ lists, by identity; only where that finds another object are values compared.
 
 from __future__ import annotations
 
+import copy
 import enum
 import operator
 import types
@@ -110,6 +111,12 @@ class Watch:
             return False
         self._entries = now  # other objects of equal values
         return True
+
+    def on(self, root: nn.Module) -> Watch:
+        """Return the same watch on a copy of the model."""
+        other = copy.copy(self)
+        other._root, other._entries = root, _Entries.of(root, self._state.read)
+        return other
 
     def leave_written(self) -> None:
         """Put into the model what a call of the program writes there."""

@@ -24,7 +24,9 @@ from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.checkpoints.read import give_values, read
 from autopar.runtime.checkpoints.write import write, write_configs
+from autopar.runtime.face.copying import Copyable
 from autopar.runtime.face.direct_calls import check_direct_calls
+from autopar.runtime.face.former_parameters import refuse_steps_of_originals
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.module.inputs import (
@@ -62,7 +64,7 @@ Runs = TypeVar("Runs", bound=Captured)
 """What runs one kind of input."""
 
 
-class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
+class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     """A module that gets its parameters when its first inputs are known, as `lay_out` stores them.
 
     Its submodules are copies of the model's own, in a `Tree`; the tree's root stands beside it and has the same
@@ -125,6 +127,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, self.tree.held()
+        refuse_steps_of_originals(self, model)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """As in `torch.nn.Module`: from now on graphs run as `torch.compile` makes them, in `train_step`, too.
@@ -134,10 +137,10 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         """
         self.compilation = Compilation(lambda graph: torch.compile(graph, *args, **kwargs), regional)
 
-    def follow(self, original: nn.Module) -> None:
+    def follow(self, original: nn.Module | None) -> None:
         """Be a module of the model's class, and let what is set in attributes of the original count, too.
 
-        That is so as long as somebody holds the original.
+        That is so as long as somebody holds the original; a copy of a compiled module has none.
         """
         refuse_composable_functions(self, self.tree.root)
         check_direct_calls(self.tree.root, bool(self._given.axes))
@@ -145,14 +148,11 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         self._python.follow(original)
 
     def __getattr__(self, name: str) -> Any:
-        """As in `torch.nn.Module`; else what the model keeps under this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            python = vars(self).get("_python")
-            if python is None or not python.shown or not python.keeps(name):
-                raise
+        """As for the model: its instance's attribute first, then what a `__getattr__` of its class finds."""
+        python = vars(self).get("_python")
+        if python is not None and python.shown and python.keeps(name):
             return getattr(python.root, name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in `torch.nn.Module`; an attribute that is the model's own, or new, is set in the model."""

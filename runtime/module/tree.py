@@ -98,6 +98,16 @@ class Tree:
         for slot in self._slots():
             slot.tensors[slot.leaf] = stored.get(self.first_name[slot.name])
 
+    def take_copies(self, other: Tree, memo: dict[int, Any]) -> None:
+        """Fill the slots with copies of what another tree of the same model holds; go on with its count of changes."""
+        tensors = {slot.name: slot.tensors.get(slot.leaf) for slot in other._slots()}
+        for name in set(other.first_name.values()):
+            tensor = tensors[name]
+            if tensor is not None:
+                memo[id(tensor)] = tensors[name] = _copied(tensor)
+        self.put(tensors)
+        self._changes = other._changes
+
     def absent(self) -> dict[str, nn.Module]:
         """The modules of which another rank has all parameters and buffers, by name."""
         here = {slot.name.rpartition(".")[0] for slot in self._slots() if slot.tensors.get(slot.leaf) is not None}
@@ -170,6 +180,12 @@ class Tree:
             "pruning, other layers), then call autopar.compile; to give a parameter other values, assign to it or load "
             "a state dict."
         )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy without a gradient, as `copy.deepcopy` of a parameter gives (of DTensors it fails, torch 2.13)."""
+    values = tensor.detach().clone()
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def _listed(what: str, names: Iterable[str], most: int = 4) -> str:

@@ -51,6 +51,12 @@ class RandomState:
         found = from_first_rank(lambda: torch.initial_seed() if seed is None else seed, mesh)
         return cls(found, deterministic, seed is not None)
 
+    def copied(self) -> RandomState:
+        """Return the same seed and step, which count on by themselves."""
+        other = RandomState(self.seed, self.deterministic, self._seed_given)
+        other._state["step"] = self.step
+        return other
+
     def at(self, step: int) -> Randomness:
         """What the draws of a step depend on."""
         return Randomness(self.seed, step, self.deterministic)

@@ -44,9 +44,9 @@ class PythonKinds:
         self.shown = False
         """Whether the compiled module has the attributes of the model: when it is made."""
 
-    def follow(self, original: nn.Module) -> None:
+    def follow(self, original: nn.Module | None) -> None:
         """Let what is set in attributes of the model of which `root` is a copy count, while somebody else holds it."""
-        self._original = _Original(original, self.root)
+        self._original = None if original is None else _Original(original, self.root)
         self.shown = True
 
     def keeps(self, name: str) -> bool:
