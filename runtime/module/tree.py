@@ -100,7 +100,7 @@ class Tree:
 
     def take_copies(self, other: Tree, memo: dict[int, Any]) -> None:
         """Fill the slots with copies of what another tree of the same model holds; go on with its count of changes."""
-        tensors = {slot.name: slot.tensors.get(slot.leaf) for slot in other._slots()}
+        tensors: dict[str, Any] = {slot.name: slot.tensors.get(slot.leaf) for slot in other._slots()}
         for name in set(other.first_name.values()):
             tensor = tensors[name]
             if tensor is not None:
