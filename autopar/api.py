@@ -38,12 +38,13 @@ from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
 from autopar.planning.mesh_search import meshes_of
-from autopar.planning.request import Inputs, Offloaded, Outputs
+from autopar.planning.request import Inputs, Offloaded
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
 from autopar.sharding.mesh import Mesh
+from autopar.space.returned import Outputs
 
 if TYPE_CHECKING:
     from autopar.inference.planning import GenerationPlan
@@ -62,7 +63,7 @@ def compile(
     optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "plain",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,
@@ -112,7 +113,9 @@ def compile(
         master_copies: plan for float32 copies of parameters of lower precision.
         inputs: what each rank is called with: the "whole" batch, its own part of it ("local", as DistributedSampler
             gives), or the names of the axes over which ranks have different parts; example_inputs are the same.
-        outputs: "dtensor" or "full": how tensors that are no scalars come back.
+        outputs: "plain" (plain tensors of the samples that the rank was called with, which a loss outside the module
+            takes as on one process; beside a loss that the model computes, moved when first used), "dtensor" (DTensors
+            in the layouts of the plan) or "full" (plain tensors of all samples, whatever `inputs` says).
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
         time_limit: seconds, capture included, after which the best plan found so far is returned, with its bound and a
@@ -261,7 +264,7 @@ def plan(
     optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "plain",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,

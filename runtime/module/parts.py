@@ -9,6 +9,7 @@ as a DTensor that is replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError
 from autopar.program.program import Program
 from autopar.runtime.module.batches import batch_size
 from autopar.runtime.module.inputs import Arguments
+from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
 
@@ -40,34 +41,26 @@ class Given:
 GIVEN_WHOLE = Given()
 
 
-def axes_of_parts(inputs: str | tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh over which the batch is given in parts, in their order; InputError for other names.
+def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str], averages: bool) -> Arguments:
+    """Return the same call with a DTensor of the whole batch for each part.
 
-    >>> axes_of_parts("local", Mesh({"dp": 2, "tp": 4})), axes_of_parts("dp", Mesh({"dp": 2, "tp": 4}))
-    (('dp', 'tp'), ('dp',))
+    `averages`: the loss of the step is the mean of the ranks' losses, and a part gets the gradient of its rank's loss.
     """
-    if inputs == "whole":
-        return ()
-    named = mesh.names if inputs == "local" else inputs if isinstance(inputs, tuple) else (inputs,)
-    if not named or any(name not in mesh.names for name in named) or len(set(named)) != len(named):
-        raise InputError(
-            f'inputs={inputs!r}; give "whole" (the whole batch on every rank), "local" (every rank its own part), or '
-            f"the axes over which ranks have different parts, of {', '.join(mesh.names)}."
-        )
-    return tuple(name for name in mesh.names if name in named)
-
-
-def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str]) -> Arguments:
-    """The same call with a DTensor of the whole batch for each part."""
     if not axes:
         return arguments
+    scale = torch.tensor(float(math.prod(mesh.size(axis) for axis in map((mesh.mesh_dim_names or ()).index, axes))))
     placements = [Shard(0) if name in axes else Replicate() for name in mesh.mesh_dim_names or ()]
     leaves, spec = pytree.tree_flatten(arguments)
     wrapped = [
-        DTensor.from_local(leaf, mesh, placements, run_check=False) if is_part else leaf
+        _as_dtensor(leaf, mesh, placements, scale if averages else None) if is_part else leaf
         for leaf, is_part in zip(leaves, _are_parts(leaves, arguments), strict=True)
     ]
     return pytree.tree_unflatten(wrapped, spec)
+
+
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], scale: Tensor | None) -> DTensor:
+    scaled = with_scaled_gradient(part, scale) if part.requires_grad and torch.is_grad_enabled() else part
+    return DTensor.from_local(scaled, mesh, placements, run_check=False)
 
 
 def whole_batch(arguments: Arguments, num_parts: int) -> Arguments:
