@@ -29,6 +29,7 @@ from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
+from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LossTiles, takes_tiles
@@ -134,7 +135,10 @@ def trace(
     check_not_beside_autocast(precision, autocast)
     options = training, device, assume, capacity_factor, precision, autocast
     check_no_hooks_on_all_modules()
-    with torch_state_restored(), torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
+    with (
+        torch_state_restored(),
+        torch.autocast("cpu", enabled=False),
+    ):  # what is traced lies there, wherever the program is to run
         first, recorder = _traced(model, args, kwargs, *options)
         settled = True
         if recorder.evolved:
@@ -158,6 +162,7 @@ def _traced(
 ) -> tuple[Traced, Recorder]:
     """A model that is changed before, traced, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    check_no_wrappers(model)
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training, precision)
     change(traced)

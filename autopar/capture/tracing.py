@@ -23,6 +23,7 @@ from autopar.capture.inlining.functions import KeptUse
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.assigned_buffers import assigned_buffers
+from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read
 from autopar.capture.python.grad_mode import asked_modes
 from autopar.capture.python.outside import refuse_outside_sources
@@ -68,6 +69,7 @@ class Observed:
             stack.enter_context(decided_branches(self.branches))
             self.modes = stack.enter_context(asked_modes())
             stack.enter_context(refuse_outside_sources(traced, self.called))
+            stack.enter_context(refuse_collectives(self.called))
             stack.enter_context(assigned_buffers(traced))
             stack.enter_context(self.hooks.recording())
             stack.enter_context(self.recorder.recording())
