@@ -30,6 +30,7 @@ ORDER = (
     ("capture.passes", "capture.python", "sharding", "models", "optim"),
     ("capture.inlining", "strategies.rules.products"),
     (
+        "capture.derivatives",
         "capture.experts",
         "capture.layers",
         "capture.masks",

@@ -24,7 +24,7 @@ from autopar.capture.assumptions import Assumption
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
-from autopar.capture.inlining.inline import inline
+from autopar.capture.inlining.inline import StandIns, inline
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import Source, TracedGraph
@@ -177,7 +177,13 @@ def _traced(
     exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
     sources, values, tied = _sources(exported, traced, used)
     draft = inline(
-        exported.graph_module, sources, mode, values, autocast, observed.functions, observed.layers.bodies, kind
+        exported.graph_module,
+        sources,
+        mode,
+        values,
+        autocast,
+        StandIns(observed.functions, observed.gradients, observed.layers.bodies),
+        kind,
     )
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None

@@ -17,11 +17,14 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
+from autopar.capture.derivatives.tape import recorded_gradients
+from autopar.capture.derivatives.transforms import transforms_taken_apart
 from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
 from autopar.capture.inlining.functions import KeptUse
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
+from autopar.capture.passes.gradients import GradientCall
 from autopar.capture.python.assigned_buffers import assigned_buffers
 from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read
@@ -46,6 +49,8 @@ class Observed:
     """The user's functions that the forward may call."""
     functions: list[KeptUse] = field(default_factory=list)
     """Uses of autograd.Functions, in order."""
+    gradients: list[GradientCall] = field(default_factory=list)
+    """Uses of torch.autograd.grad, in order."""
     modes: dict[str, bool] = field(default_factory=dict)
     """What the forward asks of PyTorch's own state."""
     layers: EqualLayers = field(init=False)
@@ -66,6 +71,8 @@ class Observed:
         """Notice inside; CaptureError for what cannot be kept."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_functions(self.functions))
+            stack.enter_context(recorded_gradients(self.gradients))
+            stack.enter_context(transforms_taken_apart())
             stack.enter_context(decided_branches(self.branches))
             self.modes = stack.enter_context(asked_modes())
             stack.enter_context(refuse_outside_sources(traced, self.called))
@@ -80,7 +87,7 @@ class Observed:
         """How much has been noticed that is not in the graph."""
         branches = self.branches
         of_branches = len(branches.taken), len(branches.open), len(branches.origins)
-        return *of_branches, len(self.functions), len(self.hooks.hooks)
+        return *of_branches, len(self.functions), len(self.gradients), len(self.hooks.hooks)
 
 
 def export(
