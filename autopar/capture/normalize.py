@@ -148,7 +148,6 @@ PASSES: tuple[Pass, ...] = (
     functionalize,
     hooks_on_all_uses,
     gradients,
-    functionalize,  # what a backward writes in place
     drop_dead_calls,
     single_broadcasts,
     pooled_bags,

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.refused_calls import where
-from autopar.capture.passes.traced_graph import TracedGraph, aten, set_call, value_of
+from autopar.capture.passes.traced_graph import TracedGraph, aten, is_write, set_call, value_of
 from autopar.errors import CaptureError
 from autopar.program.gradient_hooks import GRADIENT_HOOK
 
@@ -222,8 +222,10 @@ def _traced(
 
     with draft.mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         tensors = [*map(fresh, sources), *(value_of(x).detach() for x in given.values())]
-        graph = make_fx(backward, decomposition_table=IN_PARTS)(*tensors).graph
-    return graph, places
+        traced = make_fx(backward, decomposition_table=IN_PARTS)(*tensors)
+        if any(is_write(each.target) for each in traced.graph.nodes):
+            traced = make_fx(torch.func.functionalize(traced))(*(x.detach() for x in tensors))
+    return traced.graph, places
 
 
 def _copied(draft: TracedGraph, graph: fx.Graph, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
