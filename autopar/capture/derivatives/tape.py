@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
 from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT
@@ -53,6 +53,8 @@ def recorded_gradients(calls: list[GradientCall]) -> Iterator[None]:
                 "(is_grads_batched=True), which is not captured; use torch.func.vmap over torch.func.vjp."
             )
         call = GradientCall(len(outputs), create_graph, location)
+        for tensor in inputs:
+            _begin(mode, tensor)
         tensors = [*outputs, *given, *inputs]
         with aside():
             made = call(*tensors)  # type: ignore[arg-type]
@@ -86,6 +88,20 @@ def recording() -> Any:
     """The mode that records a forward, as the exporter does: above autograd; None elsewhere."""
     mode = proxy_tensor.get_proxy_mode()
     return mode if mode is not None and mode.pre_dispatch else None
+
+
+def _begin(mode: Any, tensor: Tensor) -> None:
+    """Let a tensor that was made with `requires_grad=True` be read as after `requires_grad_()`."""
+    slot: Any = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None or not tensor.is_leaf or not isinstance(slot.proxy.node.target, torch._ops.OpOverload):
+        return
+    node = slot.proxy.node
+    with node.graph.inserting_after(node):
+        begun = node.graph.call_function(NEEDS_GRADIENT, (node,))
+    begun.meta.update(node.meta)
+    node.replace_all_uses_with(begun, lambda user: user is not begun)
+    with aside():
+        proxy_tensor.track_tensor_tree(tensor, fx.Proxy(begun, mode.tracer), constant=None, tracer=mode.tracer)
 
 
 def _record(mode: Any, target: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:

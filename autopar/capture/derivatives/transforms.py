@@ -7,6 +7,7 @@ therefore traced by itself, below both, and the calls that it consists of are ma
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.derivatives.tape import aside, recording
 from autopar.capture.passes.gradients import IN_PARTS
 from autopar.capture.passes.traced_graph import aten
+from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 
 DETACHED = "detached"
@@ -56,9 +58,22 @@ def transforms_taken_apart() -> Iterator[None]:
 
         return outputs, lambda cotangents, *options, **kw: apart(run)(primals, cotangents), *aux
 
+    def forward_mode(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return jvp(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "")
+            raise CaptureError(
+                "torch.func.jvp, of which jacfwd and hessian are made, does not run here on tensors without values "
+                f"({type(error).__name__}: {text}). Use jacrev for jacfwd, jacrev(jacrev(f)) for hessian(f), and "
+                "torch.autograd.functional.jvp(..., create_graph=True) for jvp."
+            ) from error
+
     with (
         mock.patch.object(apis, "vmap_impl", of_rows),
-        mock.patch.object(eager_transforms, "_jvp_with_argnums", apart(jvp)),
+        mock.patch.object(eager_transforms, "_jvp_with_argnums", apart(forward_mode)),
         mock.patch.object(eager_transforms, "grad_impl", apart(grad)),
         mock.patch.object(eager_transforms, "grad_and_value_impl", apart(grad_and_value)),
         mock.patch.object(eager_transforms, "_vjp_with_argnums", pullback),
@@ -123,14 +138,22 @@ def _marked_detaches() -> Iterator[None]:
 def _gradients_as_above() -> Iterator[None]:
     """CaptureError where a function that is transformed turns gradients off: its calls are made again with them."""
 
-    def refuse(*args: Any) -> Any:
-        raise CaptureError(
-            "the forward turns gradients off (torch.no_grad) inside of a function that torch.func transforms, of which "
-            "only the calls are captured. Call detach() on what is computed there in its place."
-        )
+    def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def refuse(block: Any) -> Any:
+            frame = sys._getframe(1)
+            if frame.f_globals.get("__name__") == "torch.utils._contextlib" and frame.f_back is not None:  # a decorator
+                frame = frame.f_back
+            if is_users(frame.f_globals.get("__name__")):
+                raise CaptureError(
+                    f"the forward turns gradients off ({where(frame)}) inside of a function that torch.func transforms, "
+                    "of which only the calls are captured. Call detach() on what is computed there in its place."
+                )
+            return enter(block)
+
+        return refuse
 
     with (
-        mock.patch.object(torch.no_grad, "__enter__", refuse),
-        mock.patch.object(torch.inference_mode, "__enter__", refuse),
+        mock.patch.object(torch.no_grad, "__enter__", refusing(torch.no_grad.__enter__)),
+        mock.patch.object(torch.inference_mode, "__enter__", refusing(torch.inference_mode.__enter__)),
     ):
         yield

@@ -138,6 +138,22 @@ def test_gradients_by_activations_and_parameters_and_of_what_is_unused() -> None
     assert_as_eager(Several(), (X_B3,), loss=lambda loss: loss, tolerance=1e-5)
 
 
+def test_a_strain_that_is_made_in_forward_is_differentiated() -> None:
+    class Stress(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            strain = torch.zeros(3, 3, requires_grad=True)
+            energy = self.linear((x @ (torch.eye(3) + strain)).square()).tanh().sum()
+            (stress,) = torch.autograd.grad(energy, strain, create_graph=True)
+            return stress.square().sum() + energy
+
+    assert_as_eager(Stress(), (X_B3,), loss=lambda loss: loss, tolerance=1e-5)
+
+
 class Random(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
