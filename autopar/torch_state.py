@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch._C import _autograd as autograd
 from torch._C import _functorch as functorch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch, _pop_mode_from_pre_dispatch
 from torch.autograd import forward_ad
@@ -31,6 +33,20 @@ def torch_state_restored() -> Iterator[None]:
         finally:
             for restore in reversed(restores):
                 restore()
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_apart() -> Iterator[None]:
+    """Let hooks on what autograd saves see nothing of the block; `torch.func` runs beside none."""
+    hooks: list[tuple[Any, Any]] = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _functorch_levels() -> Restore:
@@ -111,5 +127,11 @@ def _defaults() -> Restore:
     return restore
 
 
-REMEMBER: tuple[Callable[[], Restore], ...] = (_defaults, _autocast, _dispatch_modes, _function_modes, _functorch_levels)
+REMEMBER: tuple[Callable[[], Restore], ...] = (
+    _defaults,
+    _autocast,
+    _dispatch_modes,
+    _function_modes,
+    _functorch_levels,
+)
 """Each remembers one part of the state; the last one is put back first, as modes catch the calls of the others."""

@@ -39,7 +39,7 @@ from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program, fault_of_form
 from autopar.program.python_state import INTERNALS, PythonState
-from autopar.torch_state import torch_state_restored
+from autopar.torch_state import saved_tensor_hooks_apart, torch_state_restored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,10 +135,8 @@ def trace(
     check_not_beside_autocast(precision, autocast)
     options = training, device, assume, capacity_factor, precision, autocast
     check_no_hooks_on_all_modules()
-    with (
-        torch_state_restored(),
-        torch.autocast("cpu", enabled=False),
-    ):  # what is traced lies there, wherever the program is to run
+    # What is traced lies on the CPU, wherever the program is to run.
+    with torch_state_restored(), saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
         first, recorder = _traced(model, args, kwargs, *options)
         settled = True
         if recorder.evolved:
