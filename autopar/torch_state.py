@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import _autograd as autograd
-from torch._C import _functorch as functorch
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch, _pop_mode_from_pre_dispatch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
