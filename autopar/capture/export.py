@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from autopar.capture.assumptions import Assumption
+from autopar.capture.assumptions import Assumption, UndecidedError
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
@@ -133,26 +133,41 @@ def trace(
     """What `capture` makes programs of, arguments and errors as there."""
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
-    options = training, device, assume, capacity_factor, precision, autocast
+    options = training, device, capacity_factor, precision, autocast
     check_no_hooks_on_all_modules()
+
+    def works(further: Sequence[Assumption]) -> bool:
+        """Whether the model can be traced with further assumptions, at least beyond what they name."""
+        try:
+            _traced(model, args, kwargs, (*assume, *further), *options)
+        except UndecidedError as error:
+            return not any(each.names(place) for each in further for place in error.branches.open)
+        except Exception:
+            return False
+        return True
+
     # What is traced lies on the CPU, wherever the program is to run.
-    with torch_state_restored(), saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
-        first, recorder = _traced(model, args, kwargs, *options)
+    with saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
+        try:
+            first, recorder = _traced(model, args, kwargs, assume, *options)
+        except UndecidedError as error:
+            raise CaptureError(error.branches.refusal(works)) from error
         settled = True
         if recorder.evolved:
-            second, again = _traced(model, args, kwargs, *options, recorder.put_evolved)
+            second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
             check_settled(recorder, again)
             settled = _equal(first.program(Tiles()), second.program(Tiles()))
     return replace(first, python=replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes))
 
 
+@torch_state_restored()
 def _traced(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    assume: Sequence[Assumption],
     training: bool | None,
     device: torch.device | None,
-    assume: Sequence[Assumption],
     capacity_factor: float | None,
     precision: Precision,
     autocast: Autocast | None,

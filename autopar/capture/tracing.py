@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, Unsupport
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
+from autopar.capture.assumptions import Assumption, Branches, UndecidedError, decided_branches, place_of
 from autopar.capture.derivatives.tape import recorded_gradients
 from autopar.capture.derivatives.transforms import transforms_taken_apart
 from autopar.capture.functions import kept_functions
@@ -100,7 +100,7 @@ def export(
 ) -> torch.export.ExportedProgram:
     """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
 
-    The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    An UndecidedError says which branches on values are open. The fake tensors are on the CPU; `device` is the type of device that they stand for.
     """
     branches = observed.branches
     dtype = torch.bfloat16 if autocast is None else autocast.dtype
@@ -114,9 +114,11 @@ def export(
             raise
         if own is not None:
             raise own from error
-        raise CaptureError(branches.refusal if branches.open else _explained(branches.model, error)) from error
+        if branches.open:
+            raise UndecidedError(branches) from error
+        raise CaptureError(_explained(branches.model, error)) from error
     if branches.open:
-        raise CaptureError(branches.refusal)
+        raise UndecidedError(branches)
     return exported
 
 
