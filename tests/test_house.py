@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("errors",),
     ("runtime.face",),
-    ("units", "files", "timeline"),
+    ("units", "files", "timeline", "torch_state"),
     ("progress",),
     ("program.operators",),
     ("program.operators.attention",),
@@ -30,6 +30,7 @@ ORDER = (
     ("capture.passes", "capture.python", "sharding", "models", "optim"),
     ("capture.inlining", "strategies.rules.products"),
     (
+        "capture.derivatives",
         "capture.experts",
         "capture.layers",
         "capture.masks",

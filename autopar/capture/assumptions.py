@@ -2,7 +2,8 @@
 
 A captured graph is one path for all values. A check of the inputs (`assert torch.all(…)`, `if …: raise`) may be taken
 to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Where nothing is said, tracing
-goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes.
+goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes; only assumptions with
+which the model can be traced are named.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class Place:
     def name(self) -> str:
         return f"{os.path.basename(self.path)}:{self.line}"
 
+    def assumed(self, value: bool | None = None) -> Assumption:
+        """The assumption that names this place."""
+        return Assumption(os.path.basename(self.path), self.line, value)
+
     def __str__(self) -> str:
         code = linecache.getline(self.path, self.line).strip()
         return f"{self.name}, in {self.function}" + (f": {code}" if code else "")
@@ -109,7 +114,7 @@ class Branches:
         return None
 
     def decide(self, tested: Any) -> bool:
-        """The value of a branch that tracing cannot tell; CaptureError for one that is no check and not spoken of."""
+        """The value of a branch that tracing cannot tell; UndecidedError for one that is no check and not spoken of."""
         place, passing = _here()
         origin = self.origins.get(_expression(tested))
         value = self.said(place, passing)
@@ -119,24 +124,41 @@ class Branches:
             return value
         self.open[place if origin is None or passing is not None else origin] = passing
         if passing is None:
-            raise CaptureError(self.refusal)
+            raise UndecidedError(self)
         return passing
 
-    @property
-    def refusal(self) -> str:
-        """What was met, and what may be said of it."""
-        passing = [f'"{place.name}"' for place, value in self.open.items() if value is not None]
-        other = [place.name for place, value in self.open.items() if value is None]
+    def refusal(self, works: Callable[[Sequence[Assumption]], bool]) -> str:
+        """Return what was met, and what may be said of it: assumptions with which tracing `works`."""
+        checks = [place.assumed() for place, value in self.open.items() if value is not None]
+        if checks and not works(checks):
+            checks = []
         advice = ""
-        if passing:
-            advice += f" Checks that may be taken to pass are named so: assume=[{', '.join(passing)}]."
-        for each in other:
-            advice += f' To fix what {each} tests, add "{each}=True" or "{each}=False" to assume=[…].'
+        if checks:
+            advice += f" Checks that may be taken to pass are named so: assume=[{_quoted(checks, ', ')}]."
+        for place in (place for place, value in self.open.items() if value is None):
+            tried = [place.assumed(value) for value in (True, False) if works([*checks, place.assumed(value)])]
+            if tried:
+                advice += f" To fix what {place.name} tests, add {_quoted(tried, ' or ')} to assume=[…]."
+            else:
+                advice += f" What follows {place.name} needs the value itself, so that it cannot be assumed."
+        otherwise = "Otherwise replace" if "assume=[" in advice else "Replace"
         return (
             f"{self.model} decides on the value of a tensor while it runs ({'; '.join(map(str, self.open))}); a "
-            f"captured graph is one path for all values.{advice} Otherwise replace the branch by torch.where, make the "
+            f"captured graph is one path for all values.{advice} {otherwise} the branch by torch.where, make the "
             "number an argument of forward, and set layerdrop to 0 where the model has one."
         )
+
+
+def _quoted(assumptions: Sequence[Assumption], between: str) -> str:
+    return between.join(f'"{each}"' for each in assumptions)
+
+
+class UndecidedError(CaptureError):
+    """A model tests values of which nothing is said."""
+
+    def __init__(self, branches: Branches) -> None:
+        super().__init__(f"{branches.model} decides on the value of a tensor")
+        self.branches = branches
 
 
 @contextlib.contextmanager

@@ -20,15 +20,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from autopar.capture.assumptions import Assumption
+from autopar.capture.assumptions import Assumption, UndecidedError
 from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
-from autopar.capture.inlining.inline import inline
+from autopar.capture.inlining.inline import StandIns, inline
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
+from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LossTiles, takes_tiles
@@ -38,6 +39,7 @@ from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program, fault_of_form
 from autopar.program.python_state import INTERNALS, PythonState
+from autopar.torch_state import saved_tensor_hooks_apart, torch_state_restored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,25 +133,41 @@ def trace(
     """What `capture` makes programs of, arguments and errors as there."""
     autocast = Autocast.around(None if device is None else device.type)
     check_not_beside_autocast(precision, autocast)
-    options = training, device, assume, capacity_factor, precision, autocast
+    options = training, device, capacity_factor, precision, autocast
     check_no_hooks_on_all_modules()
-    with torch.autocast("cpu", enabled=False):  # what is traced lies there, wherever the program is to run
-        first, recorder = _traced(model, args, kwargs, *options)
+
+    def works(further: Sequence[Assumption]) -> bool:
+        """Whether the model can be traced with further assumptions, at least beyond what they name."""
+        try:
+            _traced(model, args, kwargs, (*assume, *further), *options)
+        except UndecidedError as error:
+            return not any(each.names(place) for each in further for place in error.branches.open)
+        except Exception:
+            return False
+        return True
+
+    # What is traced lies on the CPU, wherever the program is to run.
+    with saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
+        try:
+            first, recorder = _traced(model, args, kwargs, assume, *options)
+        except UndecidedError as error:
+            raise CaptureError(error.branches.refusal(works)) from error
         settled = True
         if recorder.evolved:
-            second, again = _traced(model, args, kwargs, *options, recorder.put_evolved)
+            second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
             check_settled(recorder, again)
             settled = _equal(first.program(Tiles()), second.program(Tiles()))
     return replace(first, python=replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes))
 
 
+@torch_state_restored()
 def _traced(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    assume: Sequence[Assumption],
     training: bool | None,
     device: torch.device | None,
-    assume: Sequence[Assumption],
     capacity_factor: float | None,
     precision: Precision,
     autocast: Autocast | None,
@@ -157,6 +175,7 @@ def _traced(
 ) -> tuple[Traced, Recorder]:
     """A model that is changed before, traced, and what its forward reads and writes of Python."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    check_no_wrappers(model)
     check_no_backward_hooks(model)
     traced = _prepared(model, mode, training, precision)
     change(traced)
@@ -171,7 +190,13 @@ def _traced(
     exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
     sources, values, tied = _sources(exported, traced, used)
     draft = inline(
-        exported.graph_module, sources, mode, values, autocast, observed.functions, observed.layers.bodies, kind
+        exported.graph_module,
+        sources,
+        mode,
+        values,
+        autocast,
+        StandIns(observed.functions, observed.gradients, observed.layers.bodies),
+        kind,
     )
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None

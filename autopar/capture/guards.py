@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.composites import composites_taken_apart
@@ -38,6 +39,7 @@ def faithful_tracing(device: str | None = None) -> Iterator[None]:
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
         stack.enter_context(parameters_kept())
+        stack.enter_context(mock.patch.object(nn.SyncBatchNorm, "forward", _BatchNorm.forward))  # of the whole batch
         stack.enter_context(ConstantIndices())
         stack.enter_context(composites_taken_apart(device))
         yield

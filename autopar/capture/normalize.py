@@ -21,6 +21,7 @@ from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.masks.truths import masks_of_truth_values
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
+from autopar.capture.passes.gradients import gradients
 from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate
@@ -146,6 +147,7 @@ def propagate(draft: TracedGraph) -> None:
 PASSES: tuple[Pass, ...] = (
     functionalize,
     hooks_on_all_uses,
+    gradients,
     drop_dead_calls,
     single_broadcasts,
     pooled_bags,

@@ -16,13 +16,17 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, Unsupport
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from autopar.capture.assumptions import Assumption, Branches, decided_branches, place_of
+from autopar.capture.assumptions import Assumption, Branches, UndecidedError, decided_branches, place_of
+from autopar.capture.derivatives.tape import recorded_gradients
+from autopar.capture.derivatives.transforms import transforms_taken_apart
 from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
 from autopar.capture.inlining.functions import KeptUse
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
+from autopar.capture.passes.gradients import GradientCall
 from autopar.capture.python.assigned_buffers import assigned_buffers
+from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read
 from autopar.capture.python.grad_mode import asked_modes
 from autopar.capture.python.outside import refuse_outside_sources
@@ -45,6 +49,8 @@ class Observed:
     """The user's functions that the forward may call."""
     functions: list[KeptUse] = field(default_factory=list)
     """Uses of autograd.Functions, in order."""
+    gradients: list[GradientCall] = field(default_factory=list)
+    """Uses of torch.autograd.grad, in order."""
     modes: dict[str, bool] = field(default_factory=dict)
     """What the forward asks of PyTorch's own state."""
     layers: EqualLayers = field(init=False)
@@ -65,9 +71,12 @@ class Observed:
         """Notice inside; CaptureError for what cannot be kept."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_functions(self.functions))
+            stack.enter_context(recorded_gradients(self.gradients))
+            stack.enter_context(transforms_taken_apart())
             stack.enter_context(decided_branches(self.branches))
             self.modes = stack.enter_context(asked_modes())
             stack.enter_context(refuse_outside_sources(traced, self.called))
+            stack.enter_context(refuse_collectives(self.called))
             stack.enter_context(assigned_buffers(traced))
             stack.enter_context(self.hooks.recording())
             stack.enter_context(self.recorder.recording())
@@ -78,7 +87,7 @@ class Observed:
         """How much has been noticed that is not in the graph."""
         branches = self.branches
         of_branches = len(branches.taken), len(branches.open), len(branches.origins)
-        return *of_branches, len(self.functions), len(self.hooks.hooks)
+        return *of_branches, len(self.functions), len(self.gradients), len(self.hooks.hooks)
 
 
 def export(
@@ -91,7 +100,7 @@ def export(
 ) -> torch.export.ExportedProgram:
     """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
 
-    The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    An UndecidedError says which branches on values are open. The fake tensors are on the CPU; `device` is the type of device that they stand for.
     """
     branches = observed.branches
     dtype = torch.bfloat16 if autocast is None else autocast.dtype
@@ -105,9 +114,11 @@ def export(
             raise
         if own is not None:
             raise own from error
-        raise CaptureError(branches.refusal if branches.open else _explained(branches.model, error)) from error
+        if branches.open:
+            raise UndecidedError(branches) from error
+        raise CaptureError(_explained(branches.model, error)) from error
     if branches.open:
-        raise CaptureError(branches.refusal)
+        raise UndecidedError(branches)
     return exported
 
 

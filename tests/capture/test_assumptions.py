@@ -125,6 +125,22 @@ def test_a_branch_that_is_no_check_needs_its_value() -> None:
     assert f'"{_line(_is_finite, 1)}=True" or' in _refused(_is_finite, _line(_is_finite, 1))
 
 
+def test_no_value_is_named_with_which_the_model_cannot_be_traced() -> None:
+    def neither(self: Any, x: Tensor, h: Tensor) -> Tensor:  # as Qwen2-VL, which reads the sizes of images
+        scale = 2.0 if x.sum() > 0 else 1.0
+        return h.sum() * scale * float(x.sum())
+
+    def half(self: Any, x: Tensor, h: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return h.sum()
+        return h.sum() * float(x.sum())
+
+    text = _refused(neither)
+    assert f"What follows {_line(neither, 1)} needs the value itself" in text and "assume=" not in text, text
+    text = _refused(half)
+    assert f'add "{_line(half, 1)}=True" to assume' in text and "=False" not in text, text
+
+
 def test_a_number_made_of_a_tensor_is_named_by_its_line() -> None:
     def forward(self: Any, x: Tensor, h: Tensor) -> Tensor:
         return h.sum() / float(x.max())

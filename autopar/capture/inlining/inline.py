@@ -18,8 +18,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from autopar.capture.inlining.functions import KEPT, KeptUse
+from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT
 from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
+from autopar.capture.passes.gradients import GradientCall, needs_gradient
 from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path, storages
 from autopar.errors import CaptureError
@@ -32,6 +34,18 @@ DROPPED = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StandIns:
+    """What the recorded operators of an exported graph stand for, by the number that they are called with."""
+
+    functions: Sequence[KeptUse] = ()
+    """Of KEPT."""
+    gradients: Sequence[GradientCall] = ()
+    """Of GRADIENT."""
+    bodies: Sequence[Body] = ()
+    """Of LAYER."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +65,7 @@ class Inliner:
     """Copies calls of the exported graph and its regions into the draft."""
 
     draft: TracedGraph
-    functions: Sequence[KeptUse]
-    """What the calls of KEPT stand for."""
-    bodies: Sequence[Body] = ()
-    """What the calls of LAYER stand for."""
+    stand_ins: StandIns = StandIns()
     written: frozenset[int] = frozenset()
     """Storages of the exported values that a call writes into."""
     device: str | None = None
@@ -99,10 +110,15 @@ class Inliner:
         if target is LAYER:
             number, *inputs = args
             shared = region.own or self._is_written(node, *node.all_input_nodes)
-            return self.copy(self.bodies[number], inputs, replace(region, path=path, own=shared))
+            return self.copy(self.stand_ins.bodies[number], inputs, replace(region, path=path, own=shared))
+        if target is NEEDS_GRADIENT:
+            return self.draft.call(needs_gradient, *args, module=path)
+        if target is GRADIENT:
+            number, *tensors = args
+            return self.draft.call(self.stand_ins.gradients[number], *tensors, module=path)
         if target is KEPT:
             number, *tensors = args
-            target, args = self.functions[number].call(tensors, region.casts and region.casts.region.dtype)
+            target, args = self.stand_ins.functions[number].call(tensors, region.casts and region.casts.region.dtype)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"the model uses the operator {target.name()} in {path or 'its forward'}, whose body "
@@ -142,8 +158,7 @@ def inline(
     mode: FakeTensorMode,
     values: Mapping[str, Any],
     autocast: Autocast | None,
-    functions: Sequence[KeptUse] = (),
-    bodies: Sequence[Body] = (),
+    stand_ins: StandIns = StandIns(),
     device: str | None = None,
 ) -> TracedGraph:
     """A draft of an exported graph.
@@ -152,8 +167,7 @@ def inline(
         sources: what each tensor placeholder stands for; equal sources become one placeholder.
         values: fake value of every tensor placeholder.
         autocast: the autocast region around the whole graph, if any.
-        functions: uses of autograd.Functions, by the number that stands for them.
-        bodies: of layers that are equal to others, by the number that stands for them.
+        stand_ins: what the recorded operators of the graph stand for.
         device: the type of device that the program is for, whose autocast regions count; None: any.
     """
     draft = TracedGraph(fx.Graph(), mode)
@@ -169,9 +183,8 @@ def inline(
             made[key] = add_placeholder(draft, node.name, values[node.name], source)
         inputs.append(made[key])
     casts = None if autocast is None else Casts(draft, autocast)
-    outputs = Inliner(draft, functions, bodies, _written(module, bodies), device).copy(
-        module, inputs, Region(casts=casts)
-    )
+    written = _written(module, stand_ins.bodies)
+    outputs = Inliner(draft, stand_ins, written, device).copy(module, inputs, Region(casts=casts))
     draft.graph.output(outputs)
     return draft
 

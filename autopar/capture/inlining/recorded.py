@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator
 
 
 class Recorded(HigherOrderOperator):
-    """Called with the number of what it stands for, and the tensors that this takes."""
+    """Called with the number of what it stands for, if there are several, and the tensors that this takes."""
 
-    def __call__(self, number: int, *tensors: Tensor) -> Any:
+    def __call__(self, *args: int | Tensor) -> Any:
         raise AssertionError("an exported graph is rewritten before it runs")

@@ -62,22 +62,17 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
             )
 
     replaced: dict[int, Any] = {id(_DATETIME): _clock(check)}
-    places: list[tuple[Any, str]] = [(vars(datetime), "datetime")]
+    namespaces: list[Any] = [vars(datetime)]
     for module, names, advice in _sources():
+        namespaces.append(vars(module))
         for name in names:
             function = getattr(module, name, None)
             if function is not None:
                 replaced.setdefault(id(function), _refusing(function, f"{module.__name__}.{name}", advice, check))
-                places.append((vars(module), name))
     files = {id(function.__globals__): function.__globals__ for function in functions}
-    for namespace in files.values():
-        places += [(namespace, name) for name, value in namespace.items() if id(value) in replaced]
     generators = _generators(model, list(files.values()))
     before = [_state_of(generator) for _, generator in generators]
-    with contextlib.ExitStack() as stack:
-        for namespace, name in places:
-            stack.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = replaced[id(namespace[name])]
+    with replaced_in(replaced, [*namespaces, *files.values()]):
         yield
     for (name, generator), state in zip(generators, before, strict=True):
         if _state_of(generator) != state:
@@ -85,6 +80,24 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
                 f"the forward draws from {name}, a {type(generator).__name__}: a graph would keep this one draw for "
                 f"all calls; {RANDOM}."
             )
+
+
+@contextlib.contextmanager
+def replaced_in(replaced: Mapping[int, Any], namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Put others in the place of some objects, known by their ids, wherever they are globals of `namespaces`."""
+    found = {
+        (id(namespace), name): (namespace, name, value)
+        for namespace in namespaces
+        for name, value in namespace.items()
+        if id(value) in replaced
+    }
+    for namespace, name, value in found.values():
+        namespace[name] = replaced[id(value)]
+    try:
+        yield
+    finally:
+        for namespace, name, value in found.values():
+            namespace[name] = value
 
 
 def _generators(model: nn.Module, files: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
