@@ -132,5 +132,5 @@ def _said(found: Unequal, what: str) -> str:
 
 
 def _way_out(what: str) -> str:
-    option = {"length": "compile without buckets", "batch": "say Buckets(batches=None)"}[what]
+    option = {"length": "give buckets=None", "batch": "say Buckets(batches=None)"}[what]
     return f"If you know better, say Buckets(check=False); to plan each {what} anew, {option}."

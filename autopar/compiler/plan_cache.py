@@ -75,7 +75,7 @@ class PlanCache:
         def check(plan: Plan) -> None:
             tiles = tiles_of(plan, space.program, tiles_asked(request), space.mesh)
             fitting = space if tiles == tiles_asked(request) else spaces(tiles)
-            request.warn(fitting, choices_of(plan, fitting))
+            request.warn(fitting, choices_of(plan, fitting), stored=bool(storage))
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
         return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))

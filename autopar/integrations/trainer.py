@@ -25,6 +25,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.api import compile
 from autopar.errors import InputError
+from autopar.integrations.varying_texts import LOOKED_AT, buckets_for
 from autopar.runtime.module.module import ParallelModule
 
 STATE = "parallel_state"
@@ -50,6 +51,8 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """`mesh`: compile the model on it, for batches of the datasets, with these `options` of `autopar.compile`.
 
+        If samples differ in length, and the collator pads each batch to its longest sample, `buckets` is by default
+        "auto" with the padding of the tokenizer, so that ranks with batches of different lengths are called alike.
         Other arguments are those of `transformers.Trainer`.
         """
         check_is_honoured(args, others)
@@ -64,7 +67,7 @@ class Trainer(transformers.Trainer):
             )
         super().__init__(model=model, args=args, **others)
         if mesh is not None:
-            model = self._compiled(mesh, {"inputs": "local", **(options or {})})
+            model = self._compiled(mesh, options or {})
             check_gives_parts(model)
             self.model = self.model_wrapped = self.callback_handler.model = model
         vars(model)["_is_accelerate_prepared"] = True  # accelerate leaves it as it is
@@ -77,11 +80,15 @@ class Trainer(transformers.Trainer):
         size = self._train_batch_size if trains else self.args.eval_batch_size
         with torch.random.fork_rng(devices=[]):  # collators may draw
             batch = loader.collate_fn(list(itertools.islice(_samples(loader.dataset), size)))
+            if "buckets" not in options:
+                looked_at = itertools.islice(_samples(loader.dataset), LOOKED_AT)
+                buckets = buckets_for(looked_at, loader.collate_fn, plain, self.processing_class)
+                options = {"buckets": buckets, **options}
         if trains:
             _, num_items = self.get_batch_samples(iter([batch]), 1, self.args.device)
             batch = self._with_num_items(batch, num_items)
         with self.accelerator.autocast():
-            return compile(plain.train(trains), mesh, dict(batch), **options)
+            return compile(plain.train(trains), mesh, dict(batch), **{"inputs": "local", **options})
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Nothing before a model is compiled: each rank moves its parts."""

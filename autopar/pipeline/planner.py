@@ -105,7 +105,8 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         names = tuple(block.name for block in blocks[first:end])
         stages.append(StagePlan(len(stages), names, plan, stage_seconds(plan, *messages(planned, program))))
     contexts = [context_of(stage.plan) for stage in stages]
-    warn_of_replicated_work(request.wanted.strategy, [(each.space, each.choices) for each in contexts])
+    planned_stages = [(each.space, each.choices) for each in contexts]
+    warn_of_replicated_work(request.wanted.strategy, planned_stages, stored=bool(request.storage))
     warn_of_gradients(request.wanted.strategy, request.num_microbatches)
     timeline = simulate(request.schedule, [stage.seconds for stage in stages])
     least = bound / step_seconds(_cut_problem(planned), starts, [stage.seconds for stage in stages])

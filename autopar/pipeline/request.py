@@ -67,7 +67,7 @@ class PipelineRequest:
         owners: Mapping[str, tuple[int, ...]] | None = None,
     ) -> PipelineRequest:
         """The request with what is said about the program; StrategyError where the preset has no place in it."""
-        said = wanted.annotations_about(program, stage_mesh(mesh, axis))
+        said = wanted.annotations_about(program, stage_mesh(mesh, axis), stored=bool(storage))
         return cls(
             program, wanted.named(mesh), axis, schedule, wanted, said, input_layouts or {}, storage or {}, owners or {}
         )

@@ -22,13 +22,23 @@ ALLOWED = 0.5
 MEANT = ("fully_replicated",)
 """Presets that split nothing on purpose."""
 SHOWN = 3
+OTHER_PRESET = (
+    "use another preset, leave strategy out to let the planner decide, or give what has no rule one by "
+    "autopar.register_rule"
+)
+OTHER_INPUTS = (
+    "give a batch and a length that the axis divides, as the first inputs had, for example with drop_last=True"
+)
 
 Planned = tuple[Space, Sequence[int]]
 """A space, and the number of the chosen strategy per decision."""
 
 
-def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned]) -> None:
-    """Warn where a preset leaves most of the FLOPs of a plan, or of all stages of one, replicated over an axis."""
+def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned], stored: bool = False) -> None:
+    """Warn if a preset leaves most FLOPs of a plan, or of all stages of a pipeline, replicated over an axis.
+
+    If parameters are `stored` already, the preset suited earlier inputs, and the sizes of these are the reason.
+    """
     if strategy is None or strategy in MEANT:
         return
     work: Counter[str] = Counter()
@@ -43,8 +53,7 @@ def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned]) ->
         more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
         warnings.warn(
             f"strategy={strategy!r} leaves {places.total() / total:.0%} of the FLOPs replicated over {axis}: "
-            f"{named}{more}. Each of its devices computes them whole; use another preset, leave strategy out to let "
-            "the planner decide, or give what has no rule one by autopar.register_rule.",
+            f"{named}{more}. Each of its devices computes them whole; {OTHER_INPUTS if stored else OTHER_PRESET}.",
             stacklevel=2,
         )
 

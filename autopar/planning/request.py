@@ -161,11 +161,15 @@ class PlanRequest:
         """The request with the profile itself, read once, in place of its name."""
         return replace(self, hardware=self.hardware_of(mesh))
 
-    def annotations_about(self, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
-        """What the user says, and what the preset adds to it; StrategyError where it has no place here."""
+    def annotations_about(self, program: Program, mesh: Mesh, stored: bool = False) -> tuple[Annotation, ...]:
+        """Return the user's annotations and those of the preset; raise StrategyError if the preset does not fit.
+
+        If parameters are `stored` already, these are further inputs of the model: what the preset splits and what does
+        not divide in them stays whole.
+        """
         if self.strategy is None:
             return self.annotations
-        return (*self.annotations, *annotations_for(self.strategy, program, mesh))
+        return (*self.annotations, *annotations_for(self.strategy, program, mesh, strict=not stored))
 
     def running(self, implementations: frozenset[str]) -> PlanRequest:
         """The request in whose spaces these are offered, as a plan that was made before has them."""
@@ -260,15 +264,15 @@ class PlanRequest:
 
         `stated` are its problems, where some were stated before.
         """
-        said = self.annotations_about(space.program, space.mesh)
+        said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
         pins = pins_of(said, space, self.mode, storage or {})
         made, choices = self._made(stated or Statements(space), pins)
-        self.warn(space, choices)
+        self.warn(space, choices, stored=bool(storage))
         return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
 
-    def warn(self, space: Space, choices: Sequence[int]) -> None:
-        """Warn of what is not as one would think in a plan of these choices."""
-        warn_of_replicated_work(self.strategy, [(space, tuple(choices))])
+    def warn(self, space: Space, choices: Sequence[int], stored: bool) -> None:
+        """Warn of surprises in a plan of these choices; `stored` as in `annotations_about`."""
+        warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
 

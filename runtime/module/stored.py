@@ -29,6 +29,7 @@ from autopar.runtime.face.direct_calls import check_direct_calls
 from autopar.runtime.face.former_parameters import refuse_steps_of_originals
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
+from autopar.runtime.module.changing_numbers import warning_of_numbers
 from autopar.runtime.module.inputs import (
     Arguments,
     call_signature,
@@ -113,7 +114,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
         self._returning = Returning(returned, self._input_mesh, self._calls)
-        self._prepare = prepare
+        self._prepare = warning_of_numbers(prepare)
         self._python = PythonKinds(tree.root)
         self._known: dict[tuple[object, State, object], list[tuple[PythonWatch, Runs]]] = {}
         """A kind of input → programs for it, and the Python state for which each was captured."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,6 +31,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from autopar.errors import InputError
+from autopar.lengths.buckets import COMMON
 from autopar.runtime.ranks.checksums import Projections, are_close
 from autopar.runtime.ranks.failure import IN_STEP, Watch
 from autopar.runtime.ranks.signs import read
@@ -58,6 +60,8 @@ HOW_TO_GIVE_PARTS = (
     "A plain tensor is the whole of an input, equal on every rank. To give each rank its own part of the batch, use "
     'autopar.compile(..., inputs="local") or DTensor.from_local(part, mesh, [Shard(0)]).'
 )
+PART = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]+)\](?P<form> as .*)")
+"""The description of an input that is given in parts."""
 DIFFERENTLY = "the ranks were called differently"
 OPTIONS = {"mode", "modules in another mode", "hooks", "frozen parameters", "autocast", "gradients", "Python state"}
 
@@ -261,7 +265,7 @@ def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
         return f"{DIFFERENTLY}: rank {which} with {what}. {HOW_TO_GIVE_PARTS}"
     here = ", ".join(_only(name, said, other_said) for name in names)
     there = ", ".join(_only(name, other_said, said) for name in names)
-    return f"{DIFFERENTLY}: rank {rank} with {here}; rank {other_rank} with {there}. {_advice(names)}"
+    return f"{DIFFERENTLY}: rank {rank} with {here}; rank {other_rank} with {there}. {_advice(names, said, other_said)}"
 
 
 def _only(name: str, said: Said, other: Said) -> str:
@@ -273,10 +277,40 @@ def _only(name: str, said: Said, other: Said) -> str:
     return f"{name}: {value}"
 
 
-def _advice(names: Sequence[str]) -> str:
+def _advice(names: Sequence[str], said: Said, other: Said) -> str:
     if {*names} <= OPTIONS:
         return f"Set {' and '.join(names)} alike on every rank."
+    dims = [_dims_that_differ(said.get(name), other.get(name)) for name in names]
+    if all(dims):
+        return _padding_advice(names, frozenset().union(*dims))
     return (
         "Every rank needs inputs of the same shapes: give each the whole batch, or parts of equal size as DTensors or "
         'with inputs="local" (where the last batch is smaller, drop_last=True).'
     )
+
+
+def _dims_that_differ(one: object, other: object) -> frozenset[int]:
+    """Return the dims in which two parts of a batch differ in size; none if anything else differs, too."""
+    found, theirs = (PART.fullmatch(each) if isinstance(each, str) else None for each in (one, other))
+    if found is None or theirs is None or found["form"] != theirs["form"] or found["dtype"] != theirs["dtype"]:
+        return frozenset()
+    sizes, others = (each["shape"].split(", ") for each in (found, theirs))
+    if len(sizes) != len(others):
+        return frozenset()
+    return frozenset(dim for dim, (size, its) in enumerate(zip(sizes, others, strict=True)) if size != its)
+
+
+def _padding_advice(names: Sequence[str], dims: frozenset[int]) -> str:
+    """Return what to do if the parts of ranks differ in these dims alone."""
+    inputs = [re.findall(r"\w+", name)[-1] for name in names]
+    unknown = [name for name in inputs if name not in COMMON]
+    padding = f", padding={{{', '.join(f'{name!r}: …' for name in inputs)}}}" if unknown else ""
+    if dims == {0}:
+        return (
+            "Only numbers of samples differ: give every rank as many, for example with drop_last=True, or pad the "
+            f'missing ones with buckets=autopar.Buckets(batches="largest"{padding}).'
+        )
+    if 0 in dims:
+        return f'Only sizes differ, which buckets=autopar.Buckets(batches="largest"{padding}) pads alike.'
+    option = f"autopar.Buckets({padding.removeprefix(', ')})" if unknown else '"auto"'
+    return f"Only lengths differ, which autopar.compile(..., buckets={option}) pads alike on all ranks."

@@ -39,7 +39,9 @@ from autopar.strategies.presets import data, decoding, experts, grid, sequence, 
 
 __all__ = ["PRESETS", "Preset", "annotations_for"]
 
-Preset = Callable[[Program, Mesh], tuple[Annotation, ...]]
+Preset = Callable[[Program, Mesh, bool], tuple[Annotation, ...]]
+"""(program, mesh, strict) → annotations. A strict preset raises StrategyError if samples or positions do not divide;
+otherwise what does not divide stays whole."""
 
 PRESETS: Mapping[str, Preset] = {
     preset.__name__: preset
@@ -73,13 +75,14 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def annotations_for(name: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
-    """What a preset says about a program on a mesh.
+def annotations_for(name: str, program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
+    """Return the annotations of a preset for a program on a mesh.
 
-    Raises StrategyError for a name that is not known, and where the model or the mesh has no place for the preset.
+    Raises StrategyError for a name that is not known, and if the model, the mesh or (if `strict`) the sizes of the
+    inputs do not suit the preset.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f' Did you mean "{near[0]}"?' if near else ""
         raise StrategyError(f"strategy={name!r} is not known; strategies are {', '.join(PRESETS)}.{hint}")
-    return PRESETS[name](program, mesh)
+    return PRESETS[name](program, mesh, strict)

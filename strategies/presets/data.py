@@ -12,7 +12,7 @@ from autopar.strategies.presets.split import Split, data, whole
 from autopar.strategies.roles import RoledProgram
 
 
-def fully_replicated(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def fully_replicated(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Every device computes everything: nothing is split and nothing is sent.
 
     It is what all others are measured by: the memory and the time of one device.
@@ -23,7 +23,7 @@ def fully_replicated(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     return split.annotations()
 
 
-def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def data_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """The batch split over all axes, parameters whole: DDP (Li et al., "PyTorch Distributed", VLDB 2020).
 
     On any model, over an outer axis n and an inner one m:
@@ -32,19 +32,19 @@ def data_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("data_parallel", program, mesh).annotations()
+    return _batch_split("data_parallel", program, mesh, strict).annotations()
 
 
-def zero1(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def zero1(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Optimizer state in parts (Rajbhandari et al., "ZeRO", SC 2020).
 
     It is said as `zero2` is. In `train_step` gradients of micro-batches add up whole, and are reduced once a step;
     those of one batch are reduced as they are made, which `warn_of_gradients` says.
     """
-    return _batch_split("zero1", program, mesh).stored_over(mesh.names, False).annotations()
+    return _batch_split("zero1", program, mesh, strict).stored_over(mesh.names, False).annotations()
 
 
-def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def zero2(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Optimizer state and gradients in parts; weights are gathered once and kept for the backward (ZeRO, SC 2020).
 
     In `train_step` every micro-batch reduces its gradients, which add up in parts (`REDUCE_EACH`).
@@ -56,7 +56,7 @@ def zero2(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("zero2", program, mesh).stored_over(mesh.names, False).annotations()
+    return _batch_split("zero2", program, mesh, strict).stored_over(mesh.names, False).annotations()
 
 
 OF_TRAINING = frozenset((zero1.__name__, zero2.__name__))
@@ -75,7 +75,7 @@ def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
         )
 
 
-def zero3(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def zero3(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Parameters in parts as well, gathered for the forward and again for the backward (ZeRO, SC 2020; FSDP).
 
     Over an outer axis n and an inner one m, for parameters that can be stored in n·m parts:
@@ -85,10 +85,10 @@ def zero3(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/n = 16
         all_reduce/m = 16
     """
-    return _batch_split("zero3", program, mesh).stored_over(mesh.names, True).annotations()
+    return _batch_split("zero3", program, mesh, strict).stored_over(mesh.names, True).annotations()
 
 
-def hsdp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def hsdp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """ZeRO-3 over one axis, plain data parallel over the others (Zhao et al., "PyTorch FSDP", VLDB 2023).
 
     Over an axis r of replicas, and an axis s over which parameters are stored:
@@ -100,12 +100,13 @@ def hsdp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """
     axes.need_axes("hsdp", mesh, 2, "one to replicate over and one to store parameters over")
     stored = axes.axis_of(mesh, axes.SHARD)
-    return _batch_split("hsdp", program, mesh).stored_over((stored,), True).annotations()
+    return _batch_split("hsdp", program, mesh, strict).stored_over((stored,), True).annotations()
 
 
-def _batch_split(strategy: str, program: Program, mesh: Mesh) -> Split:
+def _batch_split(strategy: str, program: Program, mesh: Mesh, strict: bool) -> Split:
     graph = RoledProgram.of(program)
-    axes.need_batch(strategy, graph.samples, mesh, mesh.names)
+    if strict:
+        axes.need_batch(strategy, graph.samples, mesh, mesh.names)
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
         split.along(axis, data)

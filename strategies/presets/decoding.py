@@ -14,7 +14,7 @@ from autopar.strategies.roles import RoledProgram
 POSITIONS = "t"
 
 
-def flash_decoding(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def flash_decoding(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions of the cache over one axis, the batch over the others ("Flash-Decoding", Dao et al., 2023).
 
     Each device attends to its part of the cache, and results are merged by their log-sum-exp: of one token a sample,
@@ -30,7 +30,8 @@ def flash_decoding(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
             "flash_decoding divides the positions of a cache of keys and values; found a forward without one. It is "
             "for generate, of a model compiled with training=False; ring and ulysses divide positions in training."
         )
-    axes.need_batch("flash_decoding", graph.samples, mesh, batch)
+    if strict:
+        axes.need_batch("flash_decoding", graph.samples, mesh, batch)
     split = Split(graph, mesh, "flash_decoding")
     for axis in batch:
         split.along(axis, data)

@@ -34,7 +34,7 @@ from autopar.strategies.presets.tensor import found_regions, in_blocks
 from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram
 
 
-def expert_data(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def expert_data(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """The batch split over all axes, experts over one of them (E+D; Lepikhin et al., "GShard", 2020).
 
     Over an axis e of experts and an axis d of the batch alone:
@@ -44,10 +44,10 @@ def expert_data(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d = X/e + 16
         all_reduce/e = 16
     """
-    return _expert_split("expert_data", program, mesh, (axes.axis_of(mesh, axes.EXPERT),), "")
+    return _expert_split("expert_data", program, mesh, (axes.axis_of(mesh, axes.EXPERT),), "", strict)
 
 
-def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def expert_model(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Experts, and elsewhere the batch, over one axis; columns and rows, those of experts too, over the other (E+M;
     Rajbhandari et al., "DeepSpeed-MoE", 2022).
 
@@ -60,10 +60,10 @@ def expert_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """
     axes.need_exactly("expert_model", mesh, 2, "one for experts and one for columns and rows")
     expert, tensor = _expert_and_tensor(mesh)
-    return _expert_split("expert_model", program, mesh, (expert,), tensor)
+    return _expert_split("expert_model", program, mesh, (expert,), tensor, strict)
 
 
-def expert_data_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def expert_data_model(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """`expert_model` on each part of the batch (E+D+M; Fedus et al., "Switch Transformers", 2022).
 
     Over an axis d of the batch alone, an axis e of experts and an axis t of columns and rows:
@@ -76,10 +76,10 @@ def expert_data_model(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     """
     axes.need_axes("expert_data_model", mesh, 3, "one for the batch, one for experts and one for columns and rows")
     expert, tensor = _expert_and_tensor(mesh)
-    return _expert_split("expert_data_model", program, mesh, (expert,), tensor)
+    return _expert_split("expert_data_model", program, mesh, (expert,), tensor, strict)
 
 
-def expert_folded(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def expert_folded(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Megatron, and experts over the same devices in their own way (Liu et al., "MoE Parallel Folding", 2025).
 
     Experts are whole, and divided over all axes; where one is called after them, over that one and the tensor axis.
@@ -94,7 +94,7 @@ def expert_folded(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     named = [axis for axis in mesh.names if axis in axes.EXPERT]
     tensor = _tensor(mesh)
     experts = tuple(axis for axis in mesh.names if axis in named or axis == tensor) if named else mesh.names
-    return _expert_split("expert_folded", program, mesh, experts, tensor)
+    return _expert_split("expert_folded", program, mesh, experts, tensor, strict)
 
 
 def _expert_and_tensor(mesh: Mesh) -> tuple[str, str]:
@@ -111,15 +111,17 @@ def _tensor(mesh: Mesh) -> str:
 
 
 def _expert_split(
-    strategy: str, program: Program, mesh: Mesh, experts: tuple[str, ...], tensor: str
+    strategy: str, program: Program, mesh: Mesh, experts: tuple[str, ...], tensor: str, strict: bool
 ) -> tuple[Annotation, ...]:
     """Experts over `experts`, columns and rows over `tensor` ("" for none), the batch over all but that."""
     graph = RoledProgram.of(program)
     batch = axes.others(mesh, tensor)
-    axes.need_batch(strategy, graph.samples, mesh, batch)
+    if strict:
+        axes.need_batch(strategy, graph.samples, mesh, batch)
     _need_experts(strategy, graph, mesh, experts)
     parted = {axis: _tokens_over(graph, mesh, axis, axis == tensor) for axis in experts}
-    _need_tokens(strategy, graph, mesh, {**dict.fromkeys(batch, "data"), **parted})
+    if strict:
+        _need_tokens(strategy, graph, mesh, {**dict.fromkeys(batch, "data"), **parted})
     split = Split(graph, mesh, strategy)
     for axis in mesh.names:
         wish = data

@@ -14,7 +14,7 @@ from autopar.strategies.roles import RoledCall, RoledProgram
 from autopar.strategies.rules.layers.tiled_mlp import HIDDEN
 
 
-def tensor_2d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def tensor_2d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Activations and weights split over both axes of a grid, as in SUMMA (Xu et al., "Optimus", 2021).
 
     Over an axis r of rows (the batch, and storage) and an axis c of columns (features); what goes into a product is
@@ -28,10 +28,10 @@ def tensor_2d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 2·(2·L + 1)·R/r + 3·R/r
     """
     axes.need_exactly("tensor_2d", mesh, 2, "the rows and the columns of the grid")
-    return _grid("tensor_2d", program, mesh)
+    return _grid("tensor_2d", program, mesh, strict)
 
 
-def tensor_2_5d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def tensor_2_5d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Several grids of `tensor_2d`, each with a part of the batch (Wang et al., "Tesseract", 2022).
 
     Over an axis z of grids, and the rows r and columns c of each:
@@ -46,10 +46,10 @@ def tensor_2_5d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 2·(2·L + 1)·R/(z·r) + 3·R/(z·r)
     """
     axes.need_exactly("tensor_2_5d", mesh, 3, "the depth, and the rows and the columns of each grid")
-    return _grid("tensor_2_5d", program, mesh)
+    return _grid("tensor_2_5d", program, mesh, strict)
 
 
-def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def tensor_3d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Activations and weights split over all three axes of a cube (Bian et al., "Maximizing Parallelism", 2021).
 
     Over axes s (the batch, and storage), i (of a column: its inputs) and o (of a column: its outputs). Between blocks
@@ -71,8 +71,9 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     axes.need_exactly("tensor_3d", mesh, 3, "the edges of the cube")
     graph = RoledProgram.of(program)
     samples, inputs, outputs = mesh.names
-    axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
-    axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
+    if strict:
+        axes.need_batch("tensor_3d", graph.samples, mesh, (samples, inputs))
+        axes.need_batch("tensor_3d", graph.samples, mesh, (samples, outputs))
     regions = found_regions("tensor_3d", graph, mesh, outputs).by_call
 
     def over(inner: str, column: str, row: str, outer: str) -> Wish:
@@ -93,11 +94,12 @@ def tensor_3d(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     return split.stored_over((samples,), True).annotations()
 
 
-def _grid(strategy: str, program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def _grid(strategy: str, program: Program, mesh: Mesh, strict: bool) -> tuple[Annotation, ...]:
     """The batch over all axes but the last, features over the last; weights stored over the last but one, too."""
     graph = RoledProgram.of(program)
     *batch, columns = mesh.names
-    axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
+    if strict:
+        axes.need_batch(strategy, graph.samples, mesh, tuple(batch))
     split = Split(graph, mesh, strategy)
     for axis in batch:
         split.along(axis, data)

@@ -7,13 +7,19 @@ A way ends where an operation needs the dim whole (a norm), where it does not di
 that is whole (a residual connection). Columns all of whose ways end are none. An MLP in tiles is both products at once:
 a row that begins no way and ends none.
 
+The two products of a low-rank adapter (LoRA: x·A·B added to x·W) are no pair: they follow the product by W.
+Beside a column W the product by A is whole and that by B a column; beside a row W, A is a row and B whole.
+
 (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from autopar.program.operators.attention.cached import WRITE_CACHE
 from autopar.program.operators.experts import OF_EXPERT
@@ -91,7 +97,7 @@ def regions_of(graph: RoledProgram, parts: int) -> Regions:
 
     All products are taken for columns at first; those that come to nothing are taken out until none is left to be.
     """
-    columns = {call.name for call in graph.learned if product_of(graph, call) is not None}
+    columns = {call.name for call in graph.learned if product_of(graph, call) is not None} - _first_of_adapters(graph)
     reasons: dict[str, str] = {}
     while True:
         walk = _walk(graph, parts, columns)
@@ -115,6 +121,52 @@ def product_of(graph: RoledProgram, call: RoledCall) -> Product | None:
             if "column" in roles and "row" in roles:
                 found.append(Product(position, roles["column"], roles["row"]))
     return found[0] if len(found) == 1 else None
+
+
+def _first_of_adapters(graph: RoledProgram) -> set[str]:
+    """Return the products by A of all low-rank adapters: x·A·B, added to x·W of which A is narrower than both sides."""
+    products = {call.name: found for call in graph.learned if (found := product_of(graph, call)) is not None}
+
+    def made_by(value: Value) -> str | None:
+        name = _way_back(graph, products, value)[-1][0]
+        return name if name in products else None
+
+    def taken_by(name: str) -> Value:
+        call, product = graph.calls[name], products[name]
+        others = zip(call.inputs, call.in_terms, strict=True)
+        return next(value for value, term in others if product.row in term.factors and not graph.is_weight(value))
+
+    def follows(first: str, adapted: str) -> bool:
+        width, sizes = graph.calls[first].bound.sizes[products[first].column], graph.calls[adapted].bound.sizes
+        narrow = width < min(sizes[products[adapted].row], sizes[products[adapted].column])
+        return narrow and taken_by(adapted) in _way_back(graph, products, taken_by(first))
+
+    found: set[str] = set()
+    for call in graph.learned:
+        if call.call.target is not torch.ops.aten.add.Tensor:
+            continue
+        terms = [name for value in call.inputs if (name := made_by(value)) is not None]
+        for adapted, second in itertools.permutations(terms, 2):
+            first = made_by(taken_by(second))
+            if first is not None and follows(first, adapted):
+                found.add(first)
+    return found
+
+
+def _way_back(graph: RoledProgram, products: Mapping[str, Product], value: Value) -> list[Value]:
+    """Return a value and those that it is made from in turn, back to a product or to what has several inputs.
+
+    Of a sum it is the first term that counts: adapters are added one after the other.
+    """
+    found = [value]
+    while value[0] in graph.calls and value[0] not in products:
+        call = graph.calls[value[0]]
+        inputs = [each for each in call.inputs if not graph.is_weight(each)]
+        if not inputs or (len(inputs) > 1 and call.call.target is not torch.ops.aten.add.Tensor):
+            break
+        value = inputs[0]
+        found.append(value)
+    return found
 
 
 def _walk(graph: RoledProgram, parts: int, columns: set[str]) -> _Walk:

@@ -22,7 +22,7 @@ HEADS, QUERIES, RING, WHOLE_ROWS = "column", "sequence", "ring", RING_SELF_ATTEN
 """What an axis splits in attention: the roles of heads and of queries, or queries and keys together, in two ways."""
 
 
-def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def ulysses(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split, heads instead of them in attention, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Over an axis c of positions and an axis d of the batch; parameters are whole:
@@ -35,10 +35,10 @@ def ulysses(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
     then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
     """
-    return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS})
+    return _split_over("ulysses", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): HEADS}, strict)
 
 
-def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def gather_kv(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split, also the queries' in attention, for which keys and values are gathered (Dubey et al., "The Llama
     3 Herd", 2024).
 
@@ -50,10 +50,10 @@ def gather_kv(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("gather_kv", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): QUERIES})
+    return _split_over("gather_kv", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): QUERIES}, strict)
 
 
-def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def ring(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split, also in attention, where keys and values travel around the ranks while these compute (Liu et
     al., "Ring Attention with Blockwise Transformers", 2023).
 
@@ -66,10 +66,10 @@ def ring(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING})
+    return _split_over("ring", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): RING}, strict)
 
 
-def ring_self_attention(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def ring_self_attention(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split, also in attention, where keys travel around the ranks until each has the whole rows of scores of
     its queries, and then values (Li et al., "Sequence Parallelism", 2021).
 
@@ -82,10 +82,10 @@ def ring_self_attention(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/c = 16
         all_reduce/d = 16
     """
-    return _split_over("ring_self_attention", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): WHOLE_ROWS})
+    return _split_over("ring_self_attention", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): WHOLE_ROWS}, strict)
 
 
-def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def usp(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split over two axes, of which attention has heads on one and a ring on the other ("USP", Fang and Zhao
     2024; 2D attention, "LoongTrain", Gu et al. 2024).
 
@@ -103,28 +103,31 @@ def usp(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     heads = axes.axis_of(mesh, ("sp", "ulysses"))
     rest = axes.others(mesh, heads)
     around = next((axis for axis in rest if axis in ("cp", "context", "ring")), rest[-1])
-    return _split_over("usp", program, mesh, {around: RING, heads: HEADS})
+    return _split_over("usp", program, mesh, {around: RING, heads: HEADS}, strict)
 
 
-def context_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def context_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Positions split, and in attention what takes the least time: a ring, gathered keys and values, or heads.
 
     Megatron's context parallelism, with the planner in place of its `cp_comm_type` (Megatron-LM; Dubey et al., "The
     Llama 3 Herd", 2024). A step moves what `ring`, `gather_kv` or `ulysses` says, or less.
     """
-    return _split_over("context_parallel", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): ""})
+    return _split_over("context_parallel", program, mesh, {axes.axis_of(mesh, axes.SEQUENCE): ""}, strict)
 
 
-def _split_over(strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, str]) -> tuple[Annotation, ...]:
+def _split_over(
+    strategy: str, program: Program, mesh: Mesh, ways: Mapping[str, str], strict: bool
+) -> tuple[Annotation, ...]:
     """Positions split over some axes, with what each does to attention; "" leaves that to the planner."""
     graph = RoledProgram.of(program)
     batch = axes.others(mesh, *ways)
-    axes.need_batch(strategy, graph.samples, mesh, batch)
-    axes.need_positions(strategy, graph, mesh, tuple(ways))
+    if strict:
+        axes.need_batch(strategy, graph.samples, mesh, batch)
+        axes.need_positions(strategy, graph, mesh, tuple(ways))
     attentions = [call for call in graph.learned if call.is_attention]
     if not attentions:
         raise StrategyError(f"{strategy}: no attention in this model. Use megatron_sequence, or split the batch.")
-    for call in attentions:
+    for call in attentions if strict else ():
         for axis, way in ways.items():
             _check_attention(strategy, call, way, mesh, axis)
 

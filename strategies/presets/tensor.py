@@ -17,7 +17,7 @@ from autopar.strategies.roles import RoledCall, RoledProgram
 from autopar.strategies.rules.products.chunked import AGAIN, NAME
 
 
-def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Columns and rows of every block over one axis, the batch over the others (Shoeybi et al., "Megatron-LM", 2019).
 
     Over an axis t of columns and rows and an axis d of the batch; a block is summed once forward and once backward, the
@@ -34,10 +34,10 @@ def megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
     Where heads of keys and values do not divide over t, those of queries are split alone. Every device projects keys
     and values whole then; their gradients are summed, 2·L·K/d more by all-reduce over t.
     """
-    return _tensor_split("megatron", program, mesh).annotations()
+    return _tensor_split("megatron", program, mesh, strict).annotations()
 
 
-def fsdp_megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def fsdp_megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Megatron on one axis, ZeRO-3 on the others (2-D parallel training: Dubey et al., "The Llama 3 Herd", 2024).
 
     Over an axis t of columns and rows and an axis d of the batch:
@@ -48,11 +48,11 @@ def fsdp_megatron(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/d = 16
     """
     axes.need_axes("fsdp_megatron", mesh, 2, "one to store parameters over and one for the regions")
-    split = _tensor_split("fsdp_megatron", program, mesh)
+    split = _tensor_split("fsdp_megatron", program, mesh, strict)
     return split.stored_over(axes.others(mesh, axes.axis_of(mesh, axes.TENSOR)), True).annotations()
 
 
-def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def megatron_sequence(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Megatron, and between blocks positions are split over the same axis (Korthikanti et al., "Reducing Activation
     Recomputation", 2022).
 
@@ -64,10 +64,10 @@ def megatron_sequence(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("megatron_sequence", program, mesh)
+    return _positions_between("megatron_sequence", program, mesh, strict)
 
 
-def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def async_tensor_parallel(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """As `megatron_sequence`, with products in chunks: one is multiplied while the next is gathered, or the last one
     reduced (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023).
 
@@ -79,10 +79,10 @@ def async_tensor_parallel(program: Program, mesh: Mesh) -> tuple[Annotation, ...
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("async_tensor_parallel", program, mesh, NAME)
+    return _positions_between("async_tensor_parallel", program, mesh, strict, NAME)
 
 
-def megatron_regather(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
+def megatron_regather(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """As `megatron_sequence`, but what is gathered is not kept for the backward: it is gathered again there, beside the
     product for its gradient, as Megatron-LM does (Korthikanti et al., MLSys 2023).
 
@@ -94,16 +94,21 @@ def megatron_regather(program: Program, mesh: Mesh) -> tuple[Annotation, ...]:
         all_reduce/t = 3·R/d
         all_reduce/d = (P - N)/t + 16
     """
-    return _positions_between("megatron_regather", program, mesh, AGAIN)
+    return _positions_between("megatron_regather", program, mesh, strict, AGAIN)
 
 
-def _positions_between(strategy: str, program: Program, mesh: Mesh, products: str = "") -> tuple[Annotation, ...]:
+def _positions_between(
+    strategy: str, program: Program, mesh: Mesh, strict: bool, products: str = ""
+) -> tuple[Annotation, ...]:
     """Regions, and between them positions that are split over the same axis."""
-    axes.need_positions(strategy, RoledProgram.of(program), mesh, (axes.axis_of(mesh, axes.TENSOR),))
-    return _tensor_split(strategy, program, mesh, between="sequence", products=products).annotations()
+    if strict:
+        axes.need_positions(strategy, RoledProgram.of(program), mesh, (axes.axis_of(mesh, axes.TENSOR),))
+    return _tensor_split(strategy, program, mesh, strict, between="sequence", products=products).annotations()
 
 
-def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = "", products: str = "") -> Split:
+def _tensor_split(
+    strategy: str, program: Program, mesh: Mesh, strict: bool, between: str = "", products: str = ""
+) -> Split:
     """Regions split over the tensor axis, the batch over the others; `between` is the role of what lies between.
 
     Products between split positions run by the implementation of the name `products`, where one is given.
@@ -111,7 +116,8 @@ def _tensor_split(strategy: str, program: Program, mesh: Mesh, between: str = ""
     graph = RoledProgram.of(program)
     tensor = axes.axis_of(mesh, axes.TENSOR)
     batch = axes.others(mesh, tensor)
-    axes.need_batch(strategy, graph.samples, mesh, batch)
+    if strict:
+        axes.need_batch(strategy, graph.samples, mesh, batch)
     regions = found_regions(strategy, graph, mesh, tensor)
     split = Split(graph, mesh, strategy)
     wish = with_results(graph, in_blocks(graph, regions, between))
