@@ -24,12 +24,14 @@ from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
+from autopar.planning.storage import with_storage_settled
 from autopar.plans.plan import Plan
 from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import after
 from autopar.space.build import build_space
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
@@ -242,10 +244,18 @@ class PlanRequest:
         `stated` are its problems, where some were stated before.
         """
         said = self.annotations_about(space.program, space.mesh)
-        pins = pins_of(said, space, self.mode, storage or {})
-        made, choices = self._made(stated or Statements(space), pins)
-        self.warn(space, choices)
-        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
+        pins, deadline = pins_of(said, space, self.mode, storage or {}), after(self.settings.time_limit)
+        stated = stated or Statements(space)
+
+        def made(pins: Pins, settings: Settings) -> Plan:
+            found, _ = replace(self, settings=settings)._made(stated, pins)
+            return replace(found, context=replace(context_of(found), annotations=said, mode=self.mode))
+
+        plan = made(pins, self.settings)
+        if self.training and self.strategy is None and self.mode != "manual" and not storage:
+            plan = with_storage_settled(plan, said, made, deadline)
+        self.warn(space, context_of(plan).choices)
+        return plan
 
     def warn(self, space: Space, choices: Sequence[int]) -> None:
         """Warn of what is not as one would think in a plan of these choices."""
