@@ -56,7 +56,7 @@ def optimizer_step(count: int, options: dict[str, bool], distributed: bool) -> C
     parameters = [nn.Parameter(made()) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = made()
-    return torch.optim.AdamW(parameters, **options).step
+    return torch.optim.AdamW(parameters, foreach=options.get("foreach"), fused=options.get("fused")).step
 
 
 def training_step(depth: int, distributed: bool) -> Callable[[], object]:
@@ -91,9 +91,8 @@ def measured() -> list[str]:
         for count in COUNTS:
             plain, dtensors = least([optimizer_step(count, options, kind) for kind in (False, True)])
             each = (dtensors - plain) / count
-            lines.append(
-                f"AdamW, {name:8} {count:4} parameters  {plain * 1e3:8.3f} ms plain  {dtensors * 1e3:8.3f} ms DTensors  {each * 1e6:6.1f} µs each"
-            )
+            text = f"AdamW, {name:8} {count:4} parameters  {compared(plain, dtensors)}"
+            lines.append(f"{text}  {each * 1e6:6.1f} µs each")
     more = []
     for depth in DEPTHS:
         plain, dtensors = least([training_step(depth, kind) for kind in (False, True)])

@@ -21,6 +21,7 @@ from autopar.hardware.profile import Hardware
 from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
+from autopar.planning.manual_notes import notes_on_moves
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
@@ -249,7 +250,8 @@ class PlanRequest:
 
         def made(pins: Pins, settings: Settings) -> Plan:
             found, _ = replace(self, settings=settings)._made(stated, pins)
-            return replace(found, context=replace(context_of(found), annotations=said, mode=self.mode))
+            context = replace(context_of(found), annotations=said, mode=self.mode)
+            return replace(found, context=context, mode=self.mode, notes=(*found.notes, *notes_on_moves(context)))
 
         plan = made(pins, self.settings)
         if self.training and self.strategy is None and self.mode != "manual" and not storage:

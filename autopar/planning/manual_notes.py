@@ -1,0 +1,39 @@
+"""What a manual plan moves between layouts: no annotation asks for such a move, so the plan lists it."""
+
+from __future__ import annotations
+
+from autopar.planning.settings import PlanContext
+from autopar.program.calls import module_of
+from autopar.space.space import Space, Wire
+
+
+def notes_on_moves(context: PlanContext) -> tuple[str, ...]:
+    """Return a note for each activation that a manual plan gathers or exchanges on its way to a call.
+
+    Sums of partial values belong to the call that makes these, as the all-reduce behind a row, and are no such moves.
+    """
+    if context.mode != "manual":
+        return ()
+    notes: dict[str, None] = {}
+    for wire in context.space.wires:
+        path = context.space.path(wire, context.choices)
+        if wire.tensor.bucketed or not any(move.source.is_split for move in path.moves):
+            continue
+        source, target = _place(context.space, wire.source), _place(context.space, _consumer(context.space, wire))
+        for each in path.transfers:
+            if not each.backward:
+                notes[f"moved between layouts: {each.collective} over {each.axis} from {source} to {target}"] = None
+    return tuple(notes)
+
+
+def _consumer(space: Space, wire: Wire) -> int:
+    """Return the first decision behind the shared reshards that a wire leads to."""
+    number = wire.target
+    while space.decisions[number].kind == "hub":
+        number = next(each.target for each in space.wires if each.source == number)
+    return number
+
+
+def _place(space: Space, number: int) -> str:
+    decision = space.decisions[number]
+    return module_of(decision.node) or decision.name
