@@ -37,7 +37,7 @@ from autopar.inference.module import InferenceModule
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
-from autopar.planning.mesh_search import meshes_of
+from autopar.planning.meshes.arrangements import meshes_of
 from autopar.planning.request import Inputs, Offloaded, Outputs
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan

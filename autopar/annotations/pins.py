@@ -7,7 +7,6 @@ said about is pinned, too (`manual`).
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -27,6 +26,7 @@ from autopar.sharding.layout import I, Layout, Placement, R, S, Z
 from autopar.sharding.rule import TOGETHER, VIA, factors_of
 from autopar.space.space import Decision, Space
 from autopar.space.strategy import Strategy
+from autopar.warned import warn_user
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Mask = np.ndarray
@@ -56,7 +56,7 @@ def pins_of(
         text = _matches_nothing(annotation, catalog)
         if mode != "auto":
             raise AnnotationError(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_user(text)
     for number in catalog.calls:
         pins.constrain(number)
     added = unsaid(space, pins.masks) if mode == "manual" else ()

@@ -63,7 +63,8 @@ def _header(plan: Plan) -> str:
     return "\n".join(
         (
             f"plan for the mesh {plan.mesh} ({plan.mesh.num_devices} devices, hardware {plan.mesh.hardware})",
-            f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, {plan.certificate}",
+            f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, "
+            f"{plan.certificate}",
             *_timeline(plan),
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),

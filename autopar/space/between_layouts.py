@@ -1,25 +1,24 @@
-"""What a manual plan moves between layouts: no annotation asks for such a move, so the plan lists it."""
+"""What a plan moves between layouts: no annotation asks for such a move, so a manual plan lists it."""
 
 from __future__ import annotations
 
-from autopar.planning.settings import PlanContext
+from collections.abc import Sequence
+
 from autopar.program.calls import module_of
 from autopar.space.space import Space, Wire
 
 
-def notes_on_moves(context: PlanContext) -> tuple[str, ...]:
-    """Return a note for each activation that a manual plan gathers or exchanges on its way to a call.
+def notes_on_moves(space: Space, choices: Sequence[int]) -> tuple[str, ...]:
+    """Return a note for each activation that a plan gathers or exchanges on its way to a call.
 
     Sums of partial values belong to the call that makes these, as the all-reduce behind a row, and are no such moves.
     """
-    if context.mode != "manual":
-        return ()
     notes: dict[str, None] = {}
-    for wire in context.space.wires:
-        path = context.space.path(wire, context.choices)
+    for wire in space.wires:
+        path = space.path(wire, choices)
         if wire.tensor.bucketed or not any(move.source.is_split for move in path.moves):
             continue
-        source, target = _place(context.space, wire.source), _place(context.space, _consumer(context.space, wire))
+        source, target = _place(space, wire.source), _place(space, _consumer(space, wire))
         for each in path.transfers:
             if not each.backward:
                 notes[f"moved between layouts: {each.collective} over {each.axis} from {source} to {target}"] = None
@@ -35,5 +34,8 @@ def _consumer(space: Space, wire: Wire) -> int:
 
 
 def _place(space: Space, number: int) -> str:
-    decision = space.decisions[number]
-    return module_of(decision.node) or decision.name
+    decision, call = space.decisions[number], space.decisions[number].menu.call
+    module = module_of(decision.node)
+    if module and call is not None:
+        return f"{call.name} of {module}"
+    return module or decision.name
