@@ -100,7 +100,8 @@ def compile(
         example_inputs: positional inputs (a tuple) or keyword inputs (a dict) of the global batch; only shapes and
             dtypes count. Without them the model is planned on its first call.
         mode: "auto" (the solver decides; pins hold), "semi_auto" (the same, and every annotation must match
-            something), "manual" (what is not annotated is data parallel).
+            something), "manual" (nothing is searched: what is not annotated follows its input, or
+            is data parallel on axes that annotations leave alone).
         strategy: name of a preset, as "zero3" or "megatron" (autopar/strategies/presets): its annotations are added to
             the model's own, before which they give way.
         plan: a plan made before; nothing is solved.

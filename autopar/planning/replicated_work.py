@@ -59,8 +59,6 @@ class UnusedAxis:
     axis: str
     size: int
     reason: str
-    is_forced: bool
-    """Whether nothing could be split, rather than that splitting costs more than it saves."""
 
     def __str__(self) -> str:
         return f"axis {self.axis} splits nothing: its {self.size} devices repeat the same work, as {self.reason}"
@@ -84,15 +82,14 @@ def unused_axes(space: Space, choices: Sequence[int]) -> tuple[UnusedAxis, ...]:
             reason = f"the batch of {samples} does not divide into {size}. Use a batch of {wanted}, or fewer devices"
         else:
             reason = "splitting costs more than it saves. Use fewer devices, or a larger batch"
-        found.append(UnusedAxis(axis, size, reason, bool(unruled or samples % size)))
+        found.append(UnusedAxis(axis, size, reason))
     return tuple(found)
 
 
 def warn_of_unused_axes(space: Space, choices: Sequence[int]) -> None:
-    """Warn of axes that a plan cannot use."""
+    """Warn of axes that a plan uses for nothing."""
     for each in unused_axes(space, choices):
-        if each.is_forced:
-            warn_user(f"mesh {space.mesh}: {each}.")
+        warn_user(f"mesh {space.mesh}: {each}.")
 
 
 def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Mapping[str, Counter[str]]:

@@ -25,12 +25,33 @@ class Recurrent(nn.Module):
         return self.gru(x_BSF)[0].square().mean()
 
 
+@torch.library.custom_op("unused_axes::scaled", mutates_args=())
+def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+scaled.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[-1]))
+scaled.register_autograd(
+    lambda context, grad: (grad @ context.saved_tensors[1].mT, context.saved_tensors[0].mT @ grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Unruled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        return scaled(x_BF, self.weight).square().mean()
+
+
 class Odd(nn.Module):
     """Nothing but the batch could be split, and that does not divide."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(5, 7)
+        self.layer = nn.Linear(129, 257)
 
     def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
         return self.layer(x_BF).square().mean()
@@ -48,8 +69,9 @@ def planned(
 @pytest.mark.parametrize(
     ("model", "shape", "size", "why"),
     [
-        (Recurrent, (8, 5, 16), 4, "has no rule. Give the operation one by autopar.register_rule, or use one device"),
-        (Odd, (3, 5), 2, "the batch of 3 does not divide into 2. Use a batch of 4, or fewer devices"),
+        (Recurrent, (8, 5, 16), 4, "splitting costs more than it saves. Use fewer devices, or a larger batch"),
+        (Unruled, (8, 16), 4, "has no rule. Give the operation one by autopar.register_rule, or use one device"),
+        (Odd, (3, 129), 2, "the batch of 3 does not divide into 2. Use a batch of 4, or fewer devices"),
     ],
 )
 def test_an_axis_that_nothing_can_use_is_named_with_the_reason(
@@ -64,7 +86,7 @@ def test_an_axis_that_nothing_can_use_is_named_with_the_reason(
 
 
 def test_a_batch_that_the_message_asks_for_uses_the_axis() -> None:
-    plan, said = planned(Odd(), Mesh({"dp": 2}, "cpu"), 4 * 1024, 5)
+    plan, said = planned(Odd(), Mesh({"dp": 2}, "cpu"), 4 * 1024, 129)
     assert not said and not any("splits nothing" in note for note in plan.notes)
 
 
@@ -80,7 +102,7 @@ def test_a_warning_of_a_mesh_that_is_not_taken_is_left_out_and_another_names_its
 
     def make(mesh: Mesh, turn: Turn) -> Candidate[Plan]:
         warn_user(f"something about {mesh.ndim} axes")
-        plan, _ = planned(Odd(), Mesh({"dp": 1}, "cpu"), 4, 5)
+        plan, _ = planned(Odd(), Mesh({"dp": 1}, "cpu"), 4, 129)
         return Candidate(plan, 1.0 if mesh == fast else 2.0, 0.0, "", 0, "")
 
     with pytest.warns(UserWarning) as said:
