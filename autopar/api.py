@@ -37,7 +37,7 @@ from autopar.inference.module import InferenceModule
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
-from autopar.planning.mesh_search import meshes_of
+from autopar.planning.meshes.arrangements import meshes_of
 from autopar.planning.request import Inputs, Offloaded
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
@@ -101,7 +101,8 @@ def compile(
         example_inputs: positional inputs (a tuple) or keyword inputs (a dict) of the global batch; only shapes and
             dtypes count. Without them the model is planned on its first call.
         mode: "auto" (the solver decides; pins hold), "semi_auto" (the same, and every annotation must match
-            something), "manual" (what is not annotated is data parallel).
+            something), "manual" (nothing is searched: what is not annotated follows its input, or
+            is data parallel on axes that annotations leave alone).
         strategy: name of a preset, as "zero3" or "megatron" (autopar/strategies/presets): its annotations are added to
             the model's own, before which they give way.
         plan: a plan made before; nothing is solved.

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    ("errors",),
+    ("errors", "warned"),
     ("runtime.face",),
     ("units", "files", "timeline", "torch_state"),
     ("progress",),
@@ -49,7 +49,7 @@ ORDER = (
     ("space",),
     ("memory", "annotations"),
     ("steps",),
-    ("planning.limit",),
+    ("planning.limit", "planning.meshes"),
     ("planning", "pipeline.schedules"),
     ("formulas", "pipeline.stages"),
     ("inspection", "translation", "pipeline", "runtime.collectives"),

@@ -1,20 +1,20 @@
 """From annotations to pins: which strategies of each decision are left.
 
 A pin is a mask over a decision's menu. A role or a dim pins one mesh axis, slices pin the input layouts, storage pins
-parameters, a call of `constrain` its output; pins on one decision intersect. In manual mode every call is then left
-only those of the remaining strategies that are data parallel on most axes: on those that nothing was said about.
+parameters, a call of `constrain` its output; pins on one decision intersect. In manual mode everything that nothing was
+said about is pinned, too (`manual`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from autopar.annotations import refusals
+from autopar.annotations.manual import unsaid
 from autopar.annotations.matching import Catalog, Found, placeholders_of
 from autopar.annotations.offered import is_weighted, offered_roles, offered_slices, output_shapes
 from autopar.errors import AnnotationError
@@ -26,6 +26,7 @@ from autopar.sharding.layout import I, Layout, Placement, R, S, Z
 from autopar.sharding.rule import TOGETHER, VIA, factors_of
 from autopar.space.space import Decision, Space
 from autopar.space.strategy import Strategy
+from autopar.warned import warn_user
 
 Mode = Literal["auto", "semi_auto", "manual"]
 Mask = np.ndarray
@@ -55,16 +56,15 @@ def pins_of(
         text = _matches_nothing(annotation, catalog)
         if mode != "auto":
             raise AnnotationError(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_user(text)
     for number in catalog.calls:
         pins.constrain(number)
-    for annotation in (each for each in annotations if each.strategy):
+    added = unsaid(space, pins.masks) if mode == "manual" else ()
+    for annotation in (*(each for each in annotations if each.strategy), *added):
         found = catalog.find(annotation)
         assert found is not None, f"{annotation} matches nothing"
         pins.annotate(annotation, found)
     pins.store(storage)
-    if mode == "manual":
-        pins.data_parallel(catalog.calls)
     return pins.masks
 
 
@@ -234,16 +234,6 @@ class _Pins:
                 whole = Layout(I if size == 1 else placement for size, placement in zip(sizes, layout, strict=True))
                 mask = _mask(self._decision(number), lambda strategy, wanted=whole: strategy.outputs[0] == wanted)
                 assert mask.any(), f"{name} is stored as {layout}, which its menu lacks"
-                self.masks[number] = mask
-
-    def data_parallel(self, calls: Iterable[int]) -> None:
-        """Leave each call, of the strategies that its pins allow, those that are data parallel on most axes."""
-        for number in calls:
-            roles = self._roles(number)
-            allowed = self.masks.get(number, np.ones(len(roles), dtype=bool))
-            counts = np.where(allowed, (roles == "data").sum(axis=1), -1)
-            mask = counts == counts.max()
-            if not mask.all():
                 self.masks[number] = mask
 
     def _add(self, number: int, asking: Annotation | str, mask: Mask) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.calibration.dtensors import PARAMETERS, dtensor_seconds
 from autopar.calibration.timing import LAYERS, SHORTER, Timer
 from autopar.hardware.profile import dtype_name
 from autopar.units import format_bytes
@@ -71,6 +72,11 @@ def computing(timer: Timer, stamp: Stamp, local_ranks: int) -> Profile:
         "attention_length": stamp.number(length, f"the same beside {SHORTER} times as few queries, {each}"),
         "memory_bytes_per_s": stamp.number(stepping, f"{step}, in {dtype_name(timer.effort.dtype)}, {each}"),
         "memory_bytes": {"value": memory, "source": f"{stamp.text}: {how}"},
+        "dtensor_s": stamp.number(
+            dtensor_seconds(timer),
+            f"{'fused' if timer.effort.fused else 'default'} AdamW step of {PARAMETERS} DTensors less that of plain "
+            "tensors, for each",
+        ),
         "op_latency_s": stamp.number(latency, "a product of two numbers, forward and backward"),
         "host_link_bytes_per_s": stamp.number(
             timer.host_link_bytes_per_s(),

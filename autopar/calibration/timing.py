@@ -66,13 +66,14 @@ class Effort:
     attention: tuple[int, int, int, int] = (8, 4, 64, 32)  # batch, heads, sequence and features, of a small model, too
     dtype: torch.dtype = torch.float32  # of training: of that attention, and of the parameters of the optimizer's step
     causal: bool = False  # attention
+    fused: bool = False  # AdamW on DTensors; else it is torch's default of the device
 
 
 CUDA = Effort(
     *(tuple(1 << power for power in range(10, 29, 2)), (2048, 4096, 8192), 20, 1 << 28),
     *((8, 8192), (2, 8, 4096, 128), torch.bfloat16, True),  # a rank's texts and heads: few, and long
 )
-BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 10)
+BRIEF = Effort(tuple(1 << power for power in range(12, 23, 2)), (256, 512), 10, fused=True)
 QUICK = Effort((1 << 12, 1 << 16, 1 << 20, 1 << 22), (256, 512), 5)
 
 

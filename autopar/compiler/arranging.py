@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.stage_seconds import step_parts
-from autopar.planning.mesh_search import Candidate
+from autopar.planning.meshes.search import Candidate
 from autopar.plans.plan import Plan
 from autopar.program.recompute_segments import MODES
 

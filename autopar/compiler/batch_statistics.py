@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from autopar.program.calls import module_of
 from autopar.program.program import Program
+from autopar.warned import warn_user
 
 SHOWN = 3
 _TRAINING = 5  # position of the argument of aten.batch_norm that says whether statistics are those of its input
@@ -20,11 +19,10 @@ def warn_of_batch_statistics(program: Program, num_microbatches: int) -> bool:
     if num_microbatches == 1 or not taking:
         return False
     named = ", ".join(taking[:SHOWN]) + (f" and {len(taking) - SHOWN} more" if len(taking) > SHOWN else "")
-    warnings.warn(
+    warn_user(
         f"train_step splits a batch into {num_microbatches} micro-batches, and batch_norm in {named} takes the mean "
         "and the variance of each micro-batch, not of the batch, as under gradient accumulation: losses and running "
         "statistics are those of smaller batches. Use fewer micro-batches or larger batches, put these modules into "
         "eval() before compiling, or use a norm that does not look at other samples.",
-        stacklevel=2,
     )
     return True

@@ -35,7 +35,8 @@ from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import Splitter
 from autopar.planning.least_stored import least_stored
-from autopar.planning.mesh_search import Candidate, Turn, best_mesh, meshes_of
+from autopar.planning.meshes.arrangements import meshes_of
+from autopar.planning.meshes.search import Candidate, Turn, best_mesh
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Plan

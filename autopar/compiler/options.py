@@ -183,7 +183,7 @@ def check_model(model: object) -> None:
 def check_planned_mesh(mesh: object, devices: object) -> None:
     """Raise MeshError for what `plan` cannot plan on, and for a number of devices beside a mesh that has another."""
     if isinstance(mesh, str):
-        return  # autopar.planning.mesh_search says which words there are
+        return  # autopar.planning.meshes.arrangements says which words there are
     if not isinstance(mesh, Mesh | DeviceMesh):
         raise MeshError(
             f'mesh is a {type(mesh).__name__}; give an autopar.Mesh, as Mesh({{"dp": 2, "tp": 4}}), a DeviceMesh, or '

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -46,6 +45,7 @@ from autopar.program.program import Program
 from autopar.sharding.layout import Layout
 from autopar.space.menu import Menu
 from autopar.space.space import Space
+from autopar.warned import warn_user
 
 VARIABLE = "AUTOPAR_PLAN_CACHE"
 """The environment variable that names the folder where no argument does."""
@@ -112,7 +112,7 @@ class PlanCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(path, json.dumps(entry))
         except OSError as error:
-            warnings.warn(f"the plan cannot be kept in {path} ({error}); it is used all the same.", stacklevel=2)
+            warn_user(f"the plan cannot be kept in {path} ({error}); it is used all the same.")
         return made
 
 
@@ -144,7 +144,7 @@ def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Ma
         found = read(text)
         check(found)
     except (Malformed, AutoparError) as error:
-        warnings.warn(f"{path} is no plan for this ({error}); it is planned anew and replaced.", stacklevel=2)
+        warn_user(f"{path} is no plan for this ({error}); it is planned anew and replaced.")
         return None
     return found
 

@@ -42,6 +42,7 @@ _OPTIONAL = (
     "attention_efficiency",
     "attention_length",
     "launch_s",
+    "dtensor_s",
     "communication_share",
     *HOST,
 )

@@ -144,6 +144,8 @@ class Hardware:
     """Share of a dense matmul's FLOP/s that fused attention reaches, differentiated."""
     launch_s: float = 0.0
     """Seconds of the host for each call that it launches, ahead of the device; 0: the device is the host."""
+    dtensor_s: float = 0.0
+    """Seconds of the host for each parameter that is a DTensor in an optimizer's step, beyond those of a plain one."""
     communication_share: float = 1.0
     """Share of the device that a running collective takes from what is computed beside it; 1: nothing is gained."""
     product_efficiency: float = 1.0
@@ -181,7 +183,7 @@ class Hardware:
                 raise PlanError(
                     f"hardware {self.name!r} has {name} = {getattr(self, name)}; give a share above 0, at most 1."
                 )
-        for name in ("op_latency_s", "launch_s", "product_wave", "attention_length", *HOST):
+        for name in ("op_latency_s", "launch_s", "dtensor_s", "product_wave", "attention_length", *HOST):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"hardware {self.name!r} has {name} = {getattr(self, name)}; give at least 0.")
         if not 0 <= self.communication_share <= 1:

@@ -36,13 +36,13 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     together = (*context.annotations, *said)
     pins = pins_of(together, context.space, context.mode, {})  # type: ignore[arg-type]  # the mode it was planned in
     # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
-    preset = any(each.strategy for each in context.annotations)
-    asked = pins if context.mode == "manual" else _intersection(context.pins, pins, preset)
+    gives_way = context.keeps_whole or any(each.strategy for each in context.annotations)
+    asked = pins if context.mode == "manual" else _intersection(context.pins, pins, gives_way)
     return replan(replace(context, annotations=together), asked)
 
 
 def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
-    """What both allow; where that is nothing, `one` may give way, as a preset does."""
+    """What both allow; where that is nothing, `one` may give way, as a preset and parameters that are kept whole do."""
     both = {number: one[number] & other[number] for number in one.keys() & other.keys()}
     if gives_way:
         both = {number: mask if mask.any() else other[number] for number, mask in both.items()}

@@ -11,7 +11,6 @@ timeline  the schedule is simulated with the seconds of those plans
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,6 +49,7 @@ from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.space.space import Space
 from autopar.strategies.presets.data import warn_of_gradients
 from autopar.units import format_share
+from autopar.warned import warn_user
 
 MOST_CUTS = 200
 """Into stages of which several share a rank: so many are looked at one by one where the usual shares leave none."""
@@ -178,11 +178,10 @@ def _within(problem: CutProblem, search: StageSearch, deadline: float, thought: 
         why = f"{why_over()} when {number} stages had been planned"
         if not is_over(search.deadline):
             why = f"of {number} stages that were planned, large ones are not proven best"
-        warnings.warn(
+        warn_user(
             f"{why}: the best pipeline so far is taken, and at most "
             f"{format_share(1 - found.bound / found.seconds)} of its step could be saved by other cuts and plans.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return refined(problem, found.starts, search.beyond, deadline), search, found.bound
 

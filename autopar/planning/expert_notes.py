@@ -4,8 +4,6 @@ axis can divide.
 
 from __future__ import annotations
 
-import warnings
-
 from torch import fx
 
 from autopar.cost.operations import flops
@@ -19,6 +17,7 @@ from autopar.program.operators.experts import OTHER_GROUPED_PRODUCTS
 from autopar.program.program import info_of
 from autopar.space.space import Space
 from autopar.units import format_bytes, format_seconds
+from autopar.warned import warn_user
 
 NO_RESULT = "What routing makes of that changes seconds and memory of experts on expert axes, but no result."
 BALANCED = f"expected: each device has an equal share of the rows of its experts. {NO_RESULT}"
@@ -103,9 +102,8 @@ def warn_of_unknown_experts(space: Space) -> None:
             places[module_of(decision.node) or "the forward"] = None
     if unknown:
         named = ", ".join(list(places)[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-        warnings.warn(
+        warn_user(
             f"the experts in {named} ({unknown / total:.0%} of the FLOPs) are written in a form that autopar does not "
             "know: all of their rows stay on every device, and only the features of their matrices can be split. "
             "docs/experts.md lists the forms that are known.",
-            stacklevel=2,
         )

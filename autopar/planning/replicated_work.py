@@ -1,4 +1,4 @@
-"""How much of the computation a preset leaves whole on every device of a mesh axis, and a warning where that is most.
+"""How much of the computation a plan leaves whole on every device of a mesh axis, and a warning where that is most.
 
 Only products, convolutions and attention count, and calls without a rule, which nothing can split: what such a call
 does is not known, and taken for products of its rows with its weights, as in recurrent nets.
@@ -7,15 +7,16 @@ does is not known, and taken for products of its rows with its weights, as in re
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.cost.operations import flops
 from autopar.program.calls import module_of
 from autopar.sharding.operation import is_product
 from autopar.space.space import Decision, Space
 from autopar.strategies.roles import RoledCall, RoledProgram
+from autopar.warned import warn_user
 
 ALLOWED = 0.5
 """Share of the FLOPs that may be replicated over an axis without a word."""
@@ -29,6 +30,9 @@ OTHER_PRESET = (
 OTHER_INPUTS = (
     "give a batch and a length that the axis divides, as the first inputs had, for example with drop_last=True"
 )
+UNUSED = 0.99
+"""Share of the FLOPs that an axis leaves whole if it is used for nothing."""
+WITHOUT_RULE = ", which has no rule"
 
 Planned = tuple[Space, Sequence[int]]
 """A space, and the number of the chosen strategy per decision."""
@@ -51,11 +55,50 @@ def warn_of_replicated_work(strategy: str | None, planned: Iterable[Planned], st
     for axis, places in found:
         named = ", ".join(place for place, _ in places.most_common(SHOWN))
         more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-        warnings.warn(
+        warn_user(
             f"strategy={strategy!r} leaves {places.total() / total:.0%} of the FLOPs replicated over {axis}: "
-            f"{named}{more}. Each of its devices computes them whole; {OTHER_INPUTS if stored else OTHER_PRESET}.",
-            stacklevel=2,
+            f"{named}{more}. Each of its devices computes them whole; {OTHER_INPUTS if stored else OTHER_PRESET}."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedAxis:
+    """A mesh axis over which a plan repeats all of the computation."""
+
+    axis: str
+    size: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"axis {self.axis} splits nothing: its {self.size} devices repeat the same work, as {self.reason}"
+
+
+def unused_axes(space: Space, choices: Sequence[int]) -> tuple[UnusedAxis, ...]:
+    """Return the axes of more than one device on which a plan splits next to none of the work, and why."""
+    work: Counter[str] = Counter()
+    whole, samples = _replicated(space, choices, work), RoledProgram.of(space.program).samples
+    total = work.total()
+    found = []
+    for axis, places in whole.items():
+        if not total or places.total() < UNUSED * total:
+            continue
+        size = space.mesh.size(axis)
+        unruled = [place for place, _ in places.most_common() if place.endswith(WITHOUT_RULE)]
+        if unruled:
+            reason = f"{', '.join(unruled[:SHOWN])}. Give the operation one by autopar.register_rule, or use one device"
+        elif samples % size:
+            wanted = -(-samples // size) * size
+            reason = f"the batch of {samples} does not divide into {size}. Use a batch of {wanted}, or fewer devices"
+        else:
+            reason = "splitting costs more than it saves. Use fewer devices, or a larger batch"
+        found.append(UnusedAxis(axis, size, reason))
+    return tuple(found)
+
+
+def warn_of_unused_axes(space: Space, choices: Sequence[int]) -> None:
+    """Warn of axes that a plan uses for nothing."""
+    for each in unused_axes(space, choices):
+        warn_user(f"mesh {space.mesh}: {each}.")
 
 
 def _replicated(space: Space, choices: Sequence[int], work: Counter[str]) -> Mapping[str, Counter[str]]:
@@ -91,4 +134,4 @@ def _place(decision: Decision) -> str:
     assert decision.menu.call is not None
     module = module_of(decision.node)
     where = f" in {module}" if module else ""
-    return f"{decision.menu.call.name}{where}{', which has no rule' if decision.menu.reason else ''}"
+    return f"{decision.menu.call.name}{where}{WITHOUT_RULE if decision.menu.reason else ''}"

@@ -22,14 +22,17 @@ from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
-from autopar.planning.replicated_work import warn_of_replicated_work
+from autopar.planning.replicated_work import unused_axes, warn_of_replicated_work, warn_of_unused_axes
 from autopar.planning.settings import Settings, context_of
+from autopar.planning.whole_parameters import with_storage_settled
 from autopar.plans.plan import Plan
 from autopar.program.precision import AS_IT_IS, Precision
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.solver.deadline import after
+from autopar.space.between_layouts import notes_on_moves
 from autopar.space.build import build_space
 from autopar.space.returned import Outputs, Returned
 from autopar.space.space import Space
@@ -265,14 +268,28 @@ class PlanRequest:
         `stated` are its problems, where some were stated before.
         """
         said = self.annotations_about(space.program, space.mesh, stored=bool(storage))
-        pins = pins_of(said, space, self.mode, storage or {})
-        made, choices = self._made(stated or Statements(space), pins)
+        pins, deadline = pins_of(said, space, self.mode, storage or {}), after(self.settings.time_limit)
+        stated = stated or Statements(space)
+
+        def made(pins: Pins, settings: Settings) -> Plan:
+            found, _ = replace(self, settings=settings)._made(stated, pins)
+            context = replace(context_of(found), annotations=said, mode=self.mode)
+            moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
+            return replace(found, context=context, mode=self.mode, notes=(*found.notes, *moved))
+
+        plan = made(pins, self.settings)
+        if self.training and self.strategy is None and self.mode != "manual" and not storage:
+            plan = with_storage_settled(plan, said, made, deadline)
+        choices = context_of(plan).choices
         self.warn(space, choices, stored=bool(storage))
-        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
+        unused = unused_axes(space, choices) if self.strategy is None else ()
+        return replace(plan, notes=(*plan.notes, *map(str, unused)))
 
     def warn(self, space: Space, choices: Sequence[int], stored: bool) -> None:
         """Warn of surprises in a plan of these choices; `stored` as in `annotations_about`."""
         warn_of_replicated_work(self.strategy, [(space, tuple(choices))], stored)
+        if self.strategy is None:
+            warn_of_unused_axes(space, choices)
         warn_of_gradients(self.strategy, self.microbatches or 1)
         warn_of_unknown_experts(space)
 

@@ -105,6 +105,8 @@ class PlanContext:
     settings: Settings
     annotations: tuple[Any, ...] = ()
     mode: str = "auto"
+    keeps_whole: bool = False
+    """Whether the pins keep every parameter whole, nobody having asked for it, for a shorter simulated step."""
     row: MemoryRow | None = None
     """The moments that the limit of the problem is at; None where it has none, or that is not known."""
 

@@ -21,6 +21,7 @@ from autopar.plans.strategy_names import implementations_of, is_kept, layout_nam
 from autopar.plans.views import view
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.units import format_share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,6 +79,8 @@ class Plan:
     """Segment → "none", "selective", "full" or "offload"; empty where the search had no need of any but the first."""
     prefetch: int = 0
     """How many layers ahead of their use weights are gathered, forward and backward; 0 where none is gathered."""
+    mode: str = "auto"
+    """"auto", "semi_auto", or "manual": the plan is what annotations say, and nothing was searched."""
     reduce_each: bool = False
     """Whether each micro-batch reduces the gradients of weights stored in parts (ZeRO-2), not the step (ZeRO-1)."""
     offload: Offloaded = "none"
@@ -104,6 +107,13 @@ class Plan:
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+    @property
+    def certificate(self) -> str:
+        """What is proven of the plan, in words."""
+        if self.mode == "manual":
+            return "as annotated (manual)"
+        return "proven optimal" if self.gap == 0 else f"gap {format_share(self.gap)}"
 
     @property
     def offloads_optimizer(self) -> bool:

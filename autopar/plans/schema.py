@@ -50,6 +50,7 @@ PLAN = Record(
         "unruled": Maybe(Table(TEXT)),
         "recompute": Table(OneOf(("none", "selective", "full", "offload"))),
         "prefetch": Whole(0, 2),
+        "mode": OneOf(("auto", "semi_auto", "manual")),
         "reduce_each": Flag(),
         "offload": OneOf(("none", "optimizer", "activations", "both")),
         "host": Table(BYTES),

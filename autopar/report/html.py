@@ -19,7 +19,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.rows import Instant, PlanRow, is_main
 from autopar.report.table import REDUCED_EACH, host_words
 from autopar.report.timeline_words import timeline_words
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.units import format_bytes, format_seconds
 
 TEMPLATE = Path(__file__).with_name("plan.html")
 ROLES = ("data", "sequence", "column", "row", "expert", "replicated", "partial", "other")
@@ -46,13 +46,12 @@ def page(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     facts = {
         "mesh": f"{plan.mesh} ({plan.mesh.num_devices} devices)",
         "hardware": plan.mesh.hardware,
         "step": f"{format_seconds(plan.seconds)} predicted",
-        "bound": f"{format_seconds(plan.bound)}, {certificate}",
+        "bound": f"{format_seconds(plan.bound)}, {plan.certificate}",
         "memory": f"{format_bytes(plan.peak_bytes)} per device at the peak, {limit}",
         **({"host": host_words(plan.host)} if plan.host else {}),
         "solver": plan.solver,

@@ -20,7 +20,7 @@ from autopar.program.folding import folded, ranges
 from autopar.program.paths import is_number
 from autopar.program.recompute_segments import OFFLOAD
 from autopar.report.timeline_words import timeline_words
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.units import format_bytes, format_seconds
 
 REDUCED_EACH = "gradients reduced by every micro-batch, and added up in parts"
 MODULE_WIDTH = 42
@@ -59,12 +59,12 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     return "\n".join(
         (
             f"plan for the mesh {plan.mesh} ({plan.mesh.num_devices} devices, hardware {plan.mesh.hardware})",
-            f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, {certificate}",
+            f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, "
+            f"{plan.certificate}",
             *_timeline(plan),
             f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
             *_parts(plan),

@@ -45,6 +45,7 @@ from autopar.solver.residual.counting_ilp import best_counts
 from autopar.solver.residual.labels import best_labels
 from autopar.solver.residual.residual import Counted, Evaluated, Residual, TooManyChoicesError
 from autopar.units import format_share
+from autopar.warned import warn_user
 
 TOLERANCE = 1e-9  # of the seconds: a smaller gap counts as none
 FIRST_EPSILON = 2e-5  # of the bound: where the first residual ends
@@ -342,11 +343,10 @@ def warn(seconds: float, bound: float, why: str = "") -> None:
     """Warn that a plan is not proven best; by default since the time was over."""
     why = why or f"{why_over()} {UNPROVEN}"
     share = (seconds - bound) / abs(seconds) if seconds else 0.0
-    warnings.warn(
+    warn_user(
         f"{why}: it takes {seconds:.6g} s, and no plan takes less than {bound:.6g} s ({format_share(share)} less). "
         "Raise the time limit, or give up a little more with gap=….",
         RuntimeWarning,
-        stacklevel=4,
     )
 
 

@@ -244,6 +244,14 @@ def _split_dims(source: Menu, output: int, target: Menu, position: int) -> tuple
     return frozenset(p.dim for p in split if not p.zigzag), frozenset(p.dim for p in split if p.zigzag)
 
 
+def stores_dtensors(space: Space, choices: Sequence[int]) -> bool:
+    """Return whether parameters are DTensors: all of them are if any is stored in parts."""
+    return any(
+        decision.kind == "parameter" and decision.menu.strategies[choice].outputs[0].is_split
+        for decision, choice in zip(space.decisions, choices, strict=True)
+    )
+
+
 def without_gradient(space: Space) -> frozenset[int]:
     """Decisions that no gradient comes back to: where a scalar is returned, the backward begins there and only there.
 

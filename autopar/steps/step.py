@@ -6,8 +6,9 @@ backward    the same the other way: a segment is computed again ahead of its fir
             where a call kept them, gradients are reduced as soon as the last of a message is there, and left running
 host        what a segment saves leaves beside the calls behind it, and is waited for when the segment after the next
             begins; it comes back when the backward of the segment behind it begins
-optimizer   behind all of these; on a host beside the device, copies down, steps and copies up on streams of their own.
-            Gradients that are taken in the backward are as soon as they are there, for which reductions are waited for
+optimizer   behind all of these; if any parameter is split, all are DTensors, which take longer (`Hardware.dtensor_s`).
+            On a host beside the device, copies down, steps and copies up run on streams of their own. Gradients that
+            are taken in the backward are as soon as they are there, for which reductions are waited for
 
 What a call's own implementation moves beside its computing runs beside it. A call takes what the planner says, and a
 collective what it takes alone; messages of weights take what all their bytes take at once. A view takes what any call
@@ -26,7 +27,7 @@ from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.sharding.operation import is_view
 from autopar.space.buckets import MOST_RUNNING, Bucket, axes_apart, late_casts
 from autopar.space.computing import num_launches
-from autopar.space.space import without_gradient
+from autopar.space.space import stores_dtensors, without_gradient
 from autopar.steps.host_copies import HostCopies
 from autopar.steps.host_steps import HostSteps
 from autopar.steps.order import Call, Entry, Gathered, Moved, order_of
@@ -105,6 +106,8 @@ class _Step:
         if not self.once:
             return tuple(self.tasks.found)
         self.tasks.phase = "optimizer"
+        dtensor_s = self.space.hardware.dtensor_s if stores_dtensors(self.space, self.choices) else 0.0
+        own_seconds, launching = (dtensor_s, 0.0) if self.space.hardware.is_host else (0.0, dtensor_s)
         for number, decision in enumerate(self.space.decisions):
             seconds = float(decision.menu.seconds[self.choices[number]])
             if decision.kind != "parameter" or not seconds:
@@ -113,7 +116,8 @@ class _Step:
             if self.space.optimizer.offload is not None:
                 self.on_host.step(number)
             else:
-                self.tasks.compute("optimizer", seconds - sum(own.waits), decision.name)
+                computing = seconds - sum(own.waits) + own_seconds
+                self.tasks.compute("optimizer", computing, decision.name, host=launching)
                 self.tasks.move(own.transfers, decision.name)
         return tuple(self.tasks.found)
 

@@ -28,11 +28,11 @@ class Tasks:
         self._awaited: set[int] = set()
         """Collectives that the next task that computes waits for."""
 
-    def compute(self, name: str, seconds: float, row: str, launches: int = 1) -> None:
-        """Something that computes, behind all that is waited for."""
+    def compute(self, name: str, seconds: float, row: str, launches: int = 1, host: float = 0.0) -> None:
+        """Append a computation behind all that is waited for; its launch takes `host` more seconds."""
         after, self._awaited = tuple(sorted(self._awaited)), set()
         self._computed = len(self.found)
-        launch = launches * self.hardware.launch_s
+        launch = launches * self.hardware.launch_s + host
         self.found.append(Task(name, COMPUTE, seconds, self.phase, launch, after, row=row))
 
     def issue(self, transfer: Transfer, row: str, stream: str = "", times: float = 1.0, lateness: float = 0.0) -> int:

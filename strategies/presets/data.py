@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import axes
 from autopar.strategies.presets.split import Split, data, whole
 from autopar.strategies.roles import RoledProgram
+from autopar.warned import warn_user
 
 
 def fully_replicated(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
@@ -68,10 +67,9 @@ REDUCE_EACH = frozenset((zero2.__name__,))
 def warn_of_gradients(strategy: str | None, num_microbatches: int) -> None:
     """Warn where gradients are not held whole, as ZeRO-1 has them: those of one batch are reduced as they are made."""
     if strategy == zero1.__name__ and num_microbatches == 1:
-        warnings.warn(
+        warn_user(
             "zero1: gradients of a batch are reduced as they are made, and held in parts. So this is zero2, which "
             "moves the same bytes; with microbatches=2 and more they add up whole.",
-            stacklevel=3,
         )
 
 

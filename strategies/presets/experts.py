@@ -16,7 +16,6 @@ Beside the symbols of all presets, of a model whose every layer has experts (thr
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 
 from autopar.errors import StrategyError
@@ -32,6 +31,7 @@ from autopar.strategies.presets.rows import in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.presets.tensor import found_regions, in_blocks
 from autopar.strategies.roles import EXPERT, RoledCall, RoledProgram
+from autopar.warned import warn_user
 
 
 def expert_data(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
@@ -253,11 +253,9 @@ def _warn_of_whole_experts(strategy: str, graph: RoledProgram, regions: Regions,
     whole = [call.name for call, _ in _products(graph) if regions.by_call[call.name] == OUTER]
     if whole:
         reason = next((regions.reasons[name] for name in whole if name in regions.reasons), "no pair of products")
-        warnings.warn(
+        warn_user(
             f"{strategy}: experts stay whole on {axis} in {len(whole)} calls ({whole[0]} …): {reason}. "
             f"Their work is repeated on {mesh.size(axis)} devices.",
-            UserWarning,
-            stacklevel=5,
         )
 
 

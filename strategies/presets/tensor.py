@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from autopar.errors import StrategyError
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
@@ -15,6 +13,7 @@ from autopar.strategies.presets.rows import along_rows, in_blocks_of_experts
 from autopar.strategies.presets.split import FREE, Split, Wish, data
 from autopar.strategies.roles import RoledCall, RoledProgram
 from autopar.strategies.rules.products.chunked import AGAIN, NAME
+from autopar.warned import warn_user
 
 
 def megatron(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
@@ -142,11 +141,9 @@ def found_regions(strategy: str, graph: RoledProgram, mesh: Mesh, axis: str) -> 
     whole = [call.name for call in graph.learned if call.is_attention and regions.by_call.get(call.name) == OUTER]
     if whole:
         reasons = dict.fromkeys(regions.reasons.values())
-        warnings.warn(
+        warn_user(
             f"{strategy}: attention stays whole on {axis} in {len(whole)} calls ({whole[0]} …): "
             f"{'; '.join(list(reasons)[:2])}. Its work is repeated on {mesh.size(axis)} devices.",
-            UserWarning,
-            stacklevel=5,
         )
     return regions
 

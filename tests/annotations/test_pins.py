@@ -172,11 +172,24 @@ def test_annotations_of_one_call_intersect(space: Space) -> None:
     assert left(space, pins(space, model))["layers.0.up:linear"] == {"data/column"}
 
 
-def test_manual_mode_is_data_parallel_on_every_axis_that_nothing_was_said_about(space: Space) -> None:
+def test_manual_mode_splits_nothing_but_samples_that_nothing_was_said_about(space: Space) -> None:
     found = left(space, pins(space, annotate(Net(), "up", tp="column"), "manual"))
     assert found["layers.0.up:linear"] == {"data/column"}
-    assert found["layers.0.down:linear"] == found["head:linear"] == {"data/data"}
-    assert not any(name.startswith("p_") for name in found)
+    assert found["layers.0.down:linear"] == found["head:linear"] == {"data/replicated"}
+    without = left(space, pins(space, Net(), "manual"))
+    assert without["layers.0.down:linear"] == without["head:linear"] == {"data/data"}
+
+
+def test_manual_mode_stores_parameters_as_their_calls_take_them(space: Space) -> None:
+    found = pins(space, annotate(annotate(Net(), "up", tp="column"), "down", tp="row"), "manual")
+    split = set()
+    for number, mask in found.items():
+        decision = space.decisions[number]
+        if decision.kind == "parameter":
+            layouts = {str(decision.menu.strategies[each].outputs[0]) for each in mask.nonzero()[0]}
+            assert len(layouts) == 1, "nothing is left to search"
+            split |= {decision.name} if "S" in layouts.pop() else set()
+    assert {name.rpartition("layers_")[2][2:] for name in split} == {"up_weight", "up_bias", "down_weight"}
 
 
 def test_manual_mode_leaves_to_the_samples_what_they_divide_into() -> None:

@@ -28,16 +28,8 @@ from autopar.pipeline.stage_seconds import step_parts
 from autopar.planning import planner
 from autopar.planning.limit.answers import Answer
 from autopar.planning.limit.memory_limit import best_within
-from autopar.planning.mesh_search import (
-    EQUAL_SECONDS,
-    MOST_PIPELINES,
-    Candidate,
-    Searched,
-    Turn,
-    best_mesh,
-    factorizations,
-    meshes_of,
-)
+from autopar.planning.meshes.arrangements import factorizations, meshes_of
+from autopar.planning.meshes.search import EQUAL_SECONDS, MOST_PIPELINES, Candidate, Searched, Turn, best_mesh
 from autopar.planning.planner import make_plan
 from autopar.planning.request import PlanRequest
 from autopar.plans.plan import Plan

@@ -11,7 +11,8 @@ import pytest
 from autopar.compiler.offline import _Planner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.errors import CutOffError, TimeLimitError
-from autopar.planning.mesh_search import EQUAL_SECONDS, MUCH_SHORTER, Candidate, Turn, best_mesh, meshes_of
+from autopar.planning.meshes.arrangements import meshes_of
+from autopar.planning.meshes.search import EQUAL_SECONDS, MUCH_SHORTER, Candidate, Turn, best_mesh
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
 from autopar.plans.plan import Plan

@@ -9,7 +9,8 @@ from dataclasses import replace
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.capture.export import capture
 from autopar.hardware.profile import Hardware
-from autopar.planning.mesh_search import Candidate, meshes_of
+from autopar.planning.meshes.arrangements import meshes_of
+from autopar.planning.meshes.search import Candidate
 from autopar.planning.planner import make_plan
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -28,6 +27,7 @@ from autopar.program.python_state import (
     equal,
     is_observable,
 )
+from autopar.warned import warn_user
 
 Key = tuple[int, Any]
 MANY = 8
@@ -92,10 +92,9 @@ def warn_of_many(known: Sequence[tuple[Watch, Any]]) -> None:
     if len(known) == MANY:
         (before, _), (now, _) = known[-2:]
         varying = ", ".join(before.differs_in(now)) or "a container"
-        warnings.warn(
+        warn_user(
             f"the model was captured and planned {MANY} times for equal inputs, as {varying} changed in between, which "
             "forward reads; where it changes in every step, make it a buffer or an argument of forward.",
-            stacklevel=4,
         )
 
 

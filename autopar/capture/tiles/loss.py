@@ -10,7 +10,6 @@ Nothing else may read the logits, which are nowhere any more.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from autopar.errors import CaptureError
 from autopar.program.operators.linear_cross_entropy import CHOSEN, LINEAR_CROSS_ENTROPY, MEAN, SUM, wide
 from autopar.program.operators.rows import CROSS_ENTROPY
 from autopar.program.program import Program
+from autopar.warned import warn_user
 
 AUTO: Literal["auto"] = "auto"
 MOST = 64
@@ -127,7 +127,7 @@ def _refuse(text: str, tiles: int | Literal["auto"] | Fitting) -> None:
     if isinstance(tiles, int):
         raise CaptureError(text)
     if tiles == AUTO:
-        warnings.warn(f"{text} It stays in one piece.", UserWarning, stacklevel=2)
+        warn_user(f"{text} It stays in one piece.")
 
 
 def _head_of(loss: fx.Node) -> _Head | str:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -46,6 +45,7 @@ from autopar.solver.reductions.prepared import Prepared
 from autopar.solver.several_rows import solve_rows
 from autopar.solver.solve import bound_at, is_wide, solve, solve_narrow, solve_prepared
 from autopar.units import format_share
+from autopar.warned import warn_user
 
 MAX_SUMS = 6  # sums of moments that are tried before the largest of them
 SUM_PARTS = 100  # parts into which the weights of a sum are divided
@@ -102,7 +102,7 @@ def best_within(
         why = f"{why_over()}: " if is_over(search.deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"
         said = f"{why}the plan is within the limit at every moment, but not proven best: {most}."
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warn_user(said, RuntimeWarning)
     return found
 
 

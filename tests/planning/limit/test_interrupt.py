@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ortools.sat.python import cp_model
 
-from autopar.planning.mesh_search import Candidate, Turn, try_meshes
+from autopar.planning.meshes.search import Candidate, Turn, try_meshes
 from autopar.planning.planner import make_plan
 from autopar.sharding.mesh import Mesh
 from autopar.solver import deadline

@@ -23,22 +23,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from tabulate import tabulate
 
-from autopar.errors import AnnotationError, CutOffError, InfeasibleError, MeshError, PipelineError, TimeLimitError
-from autopar.hardware.profile import Hardware
+from autopar.errors import AnnotationError, CutOffError, InfeasibleError, PipelineError, TimeLimitError
 from autopar.progress import progress
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import NEVER, after, is_over, seconds_until, why_over
 from autopar.units import format_bytes, format_seconds, format_share
+from autopar.warned import warn_user
 
-AXIS_NAMES: tuple[str, ...] = ("dp", "tp", "sp")
 SHOWN_REASON = 100  # characters
-MAX_DEVICES = 10**6
 EQUAL_SECONDS, EQUAL_BYTES = 1e-3, 1e-2
 """Relative: what plans of two meshes may differ by and count as one. Joined axes differ from one axis by latency."""
 NOT_TRIED = "not tried: "
@@ -104,6 +102,10 @@ class Tried(Generic[P]):
     reason: str = ""
     least_bytes: int | None = None
     """Where no plan is within the memory limit: the least that one was found to take."""
+    is_cut_short: bool = False
+    """Whether its turn ended before its plan was proven as far as others are."""
+    said: tuple[warnings.WarningMessage, ...] = ()
+    """Warnings of its plan, which are issued if the mesh is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,14 @@ def best_mesh(
         raise error(f"no mesh of {searched.devices} devices has a plan; on each of them:\n{reasons}{_nearest(tried)}")
     if late:
         why = why_over(f"the time limit of {time_limit:g} s passed")
-        warnings.warn(
+        warn_user(
             f"{why} when {len(tried) - late} of {len(tried)} meshes had been tried; the best of these is taken, and "
             "nothing is known of the others. Give it longer to try them.",
-            stacklevel=2,
         )
+    for each in dict.fromkeys((str(each.message), each.category) for each in searched.lines[0][0].said):
+        text, category = each
+        mesh = str(searched.lines[0][0].mesh)
+        warn_user(text if mesh in text else f"mesh {mesh}: {text}", category)
     return searched
 
 
@@ -168,60 +173,6 @@ def _nearest(tried: Sequence[Tried[Any]]) -> str:
         f"\nWhat came nearest is {mesh}, with {format_bytes(least)} per device: memory={least} would do. "
         "Raise the limit to that, or use more devices."
     )
-
-
-def meshes_of(
-    mesh: str, devices: int | None, hardware: str | Hardware | None, max_axes: int, pipeline: str | None = None
-) -> tuple[Mesh, ...]:
-    """Every mesh of so many devices, those of fewer axes first; MeshError where the arguments do not say which.
-
-    The axes are named dp, tp and sp, outermost first; before them lies the `pipeline` axis, where one is offered, which
-    does not count among them.
-    """
-    if mesh != "auto":
-        raise MeshError(f'mesh={mesh!r}; give a DeviceMesh, an autopar.Mesh, or "auto" with the number of devices.')
-    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
-        raise MeshError(
-            f'mesh="auto" needs the number of devices to arrange, found devices={devices!r}; '
-            f"give a whole number of at least 1, as in devices=64, at most {MAX_DEVICES}."
-        )
-    if not isinstance(max_axes, int) or isinstance(max_axes, bool) or not 1 <= max_axes <= len(AXIS_NAMES):
-        raise MeshError(f"max_axes={max_axes!r}; a mesh is searched for in 1 to {len(AXIS_NAMES)} axes.")
-    if pipeline in AXIS_NAMES:
-        raise MeshError(
-            f'pipeline={pipeline!r} is one of the axes that mesh="auto" arranges ({", ".join(AXIS_NAMES)}); '
-            'call the axis of the pipeline otherwise, as in pipeline="pp".'
-        )
-    name = hardware.name if isinstance(hardware, Hardware) else hardware or Mesh({"dp": 1}).hardware
-    inner = [
-        dict(zip(AXIS_NAMES, sizes, strict=False))
-        for count in range(1, max_axes + 1)
-        for sizes in factorizations(devices, count)
-    ]
-    found = [Mesh(axes, name) for axes in inner]
-    for length in (each for each in range(2, devices + 1) if pipeline is not None and devices % each == 0):
-        stages = {str(pipeline): length}
-        if length == devices:
-            found.append(Mesh(stages, name))
-            continue
-        for count in range(1, max_axes + 1):
-            for sizes in factorizations(devices // length, count):
-                found.append(Mesh(stages | dict(zip(AXIS_NAMES, sizes, strict=False)), name))
-    return tuple(sorted(found, key=lambda each: each.ndim))
-
-
-def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of `count` factors above 1; 1 is the factor of 1.
-
-    >>> list(factorizations(8, 2))
-    [(2, 4), (4, 2)]
-    """
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(2, number // 2 + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in factorizations(number // first, count - 1))
 
 
 def try_meshes(
@@ -258,6 +209,7 @@ def try_meshes(
         tried = _try(make, mesh, turn)
         if seconds_until(end) < turn.time_limit / 2 and _is_open(tried):
             late[mesh] = turn.time_limit
+            return replace(tried, is_cut_short=tried.found is not None)
         return tried
 
     for _ in progress(meshes, "meshes"):
@@ -319,7 +271,10 @@ def _pipelines(found: Mapping[Mesh, Tried[Any]], pipeline: str | None) -> int:
 
 def _try(make: Make[P], mesh: Mesh, turn: Turn) -> Tried[P]:
     try:
-        return Tried(mesh, make(mesh, turn))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = make(mesh, turn)
+        return Tried(mesh, found, said=tuple(said))
     except CutOffError as error:
         return Tried(mesh, None, _no_better(error.seconds))
     except TimeLimitError:
@@ -372,7 +327,7 @@ def mesh_table(searched: Searched[Any]) -> str:
                 first.runs,
                 format_bytes(first.stored_bytes),
                 first.again,
-                "-" if first.gap is None else format_share(first.gap),
+                _proven(line[0]),
                 first.axes,
                 ", ".join(str(each.mesh) for each in line[1:]),
             ]
@@ -393,6 +348,14 @@ def mesh_table(searched: Searched[Any]) -> str:
         "the same on",
     ]
     return tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * (len(headers) - 2) + [48, 48])
+
+
+def _proven(tried: Tried[Any]) -> str:
+    """Return how far the plan of a mesh may be from the best there, and whether its turn was too short to know."""
+    gap = _candidate(tried).gap
+    if gap is None:
+        return "-"
+    return f"{format_share(gap)}, cut short" if tried.is_cut_short else format_share(gap)
 
 
 def _candidate(tried: Tried[P]) -> Candidate[P]:

@@ -1,0 +1,137 @@
+"""Whether parameters stay whole, decided by the simulated step.
+
+The solver's sum prices each parameter by itself, and storage has a price for all of them together: if any is split, all
+become DTensors, and the optimizer takes longer for each (`Hardware.dtensor_s`). The timeline counts that. Where the
+price matters, a plan that splits parameters is compared with the best plan under the same pins whose parameters are all
+whole, which is taken unless its simulated step is longer. If the timeline of the plan of a small graph is still clearly
+longer than its sum, so that the sum may have chosen wrongly, the preset data_parallel is compared, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.annotations.pins import pins_of
+from autopar.errors import AnnotationError, CutOffError, InfeasibleError, StrategyError, TimeLimitError
+from autopar.planning.formulation import Pins
+from autopar.planning.planner import seconds_of_microbatch
+from autopar.planning.settings import PlanContext, Settings, context_of
+from autopar.plans.plan import Plan
+from autopar.sharding.annotation import Annotation
+from autopar.sharding.layout import replicated
+from autopar.solver.deadline import is_over, seconds_until
+from autopar.space.space import Space, stores_dtensors
+from autopar.steps.step import microbatch_seconds, step_timeline
+from autopar.strategies.presets import annotations_for
+from autopar.strategies.presets.data import data_parallel
+from autopar.units import format_seconds
+
+WORTH = 5e-3
+"""Relative: steps that differ by less count as equally fast, and the simpler plan is taken."""
+DOUBT = 1e-2
+"""Relative: if the timeline is longer than the sum by more, the sum may have chosen wrongly."""
+SMALL = 2000
+"""Decisions of a graph whose timeline and preset take a fraction of the time of its plan."""
+Again = Callable[[Pins, Settings], Plan]
+"""Plan once more under pins and settings; raises what planning raises."""
+
+
+def with_storage_settled(free: Plan, annotations: tuple[Annotation, ...], again: Again, deadline: float) -> Plan:
+    """Return `free`, or a plan with whole parameters if its simulated step is not slower.
+
+    `annotations` are those that the pins of `free` follow from.
+    """
+    context = context_of(free)
+    space, settings = context.space, context.settings
+    splits, small = stores_dtensors(space, context.choices), len(space.decisions) <= SMALL
+    trained = sum(_is_trained(space, number) for number in range(len(space.decisions)))
+    price = trained * space.hardware.dtensor_s if splits else 0.0
+    if space.mesh.num_devices == 1 or not trained or not (small or _matters(price, free)):
+        return free
+    best, fastest = free, simulated_seconds(free)
+    if splits and not space.hardware.is_host:  # launches cost what nothing hides
+        price = min(price, step_timeline(context.memory_model, context.choices, free.recompute).launching)
+    if _matters(price, free):
+        for pins in _with_whole_parameters(space, context.pins):
+            found = _planned(again, pins, settings, deadline)
+            if found is not None and (own := simulated_seconds(found)) <= (1 + WORTH) * fastest:
+                best, fastest = _noted(found, free, own, fastest), own
+    if small and fastest > (1 + DOUBT) * _summed_seconds(best):
+        for pins in _of_data_parallel(context, annotations):
+            found = _planned(again, pins, settings, deadline)
+            if found is not None and (own := simulated_seconds(found)) < (1 - WORTH) * fastest:
+                best, fastest = _noted(found, free, own, fastest), own
+    return best
+
+
+def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> Plan | None:
+    """Return the plan under other pins; None if there is none in time within the limits of the settings."""
+    if is_over(deadline):
+        return None
+    with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
+        warnings.simplefilter("ignore")  # what there is to say was said of the plan that is compared
+        found = again(pins, replace(settings, time_limit=seconds_until(deadline)))
+        return found if seconds_of_microbatch(found) < settings.cutoff else None
+    return None
+
+
+def _matters(seconds: float, plan: Plan) -> bool:
+    return seconds > WORTH * _summed_seconds(plan)
+
+
+def _summed_seconds(plan: Plan) -> float:
+    """Return the seconds of a step of all micro-batches, by the solver's sum."""
+    return seconds_of_microbatch(plan) * context_of(plan).memory_model.microbatches.count
+
+
+def simulated_seconds(plan: Plan) -> float:
+    """Return the seconds of a step of all micro-batches, by the timeline."""
+    context = context_of(plan)
+    given = context.memory_model, context.choices, plan.recompute
+    further = context.memory_model.microbatches.count - 1
+    seconds = step_timeline(*given).seconds
+    return seconds + further * sum(microbatch_seconds(*given)) if further else seconds
+
+
+def _of_data_parallel(context: PlanContext, annotations: tuple[Annotation, ...]) -> Iterator[Pins]:
+    """Yield the pins of the preset with whole parameters, if the batch divides."""
+    space = context.space
+    with suppress(StrategyError, AnnotationError):
+        preset = annotations_for(data_parallel.__name__, space.program, space.mesh)
+        yield from _with_whole_parameters(space, pins_of((*annotations, *preset), space, "auto", {}))
+
+
+def _with_whole_parameters(space: Space, pins: Pins) -> Iterator[Pins]:
+    """Yield the pins that keep every parameter whole, unless `pins` split one."""
+    whole, kept = replicated(space.mesh.ndim), dict(pins)
+    for number, decision in enumerate(space.decisions):
+        if decision.kind == "parameter":
+            mask = np.array([strategy.outputs[0] == whole for strategy in decision.menu.strategies])
+            kept[number] = mask & pins[number] if number in pins else mask
+            if not kept[number].any():
+                return
+    yield kept
+
+
+def _is_trained(space: Space, number: int) -> bool:
+    """Return whether the optimizer steps a parameter."""
+    decision = space.decisions[number]
+    if decision.kind != "parameter":
+        return False
+    return bool(space.optimizer.step_bytes(decision.node.meta["tensor"], space.is_matrix(number)))
+
+
+def _noted(found: Plan, free: Plan, own: float, simulated: float) -> Plan:
+    """Return the plan that is taken, with a note on the one that it was compared with."""
+    context, other = context_of(found), context_of(free)
+    note = (
+        f"parameters stay plain tensors: the simulated step takes {format_seconds(own)}, and "
+        f"{format_seconds(simulated)} with the plan that the sum of costs prefers"
+    )
+    said = replace(context, settings=other.settings, keeps_whole=True, annotations=other.annotations)
+    return replace(found, notes=(*found.notes, note), context=said)

@@ -1,0 +1,85 @@
+"""The default plan keeps parameters plain tensors where splitting them gains less than DTensors cost an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.hardware.load import load
+from autopar.plans.plan import Plan
+from autopar.sharding.mesh import Mesh
+from tests.support.ranks import Ranks
+
+HOST = load("cpu")
+FEATURES = 256
+
+
+class Embedded(nn.Module):
+    """Layers behind a projection, as of the patches of a small vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4 * FEATURES, FEATURES)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU()) for _ in range(6)))
+
+    def forward(self, x_BPF: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.embed(x_BPF)).square().mean()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, 4, 4 * FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+def planned(dtensor_s: float, model: nn.Module | None = None, **options: object) -> Plan:
+    hardware = replace(HOST, dtensor_s=dtensor_s, name="host")
+    return autopar.plan(model or Embedded(), Mesh({"dp": 2}, "cpu"), (batch(),), hardware=hardware, **options)  # type: ignore[arg-type]
+
+
+def splits(plan: Plan) -> bool:
+    return any(row.kind == "parameter" and "S" in row.layout for row in plan.rows)
+
+
+def test_parameters_stay_plain_where_dtensors_cost_more_than_splitting_gains() -> None:
+    free, priced = planned(0.0), planned(HOST.dtensor_s)
+    assert splits(free) and not splits(priced)
+    assert any(note.startswith("parameters stay plain tensors") for note in priced.notes)
+    preset = planned(HOST.dtensor_s, strategy="data_parallel")
+    assert priced.timeline().seconds <= 1.01 * preset.timeline().seconds
+    assert priced.verify().ok and planned(HOST.dtensor_s).to_json() == priced.to_json()
+
+
+def test_what_a_user_says_about_storage_is_kept() -> None:
+    model = autopar.annotate(Embedded(), "embed", storage="dp")
+    assert splits(planned(HOST.dtensor_s, model))
+    assert splits(planned(HOST.dtensor_s).what_if("embed", storage="dp"))
+    needed = planned(HOST.dtensor_s).peak_bytes
+    least = planned(HOST.dtensor_s, strategy="zero3").peak_bytes
+    assert splits(planned(HOST.dtensor_s, memory=(needed + least) // 2)), "no plan with whole parameters fits"
+
+
+def _train(plain: bool) -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    model = Embedded()
+    if plain:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = autopar.compile(model, mesh, (batch(),))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def test_a_small_model_trains_with_plain_parameters_as_one_process_does(ranks: Ranks) -> None:
+    expected, _ = _train(False)
+    for losses, dtensors in ranks.run(_train, True, world_size=2):
+        assert not dtensors
+        torch.testing.assert_close(losses, expected)
