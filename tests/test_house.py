@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    ("errors",),
+    ("errors", "names"),
     ("runtime.face",),
     ("units", "files", "timeline"),
     ("progress",),
@@ -62,7 +62,8 @@ ORDER = (
     ("inference",),
     ("api",),
     ("benchmarking", "demo", "integrations"),
-    ("", "cli"),
+    ("",),
+    ("cli",),
 )
 """Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
