@@ -28,10 +28,12 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.annotations.annotate import annotate, annotate_plan, constrain
-    from autopar.api import compile, load, plan, plan_generation
+    from autopar.api import compile, plan
     from autopar.benchmarking.bench import bench
     from autopar.cost.optimizer import Optimizer
+    from autopar.inference.offline import plan_generation
     from autopar.lengths.buckets import Buckets
+    from autopar.loading import load
     from autopar.pipeline.plan import PipelinePlan
     from autopar.plans.plan import Plan
     from autopar.program.operators.capacity import record_dropped_rows
@@ -44,10 +46,12 @@ __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "autopar.annotations.annotate": ("annotate", "annotate_plan", "constrain"),
-    "autopar.api": ("compile", "load", "plan", "plan_generation"),
+    "autopar.api": ("compile", "plan"),
     "autopar.benchmarking.bench": ("bench",),
     "autopar.cost.optimizer": ("Optimizer",),
+    "autopar.inference.offline": ("plan_generation",),
     "autopar.lengths.buckets": ("Buckets",),
+    "autopar.loading": ("load",),
     "autopar.pipeline.plan": ("PipelinePlan",),
     "autopar.plans.plan": ("Plan",),
     "autopar.program.operators.capacity": ("record_dropped_rows",),

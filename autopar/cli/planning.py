@@ -12,6 +12,7 @@ from autopar.cli.files import write_files
 from autopar.cli.meshes import DEFAULT_AXES, parse_mesh
 from autopar.errors import InputError
 from autopar.hardware.load import load
+from autopar.inference.offline import plan_generation
 from autopar.models.catalogue import LanguageModel
 from autopar.models.named import named
 from autopar.names import AUTO, MODELS
@@ -95,7 +96,7 @@ def _generation(options: argparse.Namespace) -> object:
     model, _ = named(options.model, options.batch, options.sequence, options.layers)
     auto = options.mesh == AUTO
     with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
-        return api.plan_generation(
+        return plan_generation(
             model.decoder if isinstance(model, LanguageModel) else model,
             AUTO if auto else parse_mesh(options.mesh, options.hardware),
             batch=options.batch,
