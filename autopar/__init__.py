@@ -2,16 +2,18 @@
 
 `autopar.compile(model, mesh)` captures a model once, chooses the layout of every operation by exact optimization,
 rewrites the graph into one readable per-rank program with collectives, and trains it on torch.distributed.
+
+Each public name is imported on first use, so that `import autopar` costs nothing beyond Python itself.
 """
 
-from autopar.annotations.annotate import annotate, annotate_plan, constrain
-from autopar.api import compile, load, plan, plan_generation
-from autopar.benchmarking.bench import bench
-from autopar.cost.optimizer import Optimizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from autopar.errors import (
     AnnotationError,
     AutoparError,
     CaptureError,
+    CutOffError,
     InfeasibleError,
     InputError,
     LayoutError,
@@ -21,21 +23,54 @@ from autopar.errors import (
     PlanError,
     RuleError,
     StrategyError,
+    TimeLimitError,
 )
-from autopar.lengths.buckets import Buckets
-from autopar.pipeline.plan import PipelinePlan
-from autopar.plans.plan import Plan
-from autopar.program.operators.capacity import record_dropped_rows
-from autopar.program.precision import Precision
-from autopar.sharding.mesh import Mesh
-from autopar.strategies.register import register_rule
-from autopar.validation.check_rule import check_rule
+
+if TYPE_CHECKING:
+    from autopar.annotations.annotate import annotate, annotate_plan, constrain
+    from autopar.api import compile, plan
+    from autopar.benchmarking.bench import bench
+    from autopar.cost.optimizer import Optimizer
+    from autopar.inference.offline import plan_generation
+    from autopar.lengths.buckets import Buckets
+    from autopar.loading import load
+    from autopar.pipeline.plan import PipelinePlan
+    from autopar.plans.plan import Plan
+    from autopar.program.operators.capacity import record_dropped_rows
+    from autopar.program.precision import Precision
+    from autopar.sharding.mesh import Mesh
+    from autopar.strategies.register import register_rule
+    from autopar.validation.check_rule import check_rule
+
+__version__ = "0.1.0"
+
+_NAMES_BY_MODULE = {
+    "autopar.annotations.annotate": ("annotate", "annotate_plan", "constrain"),
+    "autopar.api": ("compile", "plan"),
+    "autopar.benchmarking.bench": ("bench",),
+    "autopar.cost.optimizer": ("Optimizer",),
+    "autopar.inference.offline": ("plan_generation",),
+    "autopar.lengths.buckets": ("Buckets",),
+    "autopar.loading": ("load",),
+    "autopar.pipeline.plan": ("PipelinePlan",),
+    "autopar.plans.plan": ("Plan",),
+    "autopar.program.operators.capacity": ("record_dropped_rows",),
+    "autopar.program.precision": ("Precision",),
+    "autopar.sharding.mesh": ("Mesh",),
+    "autopar.strategies.register": ("register_rule",),
+    "autopar.validation.check_rule": ("check_rule",),
+}
+"""Module → the public names that it defines: the imports above, at run time."""
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_PACKAGES = ("integrations", "models", "optim")
+"""Packages that users reach as attributes, such as `autopar.optim.Muon`."""
 
 __all__ = [
     "AnnotationError",
     "AutoparError",
     "Buckets",
     "CaptureError",
+    "CutOffError",
     "InfeasibleError",
     "InputError",
     "LayoutError",
@@ -50,6 +85,8 @@ __all__ = [
     "Precision",
     "RuleError",
     "StrategyError",
+    "TimeLimitError",
+    "__version__",
     "annotate",
     "annotate_plan",
     "bench",
@@ -62,3 +99,18 @@ __all__ = [
     "record_dropped_rows",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a package for users, on its first use (PEP 562)."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, Unpack, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,30 +25,46 @@ from autopar.compiler.arguments import (
     plan_request,
 )
 from autopar.compiler.offline import plan_offline
-from autopar.compiler.options import check_known, check_options, check_planned_mesh
+from autopar.compiler.options import check_options
 from autopar.compiler.pipelined import compile_pipeline
 from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.whole import compile_whole
 from autopar.cost.optimizer import Optimizer
-from autopar.errors import InputError
 from autopar.hardware.profile import Hardware
 from autopar.inference.module import InferenceModule
 from autopar.lengths.buckets import Buckets
+from autopar.option_types import (
+    ForwardOptions,
+    MeshSearchOptions,
+    PipelineOptions,
+    PipelinePlanOptions,
+    PlanOptions,
+    TrainingOptions,
+)
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
-from autopar.planning.meshes.arrangements import meshes_of
 from autopar.planning.request import Inputs, Offloaded
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
+from autopar.runtime.pipeline.module import PipelineModule
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Outputs
 
-if TYPE_CHECKING:
-    from autopar.inference.planning import GenerationPlan
 
-
+@overload
+def compile(
+    model: nn.Module, mesh: DeviceMesh, example_inputs: ExampleInputs | None = None, **options: Unpack[PipelineOptions]
+) -> PipelineModule: ...
+@overload
+def compile(
+    model: nn.Module, mesh: DeviceMesh, example_inputs: ExampleInputs | None = None, **options: Unpack[ForwardOptions]
+) -> InferenceModule: ...
+@overload
+def compile(
+    model: nn.Module, mesh: DeviceMesh, example_inputs: ExampleInputs | None = None, **options: Unpack[TrainingOptions]
+) -> ParallelModule: ...
 def compile(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -89,7 +104,7 @@ def compile(
     buckets: Buckets | Literal["auto"] | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
     training: bool = True,
-) -> ParallelModule | Any:  # a PipelineModule where the mesh has a pipeline; Any spares all others a check
+) -> ParallelModule | PipelineModule:
     """Parallelize `model` over `mesh`: capture it, plan a layout for every operation, rewrite it, and run it there.
 
     Parameters keep their names. They are plain tensors where the first plan (on a pipeline, of all stages) stores every
@@ -223,34 +238,18 @@ def compile(
     return module
 
 
-def load(
-    model: nn.Module, mesh: DeviceMesh, path: str | Path, example_inputs: ExampleInputs, **options: Any
-) -> ParallelModule | Any:
-    """`compile` of a model on the meta device, with the values of a checkpoint: each rank reads its own parts alone.
-
-    A rank holds what it stores, and one tensor's part as it is read (docs/checkpoints.md).
-
-    Args:
-        model: made with its parameters on the meta device: `with torch.device("meta"): model = …`.
-        mesh, example_inputs, options: as `compile` takes them.
-        path: a safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-
-    Raises:
-        InputError: parameters have values already, or names and shapes are others than those of the checkpoint.
-        What `compile` raises.
-    """
-    filled = next((name for name, each in model.named_parameters() if not each.is_meta), None)
-    if filled is not None:
-        raise InputError(
-            f"{filled} has values, and memory, on every rank; make the model on the meta device, "
-            'with torch.device("meta"): model = …, or compile it and call model.load_safetensors(path).'
-        )
-    module = compile(model, mesh, example_inputs, **options)
-    module.to_empty(device=mesh.device_type)
-    module.load_safetensors(path)
-    return module
-
-
+@overload
+def plan(
+    model: nn.Module, mesh: Mesh | DeviceMesh, example_inputs: ExampleInputs, **options: Unpack[PipelinePlanOptions]
+) -> PipelinePlan: ...
+@overload
+def plan(
+    model: nn.Module, mesh: Mesh | DeviceMesh, example_inputs: ExampleInputs, **options: Unpack[PlanOptions]
+) -> Plan: ...
+@overload
+def plan(
+    model: nn.Module, mesh: Literal["auto"], example_inputs: ExampleInputs, **options: Unpack[MeshSearchOptions]
+) -> Plan | PipelinePlan: ...
 def plan(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | Literal["auto"],
@@ -287,7 +286,7 @@ def plan(
     host_memory: str | int | None = None,
     plan_cache: str | os.PathLike[str] | None = None,
     training: bool = True,
-) -> Plan | Any:  # a PipelinePlan where the mesh has a pipeline; Any spares all others a check
+) -> Plan | PipelinePlan:
     """Plan without running: needs no process group and no devices; see `compile` for the other arguments.
 
     With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `max_axes` axes (2, or 3 where
@@ -332,40 +331,3 @@ def plan(
         training=training,
     )
     return plan_offline(model, mesh, example_inputs, request, devices, max_axes, PlanCache.of(plan_cache))
-
-
-def plan_generation(
-    model: nn.Module,
-    mesh: Mesh | DeviceMesh | Literal["auto"],
-    *,
-    batch: int,
-    prompt: int,
-    tokens: int,
-    devices: int | None = None,
-    max_axes: int = 2,
-    within: float | None = None,
-    **options: Any,
-) -> GenerationPlan:
-    """Plan generation without running: `batch` prompts of `prompt` tokens, each of which gets `tokens` new ones.
-
-    Args:
-        model: a causal language model of transformers, which may be on the meta device.
-        mesh: where; "auto" is the way to arrange `devices` in up to `max_axes` axes that makes the most tokens per
-            second.
-        within: on "auto", seconds within which the first token has to come.
-        options: those of `plan` that are not of training alone, as strategy, memory, hardware and precision.
-
-    >>> plan_generation(model, Mesh({"tp": 8}, hardware="h100"), batch=32, prompt=2048, tokens=256)  # doctest: +SKIP
-    """
-    from autopar.inference.planning import Load, best_for, plan_for  # which needs transformers
-
-    check_known(options, plan_request)
-    load, request = Load(batch, prompt, tokens), plan_request(model, **{**options, "training": False})
-    check_planned_mesh(mesh, devices)
-    if isinstance(mesh, str):
-        meshes = meshes_of(mesh, devices, request.hardware, max_axes)
-        return best_for(model, meshes, load, request.on(meshes[0]), within)
-    if within is not None:
-        raise InputError(f'within={within!r} chooses among meshes; give mesh="auto" with devices, or leave it out.')
-    abstract = Mesh.of(mesh)
-    return plan_for(model, abstract, load, request.on(abstract))

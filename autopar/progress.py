@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import Timer
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -15,6 +16,7 @@ Item = TypeVar("Item")
 DELAY_SECONDS = 1.0
 MIN_INTERVAL_SECONDS = 0.1
 LATE_SECONDS = 0.05
+TICK_SECONDS = 0.5
 
 
 def progress(items: Iterable[Item], description: str) -> Iterator[Item]:
@@ -26,28 +28,38 @@ def progress(items: Iterable[Item], description: str) -> Iterator[Item]:
 def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]:
     """Progress of a few named steps of work: call what this yields with the name of each step as it begins.
 
+    The seconds go on while a step runs: no step says how far it is, but each is seen to work.
+
     >>> with stages("planning", 2) as step:
     ...     step("capture")
     ...     step("solve")
     """
-    with tqdm(total=num_stages, **_options(description)) as bar:
-        begun = 0
+    shape = {"bar_format": "{desc}: step {n_fmt} of {total_fmt}{postfix} [{elapsed}]"}
+    with tqdm(total=num_stages, **shape, **_options(description)) as bar:
+        begun = itertools.count(1)
 
         def step(name: str) -> None:
-            nonlocal begun
             bar.set_postfix_str(name, refresh=False)
-            bar.update(min(begun, 1))  # a step that begins ends the one before
-            begun += 1
+            bar.update(next(begun) - bar.n)
 
-        # A long step calls nothing that would show the bar, so that a timer does, just behind tqdm's own delay.
-        timer = Timer(DELAY_SECONDS + LATE_SECONDS, bar.update, (0,))
-        timer.daemon = True
-        timer.start()
+        over = Event()
+        ticking = Thread(target=_tick, args=(bar, over), daemon=True)
+        if not bar.disable:
+            ticking.start()
         try:
             yield step
         finally:
-            timer.cancel()
-            timer.join()
+            over.set()
+            if ticking.is_alive():
+                ticking.join()
+
+
+def _tick(bar: tqdm, over: Event) -> None:
+    """Draw the bar again and again until the work is over: first just behind tqdm's own delay."""
+    wait = DELAY_SECONDS + LATE_SECONDS
+    while not over.wait(wait):
+        bar.refresh()
+        wait = TICK_SECONDS
 
 
 def _options(description: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import cli, demo
-from autopar.cli import main, parse_mesh
+import autopar
+from autopar import demo
+from autopar.cli import main, parse_mesh, planning
+from autopar.cli.flags import in_shell_terms
 from autopar.errors import InputError
 from autopar.models import named
+from autopar.names import ALIASES
 from autopar.plans.plan import Plan
 from autopar.sharding.mesh import Mesh
+from autopar.strategies.presets import preset_named
 
 HERE = "tests.test_cli"
 
@@ -90,6 +95,123 @@ def test_what_no_command_accepts_ends_with_its_usage(arguments: list[str], capsy
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert capsys.readouterr().err.startswith("usage: autopar")
+
+
+def test_help_and_version_do_without_pytorch() -> None:
+    code = "import sys, atexit; from autopar.cli import main; atexit.register(lambda: print(*sys.modules)); main()"
+    for arguments in (["--help"], ["--version"], ["plan", "--help"], ["bench", "--help"], ["calibrate", "--help"]):
+        ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert not {"torch", "numpy", "sympy", "ortools", "pandas"} & set(ran.stdout.split())
+        assert ran.stdout.startswith(
+            f"autopar {autopar.__version__}\n" if arguments == ["--version"] else "usage: autopar"
+        )
+
+
+def test_importing_autopar_imports_what_is_used_alone() -> None:
+    code = "import sys, torch; before = set(sys.modules); import autopar; print(*(set(sys.modules) - before))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"autopar", "autopar.errors"} == set(ran.stdout.split())
+
+
+def test_reading_a_plan_does_without_tracers_and_compilers() -> None:
+    code = "import sys, autopar; autopar.Plan, autopar.Mesh; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "ortools", "transformers", "sympy", "pandas"} & set(ran.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("devices=64 beside a mesh of 2.", "--devices 64 beside a mesh of 2."),
+        ("give weight_tiles=True or memory='8 GB'", "give --weight-tiles or --memory '8 GB'"),
+        ("offload='none' beside training=False, which", "--offload none beside --inference, which"),
+        ("loss_tiles=False; stages=['a']", "--loss-tiles off; stages=['a']"),
+        ("schedule is given (zbv)", "--schedule is given (zbv)"),
+        ('(imbalance=0.5; give mesh="auto")', "(--imbalance 0.5; give --mesh auto)"),
+        ('write Mesh({"dp": 2}, memory="h100")', 'write Mesh({"dp": 2}, memory="h100")'),
+        (
+            "Traceback (most recent call last):\n  f(x, memory=2)",
+            "Traceback (most recent call last):\n  f(x, memory=2)",
+        ),
+    ],
+)
+def test_an_error_names_flags_and_leaves_python_as_it_is(message: str, said: str) -> None:
+    known = ("devices", "weight_tiles", "memory", "offload", "inference", "loss_tiles", "schedule", "imbalance", "mesh")
+    assert in_shell_terms(message, known) == said
+
+
+@pytest.mark.parametrize(("alias", "preset"), sorted(ALIASES.items()))
+def test_an_alias_means_its_preset(alias: str, preset: str) -> None:
+    assert preset_named(alias) == preset == preset_named(preset)
+
+
+def test_an_alias_plans_as_its_preset_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("fsdp", "zero3"):
+        assert main(["plan", "tiny-mlp", "--mesh", "2", "--strategy", name]) == 0
+    first, second = capsys.readouterr().out.split("plan for the mesh")[1:]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("pp", '--strategy pp is no preset: a pipeline is an axis of the mesh. Name an axis "pp", as in pp=4,tp=2'),
+        ("fsdpp", 'Did you mean "fsdp"?'),
+        ("megatorn", 'Did you mean "megatron"?'),
+    ],
+)
+def test_a_strategy_that_is_no_preset_is_refused_before_capture(
+    name: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "tiny-mlp", "--mesh", "2", "--strategy", name]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_a_saved_plan_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    main(["plan", "tiny-mlp", "--mesh", "2", "--save", str(file)])
+    capsys.readouterr()
+    assert main(["show", str(file), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{Plan.load(file)}\n\nsaved in {page}\n" and page.exists()
+    assert main(["show", str(file), "--schedule"]) == 2
+    assert "is a plan in one piece on dp=2, and --schedule charts a pipeline" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_schedule_of_a_saved_pipeline_is_charted_within_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.json"
+    options = ["--mesh", "pp=2", "--microbatches", "2", "--schedule", "1f1b", "--save", str(file)]
+    assert main(["plan", "tiny-mlp", *options]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["show", str(file), "--schedule"]) == 0
+    _, first, second, _ = capsys.readouterr().out.splitlines()
+    assert len(first) == len(second) == 60
+    for line in (first, second):
+        assert set(re.findall(r"[FBO]\d?", line)) == {"F0", "F1", "B0", "B1", "O"}
+    assert first.startswith("rank 0  F0") and second.startswith("rank 1  .")
+
+
+def test_built_in_models_are_planned_in_bf16_mixed_on_gpus_and_the_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", "tiny-mlp", "--mesh", "2", "--save", str(file)]
+    said = "note: tiny-mlp was planned in {}, the default of built-in models on h100; --precision fp32 plans in float32"
+    cases: list[tuple[list[str], str | None]] = [
+        (["--hardware", "h100"], "bf16-mixed"),
+        (["--hardware", "h100", "--inference"], "bf16"),
+        (["--hardware", "h100", "--precision", "fp32"], None),
+        ([], None),
+    ]
+    for options, precision in cases:
+        assert main([*arguments, *options]) == 0
+        out = capsys.readouterr().out
+        assert (said.format(precision) in out) == (precision is not None), out
+        assert ("bfloat16" in file.read_text()) == (precision is not None)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +325,17 @@ def raises():
         ([":f"], 2, ["'' is no name of a module"]),
         (["tiny-mlp", "--hardware", ""], 2, ["hardware '' is not known"]),
         (["tiny-mlp", "--save", ""], 2, ["the plan cannot be saved", "Is a directory"]),
-        (["tiny-mlp", "--capacity-factor", "2"], 2, ["capacity_factor=2 limits the rows of sorted experts"]),
-        (["tiny-mlp", "--loss-tiles", "2000"], 2, ["loss_tiles=2000; give a whole number from 1 to 1024"]),
-        (["tiny-mlp", "--mlp-tiles", "2000"], 2, ["mlp_tiles=2000; give a whole number from 1 to 1024"]),
+        (
+            ["tiny-mlp", "--capacity-factor", "2"],
+            2,
+            ["--capacity-factor 2 limits the rows", "Leave --capacity-factor out"],
+        ),
+        (["tiny-mlp", "--loss-tiles", "2000"], 2, ["--loss-tiles 2000; give a whole number from 1 to 1024"]),
+        (["tiny-mlp", "--mlp-tiles", "2000"], 2, ["--mlp-tiles 2000; give a whole number from 1 to 1024"]),
         (["tiny-mlp", "--bfloat16", "--precision", "bf16"], 2, ["this is inside of autocast('cpu', torch.bfloat16)"]),
-        (["tiny-mlp", "--time-limit", "nan"], 2, ["time_limit=nan; give seconds of at least 0"]),
-        (["tiny-mlp", "--imbalance", "0.5"], 2, ["imbalance=0.5; give a finite number of at least 1"]),
-        (["tiny-mlp", "--devices", "5"], 2, ["devices=5 beside a mesh of 2"]),
+        (["tiny-mlp", "--time-limit", "nan"], 2, ["--time-limit nan; give seconds of at least 0"]),
+        (["tiny-mlp", "--imbalance", "0.5"], 2, ["--imbalance 0.5; give a finite number of at least 1"]),
+        (["tiny-mlp", "--devices", "5"], 2, ["--devices 5 beside a mesh of 2"]),
         (["tiny-mlp", "--microbatches", "3"], 2, ["does not divide into 3 micro-batches"]),
         (["tiny-mlp", "--memory", "9" * 500 + "GB"], 2, ["is no size"]),
     ],
@@ -256,7 +382,7 @@ def test_a_mistake_of_autopars_is_one_line_and_its_traceback_is_there_on_request
     def mistaken(*_: object, **__: object) -> None:
         raise IndexError("out of range")
 
-    monkeypatch.setattr(cli, "_made", mistaken)
+    monkeypatch.setattr(planning, "made", mistaken)
     assert main(["plan", "tiny-mlp", "--mesh", "2"]) == 2
     error = capsys.readouterr().err
     assert (

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    ("errors", "warned"),
+    ("errors", "names", "warned"),
     ("runtime.face",),
     ("units", "files", "timeline", "torch_state"),
     ("progress",),
@@ -62,9 +62,12 @@ ORDER = (
     ("runtime", "report"),
     ("compiler", "calibration"),
     ("inference",),
+    ("option_types",),
     ("api",),
+    ("loading",),
     ("benchmarking", "demo", "integrations"),
-    ("", "cli"),
+    ("",),
+    ("cli",),
 )
 """Packages and single modules from the bottom up; "" is `autopar/__init__.py`. What stands in one row is strangers."""
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

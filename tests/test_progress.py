@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
@@ -40,7 +41,20 @@ def test_long_work_shows_the_stage_it_is_at(monkeypatch: pytest.MonkeyPatch) -> 
         step("capture")
         step("solve")
     text = terminal.getvalue()
-    assert "planning" in text and "1/2" in text and "solve" in text
+    assert "planning: step 2 of 2, solve" in text
+
+
+def test_the_seconds_go_on_while_one_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
+    for name in ("DELAY_SECONDS", "LATE_SECONDS", "TICK_SECONDS"):
+        monkeypatch.setattr(shown, name, 0.01)
+    with stages("planning", 2) as step:
+        step("capture")
+        step("solve")
+        before = terminal.getvalue()
+        time.sleep(0.3)
+        drawn = terminal.getvalue().removeprefix(before)
+    assert drawn.count("step 2 of 2, solve") > 2
 
 
 def test_a_file_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,16 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopar.benchmarking.bench import BenchResult, bench
-from autopar.benchmarking.plots import require_pyplot
-from autopar.benchmarking.trainers import AUTO, EXPERT_PEERS, strategy_names
 from autopar.errors import InputError
-from autopar.sharding.mesh import Mesh
+from autopar.names import AUTO, EXPERT_PEERS, PEERS, PRESETS
+
+if TYPE_CHECKING:
+    from autopar.benchmarking.bench import BenchResult
+    from autopar.sharding.mesh import Mesh
+
+STRATEGIES = (AUTO, *PRESETS, *PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ SUITES = {
     "small": Suite(
         ("tiny-gpt2", "tiny-llama", "tiny-vit", "tiny-cnn", "tiny-mlp"),
         ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}),
-        tuple(name for name in strategy_names() if name not in (*LEFT_OUT, *EXPERT_PEERS)),
+        tuple(name for name in STRATEGIES if name not in (*LEFT_OUT, *EXPERT_PEERS)),
     ),
     "experts": Suite(
         ("tiny-moe",),
@@ -55,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", choices=SUITES, help="a built-in choice of models and meshes")
     parser.add_argument("--mesh", nargs="+", help='one mesh or several: "2", "4", "2x2", "dp=2,tp=2"')
     parser.add_argument("--fake-world", type=int, metavar="RANKS", help="run one rank of so many; nothing moves")
-    names = ", ".join(strategy_names())
+    names = ", ".join(STRATEGIES)
     parser.add_argument(
         "--strategies", nargs="+", default=(), metavar="NAME", help=f"some of {names} (all, or the suite's)"
     )
@@ -77,6 +81,9 @@ def run(options: argparse.Namespace, meshes: Sequence[Mesh]) -> bool:
 
     Raises InputError for options that do not fit each other, and for files that cannot be written.
     """
+    from autopar.benchmarking.bench import bench  # not before, for --help does without PyTorch
+    from autopar.sharding.mesh import Mesh
+
     models, strategies = options.models, options.strategies
     if options.suite:
         if models or meshes or options.fake_world:
@@ -113,6 +120,8 @@ def run(options: argparse.Namespace, meshes: Sequence[Mesh]) -> bool:
 
 def _of_fake_world(options: argparse.Namespace, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
     """The meshes, each with as many devices as the fake world has ranks; by default all ranks on one axis."""
+    from autopar.sharding.mesh import Mesh
+
     if not meshes:
         return [Mesh({"dp": options.fake_world})]
     for mesh in meshes:
@@ -130,6 +139,8 @@ def _check_files(options: argparse.Namespace) -> None:
         if path and not Path(path).absolute().parent.is_dir():
             raise InputError(f"the measurements cannot be saved: {path} is in no folder that exists; make it first.")
     if options.plots:
+        from autopar.benchmarking.plots import require_pyplot
+
         require_pyplot()
 
 

@@ -7,17 +7,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autopar.calibration.calibrate import calibrate
-from autopar.calibration.computing import Profile
-from autopar.calibration.timing import QUICK
 from autopar.errors import InputError
 from autopar.files.replace import replace_text
 from autopar.hardware.load import parse
 from autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from autopar.calibration.computing import Profile
 
 PER_COLLECTIVE = {"efficiencies": "bandwidth reached", "latencies": "latency", "fit_error": "error of the fit"}
 """Fields of a link that was measured, in words."""
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, write the profile, print it; 0. Raises InputError for what cannot be measured or written."""
+    from autopar.calibration.calibrate import calibrate  # not before, for --help does without PyTorch
+    from autopar.calibration.timing import QUICK
+
     output = Path(options.output)
     if output.suffix != ".json":
         raise InputError(f"the profile {options.output!r} would not be found again; give it a name that ends in .json.")
@@ -45,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             replace_text(output, json.dumps(profile, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise InputError(f"the profile cannot be written: {error}; give a file that can.") from error
-        print(f"{summary(profile)}\n\nsaved in {output}; use it with hardware={str(output)!r}")
+        print(f"{summary(profile)}\n\nsaved in {output}; use it with --hardware {output}")
     return 0
 
 

@@ -29,6 +29,7 @@ from autopar.program.precision import Precision, precision_of
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Outputs
+from autopar.strategies.presets import preset_named
 from autopar.strategies.presets.data import OF_TRAINING
 from autopar.units import parse_bytes
 
@@ -91,6 +92,7 @@ def plan_request(
     """
     check_options(locals())
     check_model(model)
+    strategy = None if strategy is None else preset_named(strategy)
     if not training:
         check_forward_alone(locals())
         recompute = "none"

@@ -60,6 +60,7 @@ NAMED: Mapping[str, Precision] = {
     "bf16-mixed": Precision(torch.float32, torch.bfloat16, torch.float32),
     "fp16-mixed": Precision(torch.float32, torch.float16, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.bfloat16),
+    "fp32": Precision(torch.float32, torch.float32),
 }
 
 

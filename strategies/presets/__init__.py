@@ -32,12 +32,13 @@ import difflib
 from collections.abc import Callable, Mapping
 
 from autopar.errors import StrategyError
+from autopar.names import ALIASES, PIPELINE
 from autopar.program.program import Program
 from autopar.sharding.annotation import Annotation
 from autopar.sharding.mesh import Mesh
 from autopar.strategies.presets import data, decoding, experts, grid, sequence, tensor
 
-__all__ = ["PRESETS", "Preset", "annotations_for"]
+__all__ = ["PRESETS", "Preset", "annotations_for", "preset_named"]
 
 Preset = Callable[[Program, Mesh, bool], tuple[Annotation, ...]]
 """(program, mesh, strict) → annotations. A strict preset raises StrategyError if samples or positions do not divide;
@@ -75,14 +76,31 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
+def preset_named(name: str) -> str:
+    """Return the preset that a name or an alias ("fsdp") means.
+
+    Raises StrategyError for a name that is not known, and for "pp", which is an axis of the mesh.
+    """
+    if name == PIPELINE:
+        raise StrategyError(
+            f'strategy="{PIPELINE}" is no preset: a pipeline is an axis of the mesh. Name an axis "{PIPELINE}", as in '
+            f"{PIPELINE}=4,tp=2, and leave strategy out."
+        )
+    known = ALIASES.get(name, name)
+    if known not in PRESETS:
+        near = difflib.get_close_matches(name, (*PRESETS, *ALIASES), n=1)
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        short = ", ".join(f"{alias} ({preset})" for alias, preset in ALIASES.items())
+        raise StrategyError(
+            f"strategy={name!r} is not known; strategies are {', '.join(PRESETS)}, or in short {short}.{hint}"
+        )
+    return known
+
+
 def annotations_for(name: str, program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annotation, ...]:
     """Return the annotations of a preset for a program on a mesh.
 
     Raises StrategyError for a name that is not known, and if the model, the mesh or (if `strict`) the sizes of the
     inputs do not suit the preset.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
-        raise StrategyError(f"strategy={name!r} is not known; strategies are {', '.join(PRESETS)}.{hint}")
-    return PRESETS[name](program, mesh, strict)
+    return PRESETS[preset_named(name)](program, mesh, strict)

@@ -340,7 +340,7 @@ def test_files_are_written_and_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = BenchResult((Measurement("demo", "dp=2", AUTO, reason="not today"),))
-    monkeypatch.setattr(bench_command, "bench", lambda *_, **__: result)
+    monkeypatch.setattr("autopar.benchmarking.bench.bench", lambda *_, **__: result)
     assert main(["bench", "demo", "--mesh", "2", "--csv", "a.csv", "--json", "a.json"]) == 0
     assert "saved in a.csv" in capsys.readouterr().out and (tmp_path / "a.csv").is_file()
     assert BenchResult.load("a.json") == result
@@ -353,7 +353,7 @@ def test_plots_without_matplotlib_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(bench_command, "bench", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr("autopar.benchmarking.bench.bench", lambda *_, **__: pytest.fail("it was measured"))
     assert main(["bench", "demo", "--mesh", "2", "--plots", "plots"]) == 2
     assert 'pip install "autopar[bench]"' in capsys.readouterr().err
 
@@ -379,7 +379,7 @@ def test_the_command_measures_the_cells_it_was_asked_for(
         found.append((tuple(models), [dict(mesh.axes) for mesh in meshes]))  # pyright: ignore
         return BenchResult((Measurement("demo", "dp=2", AUTO, reason="not today"),))
 
-    monkeypatch.setattr(bench_command, "bench", measure)
+    monkeypatch.setattr("autopar.benchmarking.bench.bench", measure)
     assert main(["bench", *arguments]) == 0
     assert found == [(models, meshes)]
     assert "auto: not today" in capsys.readouterr().out
@@ -387,7 +387,7 @@ def test_the_command_measures_the_cells_it_was_asked_for(
 
 def test_losses_that_disagree_end_the_command_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = BenchResult((Measurement("demo", "dp=2", AUTO, apart=0.5),))
-    monkeypatch.setattr(bench_command, "bench", lambda *_, **__: wrong)
+    monkeypatch.setattr("autopar.benchmarking.bench.bench", lambda *_, **__: wrong)
     assert main(["bench", "demo", "--mesh", "2"]) == 1
 
 

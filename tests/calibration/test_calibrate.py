@@ -55,7 +55,7 @@ def _sources(profile: Any) -> list[str]:
 def test_ranks_of_its_own_write_a_profile_that_can_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("autopar.calibration.command.QUICK", TINY)
+    monkeypatch.setattr("autopar.calibration.timing.QUICK", TINY)
     path = tmp_path / "box.json"
     assert run(_options(str(path), "--ranks", "2", "--quick")) == 0
     hardware = load(path)
@@ -296,7 +296,7 @@ def test_what_devices_compute_is_measured_again_and_links_stay(ranks: Ranks) -> 
 def test_one_rank_measures_its_device_and_takes_links_from_a_known_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("autopar.calibration.command.QUICK", TINY)
+    monkeypatch.setattr("autopar.calibration.timing.QUICK", TINY)
     path = tmp_path / "alone.json"
     assert run(_options(str(path), "--ranks", "1", "--quick", "--links", "h100")) == 0
     written, known = json.loads(path.read_text()), load("h100")
@@ -368,7 +368,7 @@ def test_a_folder_is_no_profile(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.calibration.command.calibrate", lambda *_: {})
+    monkeypatch.setattr("autopar.calibration.calibrate.calibrate", lambda *_: {})
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(InputError, match="the profile cannot be written: no space left; give a file that can"):
         run(_options(str(tmp_path / "box.json")))

@@ -28,19 +28,18 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import schedules as torch_schedules
-
 from autopar.errors import PipelineError
 
-_CLASSES: dict[str, type | None] = {
-    "gpipe": torch_schedules.ScheduleGPipe,
-    "1f1b": torch_schedules.Schedule1F1B,
-    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
-    "zbv": torch_schedules.ScheduleZBVZeroBubble,
-    "dualpipev": torch_schedules.ScheduleDualPipeV,
+_CLASSES: dict[str, str | None] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
     "pipedream": None,
 }
+"""Schedule → its class in torch.distributed.pipelining."""
 NAMES = tuple(_CLASSES)
 KINDS = ("F", "B", "I", "W")
 """Forward, whole backward, gradient of the input, gradient of the weights."""
@@ -101,7 +100,12 @@ class Schedule:
     @property
     def torch_class(self) -> type | None:
         """The class of torch.distributed.pipelining that runs it; None for pipedream, which PyTorch does not have."""
-        return _CLASSES[self.name]
+        name = _CLASSES[self.name]
+        if name is None:
+            return None
+        from torch.distributed.pipelining import schedules  # which imports torch._dynamo
+
+        return getattr(schedules, name)
 
     @property
     def is_v(self) -> bool:

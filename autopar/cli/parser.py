@@ -1,0 +1,148 @@
+"""The arguments of every command, and the function that runs it; read without PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+import autopar
+from autopar import names
+from autopar.benchmarking import command as bench_command
+from autopar.calibration import command as calibrate_command
+
+HERE = "autopar.cli"
+MAX_COUNT = 10**7  # of samples, tokens, layers, …: tensors of them can be counted in 64 bits
+BY_DEFAULT = "the model's own; of built-in models bf16-mixed where products in bfloat16 are faster, as on GPUs"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; each command leaves its function as `command`, as in "autopar.cli.planning:plan"."""
+    parser = argparse.ArgumentParser(prog="autopar", description="Automatic parallelization of PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="train a small model on this machine's CPU, beside one process"))
+    _add_plan(commands.add_parser("plan", help="print the plan of a model for a mesh that need not be there"))
+    _add_show(commands.add_parser("show", help="print a plan that was saved, or the schedule of a pipeline"))
+    _add_explain(commands.add_parser("explain", help="say why one part of a plan is as it is"))
+    measuring = commands.add_parser("calibrate", help="measure this machine and write its hardware profile")
+    calibrate_command.add_arguments(measuring)
+    measuring.set_defaults(command="autopar.calibration.command:run")
+    comparing = commands.add_parser("bench", help="measure strategies on this machine, beside their predictions")
+    bench_command.add_arguments(comparing)
+    comparing.set_defaults(command=f"{HERE}.running:bench")
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="processes to start (4); the product of the mesh")
+    parser.add_argument("--mesh", help='axes and sizes, "2x2" or "dp=2,tp=2"')
+    parser.add_argument("--steps", type=_positive, default=30)
+    parser.add_argument("--layers", type=_positive, default=4)
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences of the global batch (8)")
+    parser.add_argument("--sequence", type=_positive, default=128, help="bytes of a sequence (128)")
+    parser.set_defaults(command=f"{HERE}.running:train_demo")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page to look at")
+    parser.add_argument("--trace", metavar="FILE", help="write the predicted step as a trace for Perfetto or Chrome")
+    parser.add_argument("--verbose", action="store_true", help="show every operation")
+    parser.add_argument(
+        "--decode",
+        type=_positive,
+        metavar="TOKENS",
+        help="plan generation: --batch prompts of --sequence tokens, so many new ones each",
+    )
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", help="with --decode and --mesh auto: the first token"
+    )
+    parser.set_defaults(command=f"{HERE}.planning:plan")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a plan, as autopar plan --save or plan.save wrote it")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as a page to look at")
+    parser.add_argument("--verbose", action="store_true", help="show every operation")
+    parser.add_argument("--schedule", action="store_true", help="chart the schedule of a pipeline, a line per rank")
+    parser.set_defaults(command=f"{HERE}.showing:show")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("name", help="a module, parameter or operation of the model, as in the plan's table")
+    parser.set_defaults(command=f"{HERE}.planning:explain")
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """What both commands need to make a plan."""
+    parser.add_argument(
+        "model",
+        help=f"one of {', '.join(names.MODELS)}, or MODULE:FUNCTION that returns a model, or (model, example inputs)",
+    )
+    parser.add_argument("--mesh", required=True, help='axes and sizes, "dp=2,tp=2" or "2x2", or "auto" with --devices')
+    parser.add_argument("--devices", type=_positive, help="with --mesh auto: how many devices to arrange")
+    parser.add_argument("--max-axes", type=_positive, help="with --mesh auto: at most so many axes (2, or 3)")
+    parser.add_argument("--hardware", default="cpu", help="name or path of a hardware profile (cpu)")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences or images of the global batch (8)")
+    parser.add_argument("--sequence", type=_positive, default=128, help="tokens of a sequence (128)")
+    parser.add_argument("--layers", type=_positive, help="layers of a built-in model, instead of its own number")
+    parser.add_argument("--memory", help='hard limit per device, such as "80GB"')
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        help="times its share of rows that the busiest device has of experts (1)",
+    )
+    parser.add_argument(
+        "--recompute", choices=("auto", *names.RECOMPUTATIONS), default="auto", help="layers computed again (auto)"
+    )
+    parser.add_argument("--optimizer", choices=names.OPTIMIZERS, default="adamw")
+    parser.add_argument("--offload", choices=names.OFFLOADED, default="none", help="what is on the host (none)")
+    parser.add_argument("--host-memory", help='hard limit per host of what is offloaded, such as "512GB"')
+    parser.add_argument("--master-copies", action="store_true", help="float32 copies of parameters of lower precision")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 under autocast")
+    parser.add_argument(
+        "--prefetch", type=_depth, choices=("auto", *names.PREFETCH_DEPTHS), default="auto", help="layers ahead (auto)"
+    )
+    parser.add_argument(
+        "--precision", choices=names.PRECISIONS, help=f"dtypes to store, compute and reduce in ({BY_DEFAULT})"
+    )
+    parser.add_argument("--mode", choices=("auto", "semi_auto", "manual"), default="auto")
+    short = ", ".join(f"{alias} ({preset})" for alias, preset in names.ALIASES.items())
+    presets = ", ".join(names.PRESETS)
+    parser.add_argument("--strategy", metavar="NAME", help=f"plan by a preset: {presets}, or in short {short}")
+    parser.add_argument("--solver", choices=("auto", "ilp"), default="auto")
+    parser.add_argument("--pipeline", metavar="AXIS", help='the axis whose ranks run stages; "pp" is taken by itself')
+    parser.add_argument("--schedule", choices=names.SCHEDULES, help="of the pipeline; the best one is taken")
+    parser.add_argument("--microbatches", type=_positive, help="into how many parts a batch is split")
+    parser.add_argument("--chunks", type=_positive, help="stages per rank of the pipeline")
+    parser.add_argument("--capacity-factor", type=float, help="drop rows of experts beyond so many times a fair share")
+    parser.add_argument("--loss-tiles", type=_tiles, help='tiles of the loss of a linear layer, "auto" or "off"')
+    parser.add_argument("--mlp-tiles", type=_tiles, help='tiles of MLPs, "auto" or "off"')
+    parser.add_argument(
+        "--weight-tiles", action="store_true", help="gather weights a tile at a time where --memory asks"
+    )
+    parser.add_argument("--inference", action="store_true", help="plan the forward alone, without training")
+    parser.add_argument("--plan-cache", metavar="FOLDER", help="keep plans there, and take them from there")
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for solving (120)")
+
+
+def _tiles(text: str) -> int | Literal["auto", False]:
+    if text not in ("auto", "off") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} is no number, "auto" or "off"')
+    return "auto" if text == "auto" else False if text == "off" else _positive(text)
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if number > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is more than {MAX_COUNT}")
+    return number
