@@ -22,8 +22,10 @@ from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
 from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.plan import Offloaded, Plan
+from autopar.plans.rows import SAVED
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
+from autopar.plans.workload import WORKLOAD, Workload, workload_of
 from autopar.sharding.mesh import Mesh
 
 FORMAT = 1
@@ -40,6 +42,7 @@ PIPELINE_PLAN = Record(
         "memory_limit": Maybe(BYTES),
         "notes": ListOf(TEXT),
         "starts": ListOf(Whole()),
+        "workload": Maybe(WORKLOAD),
         "stages": ListOf(
             Record(
                 {
@@ -96,6 +99,8 @@ class PipelinePlan:
     memory_limit: int | None = None
     """Bytes per device that the stages of a rank were planned to keep to."""
     notes: tuple[str, ...] = ()
+    workload: Workload | None = field(default=None, compare=False)
+    """What the plan is for, and what its step computes."""
 
     def __post_init__(self) -> None:
         assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"
@@ -153,7 +158,7 @@ class PipelinePlan:
         kept = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
         waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, kept, strict=True)]
         running = [
-            sum(own.get(name, 0) for name in (*TRANSIENT, "activations")) - held
+            sum(own.get(name, 0) for name in (*TRANSIENT, *SAVED)) - held
             for own, held in zip(parts, waiting, strict=True)
         ]
         lasting = sum(plan.peak_bytes for plan in plans) - sum(running) - sum(waiting)
@@ -223,6 +228,7 @@ class PipelinePlan:
             "memory_limit": self.memory_limit,
             "notes": self.notes,
             "starts": self.starts,
+            "workload": None if self.workload is None else asdict(self.workload),
             "stages": stages,
         }
         return json.dumps(values, indent=1)
@@ -254,6 +260,7 @@ class PipelinePlan:
                 bound=values.get("bound", 0.0),
                 memory_limit=values["memory_limit"],
                 notes=tuple(values["notes"]),
+                workload=workload_of(values["workload"]),
             )
 
     def save(self, path: str | Path) -> None:

@@ -42,6 +42,7 @@ from autopar.planning.record import choices_of
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
+from autopar.planning.workload import workload
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.progress import progress
@@ -119,6 +120,7 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
         bound=min(least, 1.0) * timeline.seconds,
         memory_limit=request.settings.memory,
         notes=_notes_of(stages),
+        workload=workload(planned.whole.memory, timeline.seconds, request.settings.memory),
     )
 
 

@@ -15,8 +15,11 @@ from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.settings import PlanContext
+from autopar.planning.step_seconds import parts_of
+from autopar.planning.workload import workload
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import Moved, PlanRow
+from autopar.plans.workload import Workload
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
@@ -128,8 +131,20 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
         multiplier=answer.multiplier,
+        workload=_workload(context, answer),
         context=context,
     )
+
+
+def _workload(context: PlanContext, answer: Answer) -> Workload | None:
+    """Return the workload of a whole model; None of a stage of one."""
+    program, memory = context.space.program, context.memory_model
+    if program.received or program.num_sent:
+        return None
+    runs, seconds = memory.microbatches, answer.seconds
+    if runs.several:
+        seconds = parts_of(memory, answer.choices, answer.modes).of(runs.count)
+    return workload(memory, seconds, context.settings.memory)
 
 
 def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:

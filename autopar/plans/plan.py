@@ -19,6 +19,7 @@ from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
 from autopar.plans.views import view
+from autopar.plans.workload import Workload, workload_of
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 
@@ -87,6 +88,8 @@ class Plan:
     """What takes memory of the host ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
+    workload: Workload | None = field(default=None, compare=False)
+    """What the plan is for, and what its step computes; None for a stage, whose pipeline says it."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Symbol of the formulas ("batch", "sequence", …) → its value in this plan."""
     formulas: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -157,6 +160,7 @@ class Plan:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
         values["rows"] = [asdict(row) for row in self.rows]
         values["memory"] = None if self.memory is None else asdict(self.memory)
+        values["workload"] = None if self.workload is None else asdict(self.workload)
         values["mesh"] = {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware}
         values["traffic"] = [[collective, axis, count] for (collective, axis), count in sorted(self.traffic.items())]
         return json.dumps({"format": FORMAT, **values}, indent=1)
@@ -185,6 +189,7 @@ class Plan:
         if values["memory"] is not None:
             timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
+        values["workload"] = workload_of(values.get("workload"))
         values["notes"] = tuple(values["notes"])
         return cls(**values)
 

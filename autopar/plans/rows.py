@@ -60,6 +60,12 @@ class Instant:
     num_bytes: int
 
 
+ACTIVATIONS = "activations"
+KEPT_WEIGHTS = "gathered weights saved for the backward"
+SAVED = (ACTIVATIONS, KEPT_WEIGHTS)
+"""The parts of memory that wait for a backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """What fills a device at the peak, and how the live bytes go up and down over a step."""
