@@ -23,9 +23,9 @@ from autopar.planning.record import choices_of, written_down
 from autopar.planning.record import evaluate as seconds_of
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import parts_of
+from autopar.plans.answers import Verification
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
-from autopar.plans.verification import Verification
 from autopar.solver.problem import Problem
 from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
