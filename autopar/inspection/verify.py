@@ -131,7 +131,9 @@ def _same(claimed: Any, derived: Any) -> bool:
     if isinstance(claimed, tuple) and isinstance(derived, tuple):
         return len(claimed) == len(derived) and all(map(_same, claimed, derived))
     if isinstance(claimed, PlanRow) and isinstance(derived, PlanRow):
-        return all(_same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(PlanRow))
+        return all(
+            _same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(PlanRow) if each.compare
+        )
     return claimed == derived
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PlanRow:
     """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
     segment: str = ""
     """The segment (layer) that the call is recomputed with, whatever its mode."""
-    pinned: bool = False
+    pinned: bool = field(default=False, compare=False)
     """Whether an annotation of the user says something about the decision."""
 
     @property

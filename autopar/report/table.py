@@ -25,7 +25,7 @@ TERMS = {
     **{role: f"the axis splits {words}" for role, words in ROLES.items()},
     "dim ": "the axis splits that dim of the output",
     "inner dim": "the axis splits a dim that the output has not",
-    SHARED: "a tensor that is resharded at once for several consumers",
+    SHARED: "one reshard of a tensor for several consumers",
     SAVED: "the gathered weight is saved for the backward; others are gathered again there",
     PINNED: "pinned by an annotation",
 }
