@@ -19,9 +19,10 @@ from autopar.cost.optimizer import Optimizer
 from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
-from autopar.planning.request import Inputs, Offloaded, Outputs
+from autopar.planning.request import Inputs, Offloaded
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
+from autopar.space.returned import Outputs
 
 
 class Options(TypedDict, total=False):

@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("errors", "names", "warned"),
     ("runtime.face",),
-    ("units", "files", "timeline", "torch_state"),
-    ("progress",),
+    ("units", "files", "torch_state"),
+    ("tables",),
+    ("progress", "timeline"),
     ("program.operators",),
     ("program.operators.attention",),
     ("program",),

@@ -203,7 +203,7 @@ def _traced(
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft, capacity_factor)
     names = _leaf_names(model, args, kwargs)
-    form = Form(tied, leaves, names, in_spec, out_spec, num_outputs, traced.training)
+    form = Form(tied, leaves, names, in_spec, out_spec, num_outputs, traced.training, type(model).__name__)
     stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
     python = PythonState(hooks=tuple(observed.hooks.hooks), modes=tuple(observed.modes.items()))
     return Traced(draft, form, stored, device, precision, tuple(observed.branches.taken), python), observed.recorder

@@ -32,6 +32,8 @@ class Form:
     out_spec: pytree.TreeSpec
     num_outputs: int
     training: bool
+    model: str = ""
+    """The name of the model's class."""
 
 
 def finished(draft: TracedGraph, form: Form) -> Program:
@@ -54,6 +56,7 @@ def finished(draft: TracedGraph, form: Form) -> Program:
         mutations=draft.mutations,
         training=form.training,
         input_names=form.names,
+        model=form.model,
     )
 
 

@@ -32,8 +32,10 @@ from autopar.memory.moments import (
     is_ahead,
     moment_of,
 )
+from autopar.memory.parts import brings_weight
 from autopar.memory.peak import memory_use
 from autopar.memory.tensor_bytes import SLICED
+from autopar.plans.rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
@@ -180,7 +182,7 @@ class _Moment:
         if own is not None and self._is_kept(place):
             kept = int(own[self._mode(number, len(own))][choice])
             if kept:
-                self._add("activations", self._kept(number, kept), count, self.space.rows.get(number))
+                self._add(ACTIVATIONS, self._kept(number, kept), count, self.space.rows.get(number))
         working, handed_on = self.memory.working(number), self.memory.handed_on(number)
         if working is not None and self.at.computes(place):
             self._worked_on(number, True)
@@ -337,7 +339,8 @@ class _Moment:
         gathered = memory.weights.gathered(wire) if self.at.kind == FORWARD else memory.weights.gathered_again(wire)
         shape, itemsize = self.sizes.of_wire(wire), wire.tensor.dtype.itemsize
         if kept is not None and self._is_kept(place) and kept[self._mode(wire.target, len(kept))][ends]:
-            self._add("activations", self._kept_on(wire), count, self.space.rows_on(wire))
+            name = KEPT_WEIGHTS if brings_weight(self.space, wire) else ACTIVATIONS
+            self._add(name, self._kept_on(wire), count, self.space.rows_on(wire))
         whole = self._local(shape, target.inputs[wire.target_input]) * itemsize
         on_way = memory.weights.on_way(wire, self.at.kind == FORWARD)
         if on_way is not None and on_way[ends] and is_ahead(memory, memory.lifetimes.layer[wire.target], self.at):

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.cost.model_flops import batch_of, model_flops
 from autopar.errors import InputError, PlanError
 from autopar.hardware.load import load
-from autopar.integrations.flops import model_flops
 from autopar.planning.settings import context_of
 from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Plan
-from autopar.program.program import Program, TensorInfo
 from autopar.runtime.module.module import ParallelModule
 
 
@@ -125,13 +124,6 @@ class Watch:
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(f"autopar/{name}", value, record.step)
             self._board.flush()
-
-
-def batch_of(program: Program) -> tuple[int, int | None]:
-    """Samples of a batch, and its tokens: elements of the first input of whole numbers with two dims or more."""
-    tensors = [value for value in program.input_values if isinstance(value, TensorInfo) and value.shape]
-    tokens = (x.num_elements for x in tensors if len(x.shape) > 1 and not x.dtype.is_floating_point)
-    return (tensors[0].shape[0] if tensors else 1), next(tokens, None)
 
 
 def _predicted(plan: Plan, num_microbatches: int, calls: int) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.memory.live import Interval, Live
 from autopar.memory.model import MemoryModel
 from autopar.memory.tensor_bytes import Bytes, Modes
-from autopar.space.space import ExpertRows, Wire
+from autopar.space.space import ExpertRows, Space, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +165,12 @@ class Sums:
 
 
 BY_PLACE = (
-    *("kept", "whole", "born", "arrived", "fresh", "working", "working forward", "handed on"),
-    *("unreduced", "sent off", "last made", "alive"),
+    *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
+    *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
-"""Sums over the places of calls: kept for the backward by place of use, as the modes say and as without recomputation;
-gradients as they are stored, and as they are made; what calls work on and hand on; what is more from a place on."""
+"""Sums over the places of calls: kept for the backward by place of use, as the modes say and as without recomputation,
+and the gathered weights among them; gradients as they are stored, and as they are made; what calls
+work on and hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")
 """Sums over layers, by number: gathered weights, of these such as are gathered again for the backward, of these, or in
 a forward alone of all, such as are copied out of a message; weights that may be fetched ahead, forward and backward."""
@@ -226,7 +227,10 @@ def _of_step(memory: MemoryModel, beside_share: bool) -> Iterator[Part]:
         if found.many is not None:
             yield from _for_many(found.many, place, ends, count)
         if found.kept is not None and place < count:
-            yield from _kept(place, found.kept, ends, wire.target, space.rows_on(wire) if beside_share else None)
+            rows = space.rows_on(wire) if beside_share else None
+            yield from _kept(place, found.kept, ends, wire.target, rows)
+            if brings_weight(space, wire):
+                yield from _kept(place, found.kept, ends, wire.target, rows, "weights ")
         if found.weight is not None and place < count:
             yield from _moved(memory, wire, found.weight, found.weight.copied)
 
@@ -244,10 +248,19 @@ def _of_forward(memory: MemoryModel, live: Live, beside_share: bool) -> Iterator
             yield from _moved(memory, wire, of_weight, memory.weights.arriving(wire))
 
 
-def _kept(place: int, modes: Modes, ends: tuple[int, ...], of: int, rows: ExpertRows | None) -> Iterator[Part]:
+def brings_weight(space: Space, wire: Wire) -> bool:
+    """Return whether a parameter arrives over a wire, also by way of shared reshards."""
+    while space.decisions[wire.source].kind == "hub":
+        wire = space.inbound[wire.source, 0]
+    return space.is_weight(wire.source)
+
+
+def _kept(
+    place: int, modes: Modes, ends: tuple[int, ...], of: int, rows: ExpertRows | None, what: str = ""
+) -> Iterator[Part]:
     for each in (None,) if rows is None else (None, rows):
-        yield Part("kept", place, modes, ends, of, each)
-        yield Part("whole", place, modes[:1], ends, rows=each)
+        yield Part(f"{what}kept", place, modes, ends, of, each)
+        yield Part(f"{what}whole", place, modes[:1], ends, rows=each)
 
 
 def _for_many(many: ManyParts, place: int, ends: tuple[int, ...], count: int) -> Iterator[Part]:

@@ -29,7 +29,8 @@ over choices, so that "no more than the limit at moment t" is one memory row of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,9 +38,10 @@ from autopar.memory.microbatches import Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.moments import COMPUTING, FORWARD, GATHERING, REDUCING, UPDATING, depth_at, is_forward
 from autopar.memory.parts import AT_ONCE, BY_LAYER, BY_PLACE, NAMES, sums_of
-from autopar.plans.rows import Instant, MemoryUse
+from autopar.plans.rows import ACTIVATIONS, KEPT_WEIGHTS, Instant, MemoryUse
 from autopar.program.recompute_segments import OFFLOAD
 
+Saved = TypeVar("Saved", int, np.ndarray)
 END_OF_STEP = "end of the step"  # the instant of it, in timelines of many micro-batches
 STEPPING = "optimizer"  # the instant of its step, where that works on more than it updates
 
@@ -114,6 +116,7 @@ class PlanMoments:
         self.by_layer = {name: found[name] for name in BY_LAYER}
         at = {name: found[name][: self.count] for name in BY_PLACE}
         self.kept, self.whole, self.fresh = at["kept"], at["whole"], at["fresh"]
+        self.weights_kept, self.weights_whole = at["weights kept"], at["weights whole"]
         self.working, self.working_forward, self.handed_on = at["working"], at["working forward"], at["handed on"]
         self.unreduced, self.sent_off, self.last_made = at["unreduced"], at["sent off"], at["last made"]
         self.alive = at["alive"]
@@ -136,7 +139,7 @@ class PlanMoments:
     def ending(self, phase: Phase) -> dict[str, int]:
         """Bytes by what they are at the end of a step, or behind it, while the optimizer steps."""
         waiting = (
-            {"activations": self._waiting(phase), "sent tensors": phase.others * self.sent} if phase.others else {}
+            {**self._saved(self._waiting, phase), "sent tensors": phase.others * self.sent} if phase.others else {}
         )
         if not phase.steps:
             return {**self.always, "gradients": int(self.born.sum()) + self.reduced, **waiting}
@@ -147,7 +150,7 @@ class PlanMoments:
     def kinds(self, phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
         """Bytes by what they are, for every kind of moment in its order; 0 of those that a forward alone has not."""
         if self.memory.live is not None:
-            never = {"activations": np.zeros(self.count, dtype=np.int64)}
+            never = {ACTIVATIONS: np.zeros(self.count, dtype=np.int64)}
             return never, self.arriving(phase), never, never, self.alone(phase)
         behind = self.reducing(phase), self.updating(phase)
         return self.backward(phase), self.gathering(phase), *behind, self.forward(phase)
@@ -156,7 +159,7 @@ class PlanMoments:
         """Bytes by what they are, while each call runs forward."""
         found = {
             **self._always(phase),
-            "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
+            **self._saved(self._until, phase),
             "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
             "working set": self.working_forward,
         }
@@ -168,7 +171,7 @@ class PlanMoments:
         """Bytes by what they are, while each call of a forward alone runs."""
         return {
             **self._always(phase),
-            "activations": np.cumsum(self.alive),
+            ACTIVATIONS: np.cumsum(self.alive),
             "gathered weights": self._gathered("gathered") + self._ahead(FORWARD),
         }
 
@@ -184,7 +187,7 @@ class PlanMoments:
         return {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced() + self.fresh,
-            "activations": self._computed_again() + self._near(1) + self._waiting(phase),
+            **self._saved(self._with_rerun, phase),
             "gathered weights": self._gathered("gathered again") + self._ahead(COMPUTING),
             "working set": self.working,
         }
@@ -194,7 +197,7 @@ class PlanMoments:
         found = {
             **self._always(phase),
             "gradients": self._there(phase) + self._unreduced(),
-            "activations": np.cumsum(self.kept) + self._near(2) + self._waiting(phase),
+            **self._saved(self._until, phase),
             "gathered weights": self._gathered("gathered again") + self._gathered("copied") + self._ahead(GATHERING),
         }
         return {name: np.where(self.gathers, array, 0) for name, array in found.items()}
@@ -204,7 +207,7 @@ class PlanMoments:
         found = {
             **self._always(phase),
             "gradients": self._there(phase, True) + self._unreduced() + self._left(self.sent_off) + self.last_made,
-            "activations": self._computed_again() - self.whole + self._near(1) + self._waiting(phase),
+            **self._saved(self._behind, phase),
             "gathered weights": self._ahead(REDUCING),
             "working set": self.handed_on,
         }
@@ -215,21 +218,41 @@ class PlanMoments:
         found = {
             **self._always(phase),
             "gradients": self._there(phase, True) + self._unreduced(),
-            "activations": self._computed_again() - self.whole + self._near(1) + self._waiting(phase),
+            **self._saved(self._behind, phase),
             "gathered weights": self._ahead(UPDATING),
             "working set": self.handed_on + self.updated,
         }
         return {name: np.where(self.updated > 0, array, 0) for name, array in found.items()}
 
-    def _computed_again(self) -> np.ndarray:
+    def _saved(self, saved_at: Callable[[np.ndarray, np.ndarray, Phase], Saved], phase: Phase) -> dict[str, Saved]:
+        """Split what is saved for the backward into activations and gathered weights."""
+        every = saved_at(self.kept, self.whole, phase)
+        if not self.weights_whole.any():
+            return {ACTIVATIONS: every}
+        weights = saved_at(self.weights_kept, self.weights_whole, phase)
+        return {ACTIVATIONS: every - weights, KEPT_WEIGHTS: weights}
+
+    def _until(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+        """Return the bytes saved up to each place."""
+        return np.cumsum(kept) + self._near(2, kept, whole) + self._waiting(kept, whole, phase)
+
+    def _with_rerun(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+        """Return the bytes saved up to each place, with all of the segment there if it is computed again."""
+        return self._computed_again(kept, whole) + self._near(1, kept, whole) + self._waiting(kept, whole, phase)
+
+    def _behind(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> np.ndarray:
+        """Return the bytes that are still saved once the backward of each place has run."""
+        return self._with_rerun(kept, whole, phase) - whole
+
+    def _computed_again(self, kept_here: np.ndarray, whole_here: np.ndarray) -> np.ndarray:
         """What is kept up to each place; of a segment that is computed again, all of its own."""
         segments, runs = self.memory.lifetimes.segments_at
-        kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (self.kept, self.whole))
+        kept, whole = (np.concatenate([[0], np.cumsum(each)]) for each in (kept_here, whole_here))
         is_again = np.zeros(len(self.memory.lifetimes.segments) + 1, dtype=bool)  # the last: of calls without one
         is_again[segments[self.kept != self.whole]] = True
         return np.where(is_again[segments], kept[runs] + whole[1:] - whole[runs], kept[1:])
 
-    def _near(self, count: int) -> np.ndarray:
+    def _near(self, count: int, kept: np.ndarray, whole: np.ndarray) -> np.ndarray:
         """What is on the device up to each place though it leaves for the host: of the segment before (and its own)."""
         found = np.zeros(self.count, dtype=np.int64)
         if not self.offloaded:
@@ -237,13 +260,13 @@ class PlanMoments:
         there: dict[str, int] = defaultdict(int)
         for place, (own, before) in enumerate(self.memory.lifetimes.near):
             if own in self.offloaded:
-                there[own] += int(self.whole[place] - self.kept[place])
+                there[own] += int(whole[place] - kept[place])
             found[place] = sum(there[each] for each in (before, own)[:count] if each in self.offloaded)
         return found
 
-    def _waiting(self, phase: Phase) -> int:
+    def _waiting(self, kept: np.ndarray, whole: np.ndarray, phase: Phase) -> int:
         """What the other micro-batches keep for their backward."""
-        return phase.others * int(self.kept.sum())
+        return phase.others * int(kept.sum())
 
     def _always(self, phase: Phase) -> dict[str, np.ndarray]:
         sent = {"sent tensors": (phase.others + 1) * self.sent} if self.sent else {}

@@ -22,9 +22,12 @@ from autopar.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.pipeline.schedules.simulation import StageSeconds, Timeline, simulate
 from autopar.pipeline.stages.held import TRANSIENT
 from autopar.plans.plan import Offloaded, Plan
+from autopar.plans.rows import SAVED
 from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TEXT, refusing
 from autopar.plans.views import view
+from autopar.plans.workload import WORKLOAD, Workload, workload_of
 from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes, format_seconds
 
 FORMAT = 1
 MAX_ACTIONS = 10**6
@@ -51,7 +54,7 @@ PIPELINE_PLAN = Record(
             )
         ),
     },
-    optional={"bound": SECONDS},
+    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD)},
 )
 
 
@@ -76,7 +79,7 @@ class StagePlan:
         return self.blocks[0] if len(self.blocks) == 1 else f"{self.blocks[0]} … {self.blocks[-1]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PipelinePlan:
     """The stages of a pipeline over one axis of a mesh. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
@@ -96,10 +99,16 @@ class PipelinePlan:
     memory_limit: int | None = None
     """Bytes per device that the stages of a rank were planned to keep to."""
     notes: tuple[str, ...] = ()
+    workload: Workload | None = field(default=None, compare=False)
+    """What the plan is for, and what its step computes."""
 
     def __post_init__(self) -> None:
         assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"
         assert [stage.number for stage in self.stages] == list(range(self.schedule.num_stages)), "a plan per stage"
+
+    def __repr__(self) -> str:
+        step, memory = format_seconds(self.seconds), format_bytes(self.peak_bytes)
+        return f"PipelinePlan({self.mesh}, {self.schedule.name}, {step} a step, {memory} per device)"
 
     def __str__(self) -> str:
         return view("PipelinePlan.__str__")(self)
@@ -153,7 +162,7 @@ class PipelinePlan:
         kept = [sum(row.saved_bytes for row in plan.rows) for plan in plans]
         waiting = [self.schedule.in_flight(number) * each for number, each in zip(numbers, kept, strict=True)]
         running = [
-            sum(own.get(name, 0) for name in (*TRANSIENT, "activations")) - held
+            sum(own.get(name, 0) for name in (*TRANSIENT, *SAVED)) - held
             for own, held in zip(parts, waiting, strict=True)
         ]
         lasting = sum(plan.peak_bytes for plan in plans) - sum(running) - sum(waiting)
@@ -223,6 +232,7 @@ class PipelinePlan:
             "memory_limit": self.memory_limit,
             "notes": self.notes,
             "starts": self.starts,
+            "workload": None if self.workload is None else asdict(self.workload),
             "stages": stages,
         }
         return json.dumps(values, indent=1)
@@ -254,6 +264,7 @@ class PipelinePlan:
                 bound=values.get("bound", 0.0),
                 memory_limit=values["memory_limit"],
                 notes=tuple(values["notes"]),
+                workload=workload_of(values.get("workload")),
             )
 
     def save(self, path: str | Path) -> None:

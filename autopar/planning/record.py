@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from autopar.annotations.matching import Catalog
 from autopar.cost.offload import ACTIVATIONS, host_bytes
 from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
@@ -15,15 +17,19 @@ from autopar.planning.expert_notes import notes_on_experts
 from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.settings import PlanContext
+from autopar.planning.step_seconds import parts_of
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import Moved, PlanRow
+from autopar.plans.workload import Workload
 from autopar.program.calls import module_of
 from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.recompute_segments import OFFLOAD
+from autopar.sharding.annotation import Annotation
 from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
+from autopar.steps.workload import workload
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -100,6 +106,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], copied[number], held[number]))
+    rows = marked(rows, space, context.annotations)
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,
@@ -128,8 +135,32 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         offload=_offloaded(space, answer.modes),
         host=_on_host(context.memory_model, choices, answer.modes),
         multiplier=answer.multiplier,
+        workload=_workload(context, answer),
         context=context,
     )
+
+
+def marked(rows: Sequence[PlanRow], space: Space, annotations: Sequence[Annotation]) -> list[PlanRow]:
+    """Return the rows of a space's decisions, those pinned that the user's own annotations say something about."""
+    own = [each for each in annotations if not each.strategy]
+    if not own:
+        return [replace(row, pinned=False) if row.pinned else row for row in rows]
+    catalog = Catalog(space)
+    found = {
+        number for each in map(catalog.find, own) if each for number in (*each.calls, *each.outputs, *each.parameters)
+    }
+    return [replace(row, pinned=number in found) for number, row in enumerate(rows)]
+
+
+def _workload(context: PlanContext, answer: Answer) -> Workload | None:
+    """Return the workload of a whole model; None of a stage of one."""
+    program, memory = context.space.program, context.memory_model
+    if program.received or program.num_sent:
+        return None
+    runs, seconds = memory.microbatches, answer.seconds
+    if runs.several:
+        seconds = parts_of(memory, answer.choices, answer.modes).of(runs.count)
+    return workload(memory, seconds, context.settings.memory)
 
 
 def _offloaded(space: Space, modes: Mapping[str, str]) -> Offloaded:

@@ -22,6 +22,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
+from autopar.planning.record import marked
 from autopar.planning.replicated_work import unused_axes, warn_of_replicated_work, warn_of_unused_axes
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.whole_parameters import with_storage_settled
@@ -275,7 +276,8 @@ class PlanRequest:
             found, _ = replace(self, settings=settings)._made(stated, pins)
             context = replace(context_of(found), annotations=said, mode=self.mode)
             moved = notes_on_moves(context.space, context.choices) if self.mode == "manual" else ()
-            return replace(found, context=context, mode=self.mode, notes=(*found.notes, *moved))
+            rows = tuple(marked(found.rows, space, said))
+            return replace(found, rows=rows, context=context, mode=self.mode, notes=(*found.notes, *moved))
 
         plan = made(pins, self.settings)
         if self.training and self.strategy is None and self.mode != "manual" and not storage:

@@ -14,22 +14,23 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
-from autopar.plans.repriced import Repriced
+from autopar.plans.answers import Repriced
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
 from autopar.plans.views import view
+from autopar.plans.workload import Workload, workload_of
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
-from autopar.units import format_share
+from autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from autopar.plans.answers import Verification
     from autopar.plans.difference import Difference
     from autopar.plans.explanation import Explanation
     from autopar.plans.translated import ParallelizePlan, TensorParallelPlan, TorchtitanArguments
-    from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
     from autopar.timeline.values import Timeline
 
@@ -49,7 +50,7 @@ class Context(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A choice per decision with predictions. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
@@ -90,6 +91,8 @@ class Plan:
     """What takes memory of the host ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
+    workload: Workload | None = field(default=None, compare=False)
+    """What the plan is for, and what its step computes; None for a stage, whose pipeline says it."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Symbol of the formulas ("batch", "sequence", …) → its value in this plan."""
     formulas: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -100,6 +103,10 @@ class Plan:
     context: Context | None = field(default=None, compare=False, repr=False)
     """What the plan was made from, as long as it lives in the process that made it; not saved."""
 
+    def __repr__(self) -> str:
+        step, memory = format_seconds(self.seconds), format_bytes(self.peak_bytes)
+        return f"Plan({self.mesh}, {len(self.rows)} decisions, {step} a step, {memory} per device)"
+
     def __str__(self) -> str:
         return view("Plan.__str__")(self)
 
@@ -107,13 +114,6 @@ class Plan:
     def gap(self) -> float:
         """Relative distance between the plan and the proven bound; 0 means proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
-
-    @property
-    def certificate(self) -> str:
-        """What is proven of the plan, in words."""
-        if self.mode == "manual":
-            return "as annotated (manual)"
-        return "proven optimal" if self.gap == 0 else f"gap {format_share(self.gap)}"
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -167,6 +167,7 @@ class Plan:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "context"}
         values["rows"] = [asdict(row) for row in self.rows]
         values["memory"] = None if self.memory is None else asdict(self.memory)
+        values["workload"] = None if self.workload is None else asdict(self.workload)
         values["mesh"] = {"axes": dict(self.mesh.axes), "hardware": self.mesh.hardware}
         values["traffic"] = [[collective, axis, count] for (collective, axis), count in sorted(self.traffic.items())]
         return json.dumps({"format": FORMAT, **values}, indent=1)
@@ -195,6 +196,7 @@ class Plan:
         if values["memory"] is not None:
             timeline = tuple(Instant(**each) for each in values["memory"].get("timeline", ()))
             values["memory"] = MemoryUse(values["memory"]["parts"], timeline)
+        values["workload"] = workload_of(values.get("workload"))
         values["notes"] = tuple(values["notes"])
         return cls(**values)
 

@@ -10,6 +10,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.files.schema import Flag, ListOf, Malformed, Maybe, OneOf, Real, Record, Row, Table, Text, Whole
 from autopar.plans.expressions import MAX_CHARACTERS
 from autopar.plans.formula_names import check_formulas
+from autopar.plans.workload import WORKLOAD
 from autopar.sharding.mesh import MAX_AXES, Mesh
 
 FORMAT = 2
@@ -22,7 +23,7 @@ ROW = Record(
     {"name": TEXT, "kind": TEXT, "module": TEXT, "operation": TEXT, "roles": ListOf(TEXT, most=MAX_AXES)}
     | {"layout": TEXT, "seconds": SECONDS, "transfers": ListOf(MOVED)},
     optional={"forward_seconds": SECONDS, "backward_seconds": SECONDS, "recompute_seconds": SECONDS}
-    | {"saved_bytes": BYTES, "stored_bytes": BYTES, "segment": TEXT},
+    | {"saved_bytes": BYTES, "stored_bytes": BYTES, "segment": TEXT, "pinned": Flag()},
 )
 MEMORY = Record(
     {"parts": Table(BYTES)},
@@ -55,6 +56,7 @@ PLAN = Record(
         "offload": OneOf(("none", "optimizer", "activations", "both")),
         "host": Table(BYTES),
         "multiplier": SECONDS,
+        "workload": Maybe(WORKLOAD),
         "symbols": Table(Whole(1), most=1000),
         "formulas": Table(Text(MAX_CHARACTERS), most=1000),
     },

@@ -83,6 +83,8 @@ class Program:
     """Whether it has a loss, of a linear layer, that could be taken in tiles."""
     mlp_tileable: bool = False
     """Whether it has an MLP that could be taken in tiles, where that was asked."""
+    model: str = field(default="", compare=False)
+    """The name of the model's class."""
     python: PythonState = field(default=PythonState(), compare=False)
     """What the forward reads of Python beside its inputs, and what it leaves there."""
     facts: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.capture.export import capture
+from autopar.cost.model_flops import batch_of, model_flops
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
-from autopar.integrations.flops import model_flops
-from autopar.integrations.watch import Record, Watch, batch_of
+from autopar.integrations.watch import Record, Watch
 from tests.support.families import FAMILIES
 from tests.support.ranks import Ranks, mesh
 

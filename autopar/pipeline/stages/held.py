@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.memory.microbatches import END
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import PlanMoments, memory_use
+from autopar.plans.rows import SAVED
 
 TRANSIENT = ("working set", "gathered weights")
 """Parts of a stage's memory that are there only while it runs."""
@@ -96,7 +97,7 @@ def held_by(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str
         return Held(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
     saved = runs.in_flight * int(moments.kept.sum())
-    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, "activations")) - saved
+    running = sum(use.parts.get(name, 0) for name in (*TRANSIENT, *SAVED)) - saved
     waiting, beside = saved + runs.in_flight * moments.sent, saved // runs.in_flight + moments.sent
     ending = sum(moments.ending(END).values()) + waiting - (beside if runs.in_flight == runs.count else 0)
     resting = max(moments.always_total + waiting, ending)

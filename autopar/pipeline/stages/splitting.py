@@ -166,6 +166,7 @@ def _program(program: Program, parts: _Parts) -> Program:
         num_sent=len(parts.sent),
         reduced=program.reduced,
         assumed=program.assumed,
+        model=program.model,
         python=program.python,
     )
 

@@ -1,4 +1,4 @@
-"""The FLOPs that a model asks for in a step, from its captured program, whatever computes them.
+"""The model FLOPs of a step, and the samples and tokens of its batch, from the captured program.
 
 Counted are products (matrix products, convolutions, attention, experts), forward and backward: in the backward as much
 for each operand that needs a gradient, or as a rule says. What is computed again is not counted, as MFU has it (PaLM,
@@ -43,3 +43,10 @@ def _operands(each: RoledCall) -> list[TensorInfo]:
     return [
         info for term, info in inputs if info.dtype.is_floating_point and term.mark != "+" and {*term.factors} - kept
     ]
+
+
+def batch_of(program: Program) -> tuple[int, int | None]:
+    """Samples of a batch, and its tokens: elements of the first input of whole numbers with two dims or more."""
+    tensors = [value for value in program.input_values if isinstance(value, TensorInfo) and value.shape]
+    tokens = (x.num_elements for x in tensors if len(x.shape) > 1 and not x.dtype.is_floating_point)
+    return (tensors[0].shape[0] if tensors else 1), next(tokens, None)
