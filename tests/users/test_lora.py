@@ -84,7 +84,9 @@ def _trained(model: nn.Module) -> dict[str, Any]:
         optimizer.zero_grad()
         loss = model(input_ids=IDS, labels=IDS)["loss"]
         loss.backward()
-        found |= {f"loss {step}": loss.detach()} | {f"gradient {step} of {name}": whole(each.grad) for name, each in model.named_parameters()}
+        found |= {f"loss {step}": loss.detach()} | {
+            f"gradient {step} of {name}": whole(each.grad) for name, each in model.named_parameters()
+        }
         optimizer.step()
     return found | {name: whole(each) for name, each in model.named_parameters()}
 

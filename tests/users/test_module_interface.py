@@ -205,7 +205,12 @@ def _adapted() -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)
     return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, init_lora_weights=False))
 
