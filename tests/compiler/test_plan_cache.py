@@ -168,6 +168,7 @@ def test_processes_that_write_at_once_leave_one_whole_plan(ranks: Ranks, tmp_pat
     assert len(_files(tmp_path)) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".* splits nothing")  # the model is tiny
         assert not _planned(tmp_path)[1]
 
 

@@ -181,7 +181,7 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("autopar.compiler.offline.trace", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
-    assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[0]
+    assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[-1]
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS) and found.verify().ok
     assert replace(found, notes=()) == replace(next(plan for plan in each if plan.mesh == found.mesh), notes=())

@@ -72,6 +72,7 @@ def test_every_mesh_has_its_share_of_the_time_and_those_that_are_not_proven_have
     assert given == [(dp, 15), (tp, 15), (both, 22), (more, 22), (both, 40)]
     steps = [(line[0].found.seconds, line[0].found.gap) for line in found.lines if line[0].found]
     assert steps == [(0.5, 0), (0.9, 0), (1.5, pytest.approx(1 / 3)), (7.5, pytest.approx(1 / 3))]
+    assert found.note.count(", cut short") == 2, "rows that are no verdict are marked"
 
 
 def test_the_likeliest_is_planned_again_for_longer_and_then_others_that_may_be_better(

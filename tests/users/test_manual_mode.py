@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.plans.plan import Plan
@@ -99,9 +100,9 @@ def _train(axes: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor],
         traffic = dict(counted.calls)
         optimizer.step()
         losses.append(float(loss.detach()))
-    full = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in model.named_parameters()
-    }
+    full = {}
+    for name, each in model.named_parameters():
+        full[name] = each.full_tensor() if isinstance(each, DTensor) else each
     return losses, {name: each.detach() for name, each in full.items()}, traffic
 
 
