@@ -49,6 +49,18 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
+def format_count(count: float) -> str:
+    """A number of things as text.
+
+    >>> format_count(8_030_261_248), format_count(120)
+    ('8.03 B', '120')
+    """
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:.0f}"
+
+
 def format_share(share: float) -> str:
     """A share as per cent, of which something is left to see however small it is.
 

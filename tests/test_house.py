@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("errors",),
     ("runtime.face",),
-    ("units", "files", "timeline"),
-    ("progress",),
+    ("units", "files"),
+    ("tables",),
+    ("progress", "timeline"),
     ("program.operators",),
     ("program.operators.attention",),
     ("program",),

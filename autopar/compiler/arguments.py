@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from autopar.pipeline.schedules.schedule import HALVING
 from autopar.planning.request import Inputs, Offloaded, Outputs, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
+from autopar.plans.workload import Workload
 from autopar.program.precision import Precision, precision_of
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
@@ -256,3 +258,11 @@ def check_mesh(mesh: object) -> None:
             f"rank {dist.get_rank()} is not in the mesh, whose ranks are {mesh.mesh.flatten().tolist()}; the process "
             f"group has {dist.get_world_size()} ranks. Make a mesh of all of them, or compile on the mesh's ranks only."
         )
+
+
+def on_device(workload: Workload | None, mesh: DeviceMesh) -> Workload | None:
+    """Return the workload with the name of the device that runs it: "cpu", or as CUDA calls it."""
+    if workload is None:
+        return None
+    name = torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type
+    return replace(workload, device=name)

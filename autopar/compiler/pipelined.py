@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import freeze, skeleton, trace
-from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages
+from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_stages, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
@@ -187,7 +187,8 @@ class _Compiler:
             with allowance.searching():
                 return self.cache.pipeline_plan(request).to_json()
 
-        return PipelinePlan.from_json(from_first_rank(solved, self.mesh))
+        agreed = PipelinePlan.from_json(from_first_rank(solved, self.mesh))
+        return replace(agreed, workload=on_device(agreed.workload, self.mesh))
 
     def _lay_out(self, pipeline: Pipeline) -> None:
         """Store the parameters and buffers of this rank's stages as the first plan says."""

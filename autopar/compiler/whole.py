@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import Traced, freeze, skeleton, trace
 from autopar.capture.tiles.asked import Tiles
-from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_no_pipeline
+from autopar.compiler.arguments import RunOptions, check_buckets, check_hooks, check_no_pipeline, on_device
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.lengths import Counting
@@ -155,7 +155,8 @@ class _Compiler:
             return made.to_json()
 
         agreed = Plan.from_json(from_first_rank(solved, self.mesh))
-        return replace(agreed, context=contexts[0]) if contexts else agreed
+        here = replace(agreed, workload=on_device(agreed.workload, self.mesh))
+        return replace(here, context=contexts[0]) if contexts else here
 
     def _lay_out(self, space: Space, local: LocalProgram) -> None:
         """Store the parameters as the first plan says."""

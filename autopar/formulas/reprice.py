@@ -17,9 +17,9 @@ from autopar.hardware.collectives import pieces
 from autopar.hardware.load import load
 from autopar.hardware.profile import Hardware
 from autopar.planning.settings import context_of
+from autopar.plans.answers import Repriced
 from autopar.plans.expressions import EXACT, Numbers, evaluate
 from autopar.plans.formula_names import COLLECTIVES, FIXED, MEMORY, SIDES, is_rate, parts_of, public, rate_of, rates
-from autopar.plans.repriced import Repriced
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:

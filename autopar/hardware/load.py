@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -91,6 +92,16 @@ def load(name_or_path: str | Path) -> Hardware:
         return parse(_read(path))
     except (Malformed, PlanError) as error:
         raise PlanError(f"the hardware profile {str(path)!r}: {error}") from None
+
+
+def is_profile_of(profile: str, device: str) -> bool:
+    """Return whether a profile may be of a device, by their names; of a profile of one's own nothing else is known.
+
+    >>> is_profile_of("h100", "NVIDIA H100 80GB HBM3"), is_profile_of("h100", "NVIDIA A100-SXM4-80GB")
+    (True, False)
+    """
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    return profile not in known_profiles() or all(part in words for part in profile.split("-"))
 
 
 def links_of(name_or_path: str | Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 
 def _changes(before: Plan, after: Plan, axes: Sequence[str]) -> Iterable[Change]:
-    """The choices that differ; a hub is no choice of its own to a reader, and stands for no call."""
+    """The choices that differ; a shared reshard is no choice of its own to a reader, and stands for no call."""
     rows = {row.name: row for row in after.rows}
     found: list[tuple[str, tuple[str, str, str], tuple[PlanRow, PlanRow]]] = []
     for row in before.rows:
@@ -89,8 +89,8 @@ def choice_words(plan: Plan, row: PlanRow, axes: Sequence[str] | None = None) ->
     names = plan.mesh.names
     shown = names if axes is None else axes
     if row.kind == "call":
-        return ", ".join(f"{axis}={role}" for axis, role in zip(names, row.roles, strict=True) if axis in shown)
-    kept = ", kept for the backward" if plan.is_kept(row.name) else ""
+        return ", ".join(f"{axis}={words}" for axis, words in zip(names, row.splits, strict=True) if axis in shown)
+    kept = ", saved for the backward" if plan.is_kept(row.name) else ""
     return layout_words(row.layout, names, shown) + kept
 
 
@@ -98,10 +98,10 @@ def layout_words(layout: str, names: Sequence[str], shown: Sequence[str] | None 
     """A layout as people say it.
 
     >>> layout_words("S(0) R P", ("dp", "sp", "tp")), layout_words("I", ("dp",))
-    ('S(0) on dp, partial on tp', 'whole')
+    ('dim 0 on dp, partial on tp', 'whole')
     """
     words = [
-        f"{'partial' if placement == 'P' else placement} on {axis}"
+        f"{f'dim {placement[2:-1]}' if placement[0] in 'SZ' else 'partial'} on {axis}"
         for placement, axis in zip(layout.split(), names, strict=True)
         if placement not in ("I", "R") and (shown is None or axis in shown)
     ]

@@ -25,7 +25,7 @@ from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerU
 from autopar.plans.plan import Plan
 from autopar.plans.rows import Moved
 from autopar.program.calls import module_of
-from autopar.progress import progress
+from autopar.progress import progress, stages
 from autopar.solver.narrow import unsaid
 from autopar.space.space import Decision, Space, Wire
 
@@ -40,7 +40,11 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
     strategy = decision.menu.strategies[context.choices[number]]
-    runner_up, reason = _runner_up(plan, context, number)
+    with stages("explain", 2) as step:
+        step("runner-up")
+        runner_up, reason = _runner_up(plan, context, number)
+        step("without the limit")
+        without_limit = _without_limit(context, number)
     allowed = _allowed(context, number)
     is_parameter = decision.kind == "parameter"
     share = space.share(space.rows.get(number), context.choices)
@@ -73,7 +77,7 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         seconds=plan.seconds,
         runner_up=runner_up,
         reason=reason,
-        without_limit=_without_limit(context, number),
+        without_limit=without_limit,
         alternatives=tuple(_alternatives(context, number)) if alternatives else (),
     )
 

@@ -23,9 +23,9 @@ from autopar.planning.record import choices_of, written_down
 from autopar.planning.record import evaluate as seconds_of
 from autopar.planning.settings import PlanContext, context_of
 from autopar.planning.step_seconds import parts_of
+from autopar.plans.answers import Verification
 from autopar.plans.plan import Plan
 from autopar.plans.rows import PlanRow
-from autopar.plans.verification import Verification
 from autopar.solver.problem import Problem
 from autopar.solver.relaxation.wide import lower_bound
 from autopar.units import format_seconds
@@ -131,7 +131,9 @@ def _same(claimed: Any, derived: Any) -> bool:
     if isinstance(claimed, tuple) and isinstance(derived, tuple):
         return len(claimed) == len(derived) and all(map(_same, claimed, derived))
     if isinstance(claimed, PlanRow) and isinstance(derived, PlanRow):
-        return all(_same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(PlanRow))
+        return all(
+            _same(getattr(claimed, each.name), getattr(derived, each.name)) for each in fields(PlanRow) if each.compare
+        )
     return claimed == derived
 
 

@@ -15,6 +15,7 @@ from autopar.planning.formulation import Pins
 from autopar.planning.planner import replan
 from autopar.planning.settings import context_of
 from autopar.plans.plan import Plan
+from autopar.progress import stages
 from autopar.sharding.annotation import Annotation
 
 
@@ -38,7 +39,9 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
     # A manual plan's pins hold what nothing was said about to data parallel, which an annotation now may change.
     preset = any(each.strategy for each in context.annotations)
     asked = pins if context.mode == "manual" else _intersection(context.pins, pins, preset)
-    return replan(replace(context, annotations=together), asked)
+    with stages("what_if", 1) as step:
+        step("planning again")
+        return replan(replace(context, annotations=together), asked)
 
 
 def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:

@@ -165,22 +165,12 @@ class Sums:
 
 
 BY_PLACE = (
-    *(
-        "kept",
-        "whole",
-        "weights kept",
-        "weights whole",
-        "born",
-        "arrived",
-        "fresh",
-        "working",
-        "working forward",
-        "handed on",
-    ),
-    *("unreduced", "sent off", "last made", "alive"),
+    *("kept", "whole", "weights kept", "weights whole", "born", "arrived", "fresh"),
+    *("working", "working forward", "handed on", "unreduced", "sent off", "last made", "alive"),
 )
 """Sums over the places of calls: kept for the backward by place of use, as the modes say and as without recomputation,
-and of these gathered weights; gradients as they are stored, and as they are made; what calls work on and hand on; what is more from a place on."""
+and the gathered weights among them; gradients as they are stored, and as they are made; what calls
+work on and hand on; what is more from a place on."""
 BY_LAYER = ("gathered", "gathered again", "copied", "on way", "on way again")
 """Sums over layers, by number: gathered weights, of these such as are gathered again for the backward, of these, or in
 a forward alone of all, such as are copied out of a message; weights that may be fetched ahead, forward and backward."""

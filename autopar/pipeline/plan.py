@@ -27,6 +27,7 @@ from autopar.plans.schema import BYTES, MESH, PIPELINE_FORMAT, PLAN, SECONDS, TE
 from autopar.plans.views import view
 from autopar.plans.workload import WORKLOAD, Workload, workload_of
 from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes, format_seconds
 
 FORMAT = 1
 MAX_ACTIONS = 10**6
@@ -42,7 +43,6 @@ PIPELINE_PLAN = Record(
         "memory_limit": Maybe(BYTES),
         "notes": ListOf(TEXT),
         "starts": ListOf(Whole()),
-        "workload": Maybe(WORKLOAD),
         "stages": ListOf(
             Record(
                 {
@@ -54,7 +54,7 @@ PIPELINE_PLAN = Record(
             )
         ),
     },
-    optional={"bound": SECONDS},
+    optional={"bound": SECONDS, "workload": Maybe(WORKLOAD)},
 )
 
 
@@ -79,7 +79,7 @@ class StagePlan:
         return self.blocks[0] if len(self.blocks) == 1 else f"{self.blocks[0]} … {self.blocks[-1]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PipelinePlan:
     """The stages of a pipeline over one axis of a mesh. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
@@ -105,6 +105,10 @@ class PipelinePlan:
     def __post_init__(self) -> None:
         assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"
         assert [stage.number for stage in self.stages] == list(range(self.schedule.num_stages)), "a plan per stage"
+
+    def __repr__(self) -> str:
+        step, memory = format_seconds(self.seconds), format_bytes(self.peak_bytes)
+        return f"PipelinePlan({self.mesh}, {self.schedule.name}, {step} a step, {memory} per device)"
 
     def __str__(self) -> str:
         return view("PipelinePlan.__str__")(self)
@@ -260,7 +264,7 @@ class PipelinePlan:
                 bound=values.get("bound", 0.0),
                 memory_limit=values["memory_limit"],
                 notes=tuple(values["notes"]),
-                workload=workload_of(values["workload"]),
+                workload=workload_of(values.get("workload")),
             )
 
     def save(self, path: str | Path) -> None:

@@ -38,17 +38,17 @@ from autopar.pipeline.stages.held import Room
 from autopar.pipeline.stages.refinement import is_allowed, refined
 from autopar.pipeline.stages.rooms import rooms_of_least, thought_in_rooms
 from autopar.planning.offload import Plans, plan_as_offload_asks
-from autopar.planning.record import choices_of
+from autopar.planning.record import choices_of, marked
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
-from autopar.planning.workload import workload
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
 from autopar.progress import progress
 from autopar.sharding.layout import Layout
 from autopar.solver.deadline import after, is_over, seconds_until, why_over
 from autopar.space.space import Space
+from autopar.steps.workload import workload
 from autopar.strategies.presets.data import warn_of_gradients
 from autopar.units import format_share
 
@@ -101,6 +101,7 @@ def _planned(request: PipelineRequest) -> PipelinePlan:
     for first, end in progress(list(pairwise((*starts, len(blocks)))), "stages"):
         program = search.program(first, end)[0]
         plan = finisher.plan(first, end, len(stages), storage)
+        plan = replace(plan, rows=tuple(marked(plan.rows, context_of(plan).space, request.annotations)))
         for name, layout in stored_layouts(program, plan).items():
             storage.setdefault(name, layout)
         names = tuple(block.name for block in blocks[first:end])

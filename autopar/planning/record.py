@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from autopar.annotations.matching import Catalog
 from autopar.cost.offload import ACTIVATIONS, host_bytes
 from autopar.cost.operations import backward_share
 from autopar.errors import PlanError
@@ -16,7 +18,6 @@ from autopar.planning.limit.answers import Answer
 from autopar.planning.loss_notes import notes_on_losses
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import parts_of
-from autopar.planning.workload import workload
 from autopar.plans.plan import Offloaded, Plan
 from autopar.plans.rows import Moved, PlanRow
 from autopar.plans.workload import Workload
@@ -25,8 +26,10 @@ from autopar.program.operators.capacity import WITHIN_CAPACITY
 from autopar.program.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopar.program.operators.mlp_in_tiles import MLP_IN_TILES
 from autopar.program.recompute_segments import OFFLOAD
+from autopar.sharding.annotation import Annotation
 from autopar.space.in_order import notes_on_order
 from autopar.space.space import Decision, Space, without_gradient
+from autopar.steps.workload import workload
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -103,6 +106,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             traffic[transfer.collective, transfer.axis] += transfer.num_bytes
         module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], copied[number], held[number]))
+    rows = marked(rows, space, context.annotations)
     names = [str(d.menu.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
     return Plan(
         mesh=space.mesh,
@@ -134,6 +138,18 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         workload=_workload(context, answer),
         context=context,
     )
+
+
+def marked(rows: Sequence[PlanRow], space: Space, annotations: Sequence[Annotation]) -> list[PlanRow]:
+    """Return the rows of a space's decisions, those pinned that the user's own annotations say something about."""
+    own = [each for each in annotations if not each.strategy]
+    if not own:
+        return [replace(row, pinned=False) if row.pinned else row for row in rows]
+    catalog = Catalog(space)
+    found = {
+        number for each in map(catalog.find, own) if each for number in (*each.calls, *each.outputs, *each.parameters)
+    }
+    return [replace(row, pinned=number in found) for number, row in enumerate(rows)]
 
 
 def _workload(context: PlanContext, answer: Answer) -> Workload | None:

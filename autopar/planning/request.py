@@ -22,6 +22,7 @@ from autopar.memory.microbatches import Microbatches
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, best_plan_of
+from autopar.planning.record import marked
 from autopar.planning.replicated_work import warn_of_replicated_work
 from autopar.planning.settings import Settings, context_of
 from autopar.plans.plan import Plan
@@ -245,7 +246,8 @@ class PlanRequest:
         pins = pins_of(said, space, self.mode, storage or {})
         made, choices = self._made(stated or Statements(space), pins)
         self.warn(space, choices)
-        return replace(made, context=replace(context_of(made), annotations=said, mode=self.mode))
+        context = replace(context_of(made), annotations=said, mode=self.mode)
+        return replace(made, rows=tuple(marked(made.rows, space, said)), context=context)
 
     def warn(self, space: Space, choices: Sequence[int]) -> None:
         """Warn of what is not as one would think in a plan of these choices."""

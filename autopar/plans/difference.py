@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
+from autopar.tables import fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds
 
 MAX_LINES = 40  # of the table of choices
-WIDTH = 40  # of a choice in it
 MAX_SHARE = 9.0  # above which a difference is called a multiple
 TOLERANCE = 1e-9  # of a step: sums in another order may differ by so much
 
@@ -76,7 +74,7 @@ class Difference:
         if self.is_empty:
             return "the plans are equal: same choices, same predictions"
         sections = [
-            "\n".join(f"not the same: {text}" for text in self.mismatches),
+            "\n".join(wrapped(f"not the same: {text}") for text in self.mismatches),
             self._totals(),
             self._choices(),
         ]
@@ -85,16 +83,11 @@ class Difference:
     def _totals(self) -> str:
         table = [
             ["step", *_seconds_words(self.step)],
-            ["bound", *_seconds_words(self.bound)],
+            ["lower bound", *_seconds_words(self.bound)],
             ["memory", *_bytes_words(self.memory)],
             *([f"{name} {axis}", *_bytes_words(amount)] for (name, axis), amount in self.traffic.items()),
         ]
-        return tabulate(
-            table,
-            headers=["", "before", "after", "difference"],
-            colalign=["left", *["right"] * 3],
-            disable_numparse=True,
-        )
+        return fitted_table(table, ["", "before", "after", "difference"], (1, 2, 3))
 
     def _choices(self) -> str:
         if not self.changes:
@@ -107,10 +100,7 @@ class Difference:
         if left:
             delta = signed_seconds(sum(change.seconds.delta for change in left))
             table.append([f"({len(left)} more kinds)", "", "", "", sum(change.count for change in left), delta])
-        headers = ["module", "operation", "before", "after", "calls", "time"]
-        widths = [None, None, WIDTH, WIDTH, None, None]
-        alignment = ["left"] * 4 + ["right"] * 2
-        return tabulate(table, headers=headers, colalign=alignment, maxcolwidths=widths, disable_numparse=True)
+        return fitted_table(table, ["module", "operation", "before", "after", "calls", "time"], (4, 5))
 
 
 def share_words(amount: Amount) -> str:

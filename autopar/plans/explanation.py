@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from tabulate import tabulate
-
 from autopar.plans.difference import Amount, Change, Difference, Share, share_words, signed_bytes, signed_seconds
 from autopar.plans.rows import Moved, is_main
+from autopar.tables import fitted_table
 from autopar.units import format_bytes, format_seconds, format_share
 
 MAX_CHANGES = 8  # lines of a runner-up's table of choices
 MAX_PLACES = 3  # of a collective that a runner-up runs more or less
-MOVED_WIDTH = 60
 SHOWN_GAP = 5e-5  # a smaller one reads 0.00%
 
 
@@ -138,7 +136,7 @@ class Explanation(Generic[P]):
         parts = (
             ("compute, forward", self.forward_seconds),
             ("compute, backward", self.backward_seconds),
-            ("host copies" if self.mode == "offload" else "computed again", self.recompute_seconds),
+            ("host copies" if self.mode == "offload" else "recomputation", self.recompute_seconds),
             ("optimizer step", self.optimizer_seconds),
         )
         table: list[list[Any]] = [[name, format_seconds(seconds), ""] for name, seconds in parts if seconds]
@@ -150,7 +148,7 @@ class Explanation(Generic[P]):
             name = f"{where} {each.tensor}: {each.before} → {each.after}{shared}"
             hidden = each.moved and not any(moved.seconds for moved in each.moved)
             table.append([name, "hidden" if hidden else format_seconds(each.seconds), _moved(each.moved)])
-        held = ((self.saved_bytes, "kept for the backward"), (self.stored_bytes, "stored, with optimizer state"))
+        held = ((self.saved_bytes, "saved for the backward"), (self.stored_bytes, "stored, with optimizer state"))
         lines = [f"{format_bytes(count)} per device {what}" for count, what in held if count]
         return "\n".join([_table(table, ["what it costs in a step", "time", "moved"]), *lines])
 
@@ -165,7 +163,7 @@ class Explanation(Generic[P]):
             f"  memory   {format_bytes(second.memory.after)}, {signed_bytes(second.memory.delta)}",
         ]
         if second.plan.gap > SHOWN_GAP:
-            lines.append(f"  bound    not proven best: at most {format_share(second.plan.gap)} of it could be saved")
+            lines.append(f"  gap      not proven best: at most {format_share(second.plan.gap)} of it could be saved")
         if signed_seconds(second.step.delta) == "0":
             lines.append("  equally fast: the choice between them is arbitrary")
         table = []
@@ -218,18 +216,9 @@ def _place(change: Change) -> int:
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str], num_left: int = 1) -> str:
-    """A table whose first columns are words, and the last one too where there are three."""
-    alignment = ["left"] * num_left + ["right"] * (len(headers) - num_left)
-    if num_left == 1:
-        alignment[-1] = "left"
-    return tabulate(
-        rows,
-        headers=headers,
-        tablefmt="simple",
-        colalign=alignment if rows else None,
-        maxcolwidths=[None] * (len(headers) - 1) + [MOVED_WIDTH],
-        disable_numparse=True,
-    )
+    """A table whose first columns are words, and the last one too if there are three."""
+    words = {*range(num_left), *([len(headers) - 1] if num_left == 1 else [])}
+    return fitted_table(rows, headers, [number for number in range(len(headers)) if number not in words])
 
 
 def _moved(transfers: Sequence[Moved]) -> str:

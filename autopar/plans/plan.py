@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from autopar.errors import PlanError
 from autopar.files.reading import read_json, read_text
 from autopar.files.replace import replace_text
-from autopar.plans.repriced import Repriced
+from autopar.plans.answers import Repriced
 from autopar.plans.rows import Instant, MemoryUse, PlanRow, row_of
 from autopar.plans.schema import FORMAT, PIPELINE_FORMAT, PLAN, check_between, refusing
 from autopar.plans.strategy_names import implementations_of, is_kept, layout_named
@@ -22,14 +22,15 @@ from autopar.plans.views import view
 from autopar.plans.workload import Workload, workload_of
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from autopar.plans.answers import Verification
     from autopar.plans.difference import Difference
     from autopar.plans.explanation import Explanation
     from autopar.plans.translated import ParallelizePlan, TensorParallelPlan, TorchtitanArguments
-    from autopar.plans.verification import Verification
     from autopar.sharding.annotation import Annotation
     from autopar.timeline.values import Timeline
 
@@ -49,7 +50,7 @@ class Context(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A choice per decision with predictions. `print(plan)` is a table; `save` and `load` keep it as JSON.
 
@@ -99,6 +100,10 @@ class Plan:
     """
     context: Context | None = field(default=None, compare=False, repr=False)
     """What the plan was made from, as long as it lives in the process that made it; not saved."""
+
+    def __repr__(self) -> str:
+        step, memory = format_seconds(self.seconds), format_bytes(self.peak_bytes)
+        return f"Plan({self.mesh}, {len(self.rows)} decisions, {step} a step, {memory} per device)"
 
     def __str__(self) -> str:
         return view("Plan.__str__")(self)

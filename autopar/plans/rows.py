@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,6 +49,19 @@ class PlanRow:
     """Bytes per device that a parameter takes with its gradient, optimizer state and master copy."""
     segment: str = ""
     """The segment (layer) that the call is recomputed with, whatever its mode."""
+    pinned: bool = field(default=False, compare=False)
+    """Whether an annotation of the user says something about the decision."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What each mesh axis splits, in words: a role, "dim 2" of the output, or "inner dim" if the output has none.
+
+        >>> PlanRow("a", "call", "", "add", ("data", "h"), "S(0) S(2)", 0.0, ()).splits
+        ('data', 'dim 2')
+        """
+        placements = self.layout.split()
+        aligned = placements if len(placements) == len(self.roles) else self.roles
+        return tuple(_words(role, placement) for role, placement in zip(self.roles, aligned, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,30 @@ class Instant:
     name: str
     backward: bool
     num_bytes: int
+
+
+ROLES = {
+    "data": "samples",
+    "sequence": "positions",
+    "column": "outputs of a product",
+    "row": "the dim that a product sums over",
+    "expert": "experts",
+    "replicated": "nothing, every device has all",
+    "partial": "nothing, devices hold parts of a sum",
+}
+"""What an axis splits → in a few words."""
+_SPLIT = re.compile(r"[SZ]\((\d+)\)")
+
+
+def _words(role: str, placement: str) -> str:
+    if role in ROLES:
+        return role
+    if role in ("R", "I", "-", ""):
+        return "replicated" if role else ""
+    if role.startswith("P"):
+        return "partial"
+    found = _SPLIT.search(role) or _SPLIT.search(placement)
+    return f"dim {found.group(1)}" if found else "inner dim"
 
 
 ACTIVATIONS = "activations"

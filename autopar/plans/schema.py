@@ -23,7 +23,7 @@ ROW = Record(
     {"name": TEXT, "kind": TEXT, "module": TEXT, "operation": TEXT, "roles": ListOf(TEXT, most=MAX_AXES)}
     | {"layout": TEXT, "seconds": SECONDS, "transfers": ListOf(MOVED)},
     optional={"forward_seconds": SECONDS, "backward_seconds": SECONDS, "recompute_seconds": SECONDS}
-    | {"saved_bytes": BYTES, "stored_bytes": BYTES, "segment": TEXT},
+    | {"saved_bytes": BYTES, "stored_bytes": BYTES, "segment": TEXT, "pinned": Flag()},
 )
 MEMORY = Record(
     {"parts": Table(BYTES)},

@@ -1,4 +1,4 @@
-"""What a plan is for: the model, its inputs, dtypes and optimizer, with the step's model FLOPs and one device's time."""
+"""What a plan is for: model, inputs, dtypes, optimizer, model FLOPs, and the step of one device alone."""
 
 from __future__ import annotations
 
@@ -60,15 +60,19 @@ class Workload:
 
     @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds
+        return self._rate(self.samples)
 
     @property
     def tokens_per_second(self) -> float | None:
-        return None if self.tokens is None else self.tokens / self.seconds
+        return None if self.tokens is None else self._rate(self.tokens)
 
     def mfu(self, num_devices: int) -> float:
         """Model FLOPs utilization: the share of the devices' peak FLOP/s that model FLOPs take of the step."""
-        return self.ideal_seconds / (self.seconds * num_devices)
+        return self._rate(self.ideal_seconds) / num_devices
+
+    def _rate(self, amount: float) -> float:
+        """An amount per second; 0 of a step that takes no time."""
+        return amount / self.seconds if self.seconds else 0.0
 
 
 _TEXT, _SECONDS, _COUNT = Text(), Real(0), Whole(0)

@@ -16,13 +16,13 @@ from typing import Any
 
 from autopar.inspection.breakdown import breakdown
 from autopar.plans.plan import Plan
-from autopar.plans.rows import Instant, PlanRow, is_main
-from autopar.report.table import REDUCED_EACH, host_words
-from autopar.report.timeline_words import timeline_words
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.plans.rows import ROLES, Instant, PlanRow, is_main
+from autopar.report.facts import plan_facts
+from autopar.report.table import kind_words
+from autopar.tables import Fact
+from autopar.units import format_bytes, format_seconds
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-ROLES = ("data", "sequence", "column", "row", "expert", "replicated", "partial", "other")
 WIDTH, HEIGHT = 1000, 220  # of a drawing, in its own units
 MAX_POINTS = 1000  # of the curve; of the instants that share a point, the highest is drawn
 MAX_KINDS = 24  # operations with a bar of their own
@@ -34,7 +34,7 @@ def page(plan: Plan) -> str:
     parts = {
         "title": f"Plan for {escape(str(plan.mesh))}",
         "header": _header(plan),
-        "legend": "".join(f'<span class="chip {role}">{role}</span>' for role in ROLES),
+        "legend": _legend(plan),
         "memory": memory_section(plan),
         "time": time_section(plan),
         "notes": _notes(plan),
@@ -46,29 +46,25 @@ def page(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
-    limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
-    facts = {
-        "mesh": f"{plan.mesh} ({plan.mesh.num_devices} devices)",
-        "hardware": plan.mesh.hardware,
-        "step": f"{format_seconds(plan.seconds)} predicted",
-        "bound": f"{format_seconds(plan.bound)}, {certificate}",
-        "memory": f"{format_bytes(plan.peak_bytes)} per device at the peak, {limit}",
-        **({"host": host_words(plan.host)} if plan.host else {}),
-        "solver": plan.solver,
-    }
-    modes = Counter(plan.recompute.values())
-    if modes:
-        facts["recomputed"] = ", ".join(
-            f"{mode} in {count} of {modes.total()}" for mode, count in sorted(modes.items())
-        )
-    if plan.context is not None:
-        facts["timeline"], _ = timeline_words(plan)
-    if plan.prefetch:
-        facts["weights"] = f"gathered {plan.prefetch} layer{'s' * (plan.prefetch > 1)} ahead of their use"
-    if plan.reduce_each:
-        facts["gradients"] = REDUCED_EACH.removeprefix("gradients ")
-    return "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+    mesh = plan.mesh
+    facts = [
+        Fact("mesh", f"{mesh} ({mesh.num_devices} devices)"),
+        Fact("hardware profile", mesh.hardware),
+        *plan_facts(plan),
+    ]
+    return fact_items(facts)
+
+
+def fact_items(facts: Iterable[Fact]) -> str:
+    """Facts as entries of a list of definitions."""
+    return "".join(f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.text)}</dd></div>" for fact in facts)
+
+
+def _legend(plan: Plan) -> str:
+    """A chip per role with its meaning, and the mark of pinned rows if there are any."""
+    chips = "".join(f'<span class="chip {role}" title="{escape(words)}">{role}</span>' for role, words in ROLES.items())
+    pinned = '<span class="mode">pinned</span> by an annotation' if any(row.pinned for row in plan.rows) else ""
+    return chips + pinned
 
 
 def memory_section(plan: Plan) -> str:
@@ -213,7 +209,7 @@ def _data(plan: Plan) -> dict[str, Any]:
     columns = [_columns(plan, row, texts, choices, moves) for row in rows]
     return {
         "axes": list(plan.mesh.names),
-        "roles": ROLES,
+        "kinds": {kind: kind_words(kind) for kind in sorted({row.kind for row in rows})},
         "rows": columns,
         "texts": list(texts.number),
         "choices": list(choices.number),
@@ -224,10 +220,10 @@ def _data(plan: Plan) -> dict[str, Any]:
 
 def _columns(plan: Plan, row: PlanRow, texts: _Texts, choices: _Texts, moves: _Texts) -> list[Any]:
     main = row.kind != "call" or is_main(row.operation)
-    roles = tuple((role, colour_of(role)) for role in row.roles)
+    roles = tuple((role, colour_of(role)) for role in row.splits)
     kept = row.kind == "parameter" and plan.is_kept(row.name)
     mode = plan.recompute.get(row.segment, "none") if row.segment else "none"
-    choice = (texts(row.operation), row.kind, roles, row.layout, main, kept, mode)
+    choice = (texts(row.operation), row.kind, roles, row.layout, main, kept, mode, row.pinned)
     moved = [
         (each.collective, each.axis, each.num_bytes, _short(each.seconds), each.backward) for each in row.transfers
     ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedules.simulation import Slice
 from autopar.report.html import TEMPLATE as PLAN_TEMPLATE
-from autopar.report.html import html_table, memory_section, time_section
+from autopar.report.html import fact_items, html_table, memory_section, time_section
 from autopar.report.pipeline_table import HEADERS, facts, stage_rows
 from autopar.report.pipeline_trace import KINDS, slice_label
 from autopar.units import format_bytes, format_seconds
@@ -39,7 +39,7 @@ def page(plan: PipelinePlan) -> str:
     parts = {
         "title": f"Pipeline plan for {escape(str(plan.mesh))}",
         "style": style.group(),
-        "header": "".join(f"<div><dt>{fact.name}</dt><dd>{escape(fact.text)}</dd></div>" for fact in facts(plan)),
+        "header": fact_items(facts(plan)),
         "words": escape(_words(plan)),
         "legend": _legend(plan),
         "gantt": gantt(plan),
@@ -131,7 +131,7 @@ def _details(stage: StagePlan) -> str:
     title = f"Stage {stage.number}: {escape(stage.range)}, {peak} per device"
     inside = (
         f"<h3>Memory of a device</h3>{memory_section(stage.plan)}"
-        f"<h3>Time of one micro-batch, and of what is done once</h3>"
+        f"<h3>Time of one micro-batch, and of what a step does once</h3>"
         f'<div class="columns">{time_section(stage.plan)}</div>'
     )
     return f"<section><details><summary>{title}</summary>{inside}</details></section>"

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tabulate import tabulate
-
 from autopar.pipeline.plan import PipelinePlan, StagePlan
-from autopar.report.table import host_words
+from autopar.report.facts import OF_SECONDS, host_words, workload_facts
+from autopar.tables import Fact, fact_lines, fitted_table, wrapped
 from autopar.units import format_bytes, format_seconds, format_share
 
-HEADERS = ("stage", "rank", "blocks", "forward", "backward", "once", "peak memory", "in flight", "idle")
-"""Forward and backward are those of one micro-batch; idle is the share of the step in which the rank waits."""
-BLOCKS_WIDTH = 48
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """Something said about a pipeline's plan, under a name."""
-
-    name: str
-    text: str
+HEADERS = ("stage", "rank", "blocks", "forward", "backward", "per step", "peak memory", "in flight", "idle")
+LEGEND = (
+    "forward, backward: of one micro-batch",
+    "per step: what a stage does once in a step: optimizer, moves of weights and the reduction of their gradients",
+    "in flight: micro-batches that wait for their backward",
+    "idle: the share of the step in which the rank waits",
+    "print(plan.stages[0].plan) shows how stage 0 is planned",
+)
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
     """The plan as text: a header, the stages, notes, and how to see more of a stage."""
-    width = max(len(fact.name) for fact in facts(plan)) + 2
     mesh = plan.mesh
-    header = [f"pipeline plan for the mesh {mesh} ({mesh.num_devices} devices, hardware {mesh.hardware})"]
-    header += [f"  {fact.name:<{width}}{fact.text}" for fact in facts(plan)]
-    columns = [None if name != "blocks" else BLOCKS_WIDTH for name in HEADERS]
-    table = tabulate(
-        stage_rows(plan), headers=HEADERS, maxcolwidths=columns, colalign=_alignment(), disable_numparse=True
-    )
-    notes = [f"note: {note}" for note in plan.notes]
-    more = "forward and backward of one micro-batch; print(plan.stages[0].plan) shows how stage 0 is planned"
-    return "\n\n".join(["\n".join(header), table, *(["\n".join(notes)] if notes else []), more])
+    title = f"pipeline plan for the mesh {mesh} ({mesh.num_devices} devices, hardware {mesh.hardware})"
+    header = [wrapped(title), *fact_lines(facts(plan))]
+    right = [number for number, name in enumerate(HEADERS) if name != "blocks"]
+    table = fitted_table(stage_rows(plan), HEADERS, right)
+    legend = [wrapped(line) for line in LEGEND]
+    notes = [wrapped(f"note: {note}") for note in plan.notes]
+    return "\n\n".join("\n".join(part) for part in (header, [table], legend, notes) if part)
 
 
 def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
@@ -44,12 +34,15 @@ def facts(plan: PipelinePlan) -> tuple[Fact, ...]:
     schedule, ranks = plan.schedule, range(plan.schedule.num_ranks)
     limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     fullest = max(ranks, key=plan.rank_bytes)
-    gap = f", gap {format_share(plan.gap)}" if plan.bound else ""
+    gap = f", optimality gap {format_share(plan.gap)}" if plan.bound else ""
     chunks = f", {schedule.chunks} on each" if schedule.chunks > 1 else ""
     where = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks of axis {plan.axis}{chunks}"
+    facts = workload_facts(plan.workload, plan.mesh)
     return (
+        *(fact for fact in facts if fact.name not in OF_SECONDS),
         Fact("schedule", f"{schedule.name}, m = {plan.microbatches} micro-batches, {where}"),
         Fact("step", f"{format_seconds(plan.seconds)} predicted, bubble {plan.bubble:.1%}{gap}"),
+        *(fact for fact in facts if fact.name in OF_SECONDS),
         Fact("memory", f"{format_bytes(plan.peak_bytes)} per device at the peak, on rank {fullest}, {limit}"),
         *([Fact("host", host_words(plan.host))] if plan.host_bytes else []),
     )
@@ -73,7 +66,3 @@ def _row(plan: PipelinePlan, stage: StagePlan) -> list[str]:
         str(plan.schedule.in_flight(stage.number)),
         f"{plan.idle(rank):.1%}",
     ]
-
-
-def _alignment() -> Sequence[str]:
-    return ["left" if name == "blocks" else "right" for name in HEADERS]

@@ -8,23 +8,28 @@ anything (views, elementwise) are one line at the end, unless the table is verbo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tabulate import tabulate
-
 from autopar.plans.plan import Plan
-from autopar.plans.rows import PlanRow, is_main
-from autopar.program.folding import folded, ranges
-from autopar.program.paths import is_number
-from autopar.program.recompute_segments import OFFLOAD
-from autopar.report.timeline_words import timeline_words
-from autopar.units import format_bytes, format_seconds, format_share
+from autopar.plans.rows import ROLES, PlanRow, is_main
+from autopar.program.folding import folded
+from autopar.report.facts import plan_facts
+from autopar.tables import fact_lines, fitted_table, wrapped
+from autopar.units import format_bytes, format_seconds
 
-REDUCED_EACH = "gradients reduced by every micro-batch, and added up in parts"
 MODULE_WIDTH = 42
-MOVED_WIDTH = 30
+PINNED, SHARED, SAVED = " *", "(shared reshard)", "saved"
+TERMS = {
+    **{role: f"the axis splits {words}" for role, words in ROLES.items()},
+    "dim ": "the axis splits that dim of the output",
+    "inner dim": "the axis splits a dim that the output has not",
+    SHARED: "one reshard of a tensor for several consumers",
+    SAVED: "the gathered weight is saved for the backward; others are gathered again there",
+    PINNED: "pinned by an annotation",
+}
+"""Words of the table → what they mean."""
 SHORT_NAMES = {"scaled_dot_product_attention": "sdpa", "attention_by_mask": "attention"}
 
 Transfers = tuple[tuple[Any, ...], ...]
@@ -43,6 +48,7 @@ class _Line:
     count: int
     seconds: float
     transfers: Transfers
+    pinned: bool = False
 
 
 def plan_table(plan: Plan, verbose: bool = False) -> str:
@@ -50,85 +56,19 @@ def plan_table(plan: Plan, verbose: bool = False) -> str:
     lines, rest = _lines(plan, verbose)
     sections = [
         _header(plan),
-        _choices(plan, _folded(lines), rest, verbose),
+        _choices(plan, folded_lines := _folded(lines), rest, verbose),
+        _legend(plan, folded_lines),
         _traffic(plan),
         _unruled(plan),
-        "\n".join(f"note: {note}" for note in plan.notes),
+        "\n".join(wrapped(f"note: {note}") for note in plan.notes),
     ]
     return "\n\n".join(section for section in sections if section)
 
 
 def _header(plan: Plan) -> str:
-    certificate = "proven optimal" if plan.gap == 0 else f"gap {format_share(plan.gap)}"
-    limit = "no limit set" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
-    return "\n".join(
-        (
-            f"plan for the mesh {plan.mesh} ({plan.mesh.num_devices} devices, hardware {plan.mesh.hardware})",
-            f"  step     {format_seconds(plan.seconds)} predicted, bound {format_seconds(plan.bound)}, {certificate}",
-            *_timeline(plan),
-            f"  memory   {format_bytes(plan.peak_bytes)} per device predicted at the peak, {limit}",
-            *_parts(plan),
-            *_on_host(plan),
-            *_modes(plan),
-            *_moved_weights(plan),
-            f"  solver   {plan.solver}",
-        )
-    )
-
-
-def _timeline(plan: Plan) -> list[str]:
-    """The step as a timeline, and its largest differences from the sum that the solver makes least."""
-    if plan.context is None:
-        return []
-    simulated, apart = timeline_words(plan)
-    return [f"  timeline {simulated}", *([f"           beside the sum: {apart}"] if apart else [])]
-
-
-def _parts(plan: Plan) -> list[str]:
-    """What the memory at the peak is, largest first, in lines."""
-    if plan.memory is None:
-        return []
-    parts = sorted(plan.memory.parts.items(), key=lambda part: -part[1])
-    words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes]
-    return [f"           {', '.join(words[start : start + 4])}" for start in range(0, len(words), 4)]
-
-
-def _on_host(plan: Plan) -> list[str]:
-    """What is in host memory."""
-    return [f"  host     {host_words(plan.host)}"] if plan.host else []
-
-
-def host_words(host: Mapping[str, int]) -> str:
-    """The bytes that are in host memory, and what they are."""
-    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in host.items())
-    return f"{format_bytes(sum(host.values()))} of its memory per device: {parts}"
-
-
-def _modes(plan: Plan) -> list[str]:
-    """How segments are computed again in the backward, and which save on the host, numbered ones as ranges."""
-    names: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for segment, mode in plan.recompute.items():
-        stem, _, number = segment.rpartition(".")
-        names[mode, stem].append(number)
-    words = {
-        key: f"{key[1]}.{ranges(sorted(map(int, numbers)))}".removeprefix(".")
-        if all(map(is_number, numbers))
-        else ", ".join(f"{key[1]}.{number}".removeprefix(".") for number in numbers)
-        for key, numbers in names.items()
-    }
-    again = [f"{mode} in {found}" for (mode, _), found in words.items() if mode not in ("none", OFFLOAD)]
-    away = [found for (mode, _), found in words.items() if mode == OFFLOAD]
-    return [
-        *([f"  computed again in the backward: {', '.join(again)}"] if again else []),
-        *([f"  saved on the host for the backward: {', '.join(away)}"] if away else []),
-    ]
-
-
-def _moved_weights(plan: Plan) -> list[str]:
-    """How far ahead weights are gathered, and that every micro-batch reduces gradients."""
-    layers = "1 layer" if plan.prefetch == 1 else f"{plan.prefetch} layers"
-    found = [f"  weights gathered {layers} ahead of their use"] if plan.prefetch else []
-    return [*found, f"  {REDUCED_EACH}"] if plan.reduce_each else found
+    mesh = plan.mesh
+    title = f"plan for the mesh {mesh} ({mesh.num_devices} devices, hardware {mesh.hardware})"
+    return "\n".join((wrapped(title), *fact_lines(plan_facts(plan))))
 
 
 def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
@@ -140,7 +80,7 @@ def _lines(plan: Plan, verbose: bool) -> tuple[list[_Line], list[PlanRow]]:
             first_call.setdefault(row.module, position[row.name])
 
     def place(row: PlanRow) -> int:
-        """A hub, "linear_3/hub", stands behind the call that made its tensor."""
+        """A shared reshard, "linear_3/hub", stands behind the call that made its tensor."""
         return position.get(row.name.split("/")[0], position[row.name])
 
     storages = _storages(plan)
@@ -161,9 +101,14 @@ def _is_main(row: PlanRow) -> bool:
 
 
 def _line(row: PlanRow, storage: str) -> _Line:
-    operation = f"({row.kind})" if row.kind != "call" else SHORT_NAMES.get(row.operation, row.operation)
+    operation = SHORT_NAMES.get(row.operation, row.operation) if row.kind == "call" else kind_words(row.kind)
     path = tuple(row.module.split("."))
-    return _Line(path, operation, row.roles, row.layout, storage, 1, row.seconds, row.transfers)
+    return _Line(path, operation, row.splits, row.layout, storage, 1, row.seconds, row.transfers, row.pinned)
+
+
+def kind_words(kind: str) -> str:
+    """The kind of a decision that is no call, in words."""
+    return SHARED if kind == "hub" else f"({kind})"
 
 
 def _storages(plan: Plan) -> dict[str, str]:
@@ -172,8 +117,8 @@ def _storages(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         if row.kind == "parameter":
             module, _, name = row.module.rpartition(".")
-            kept = ",\nkept" if plan.is_kept(row.name) else ""
-            found[module][name] = _storage(row.layout, plan.mesh.names) + kept
+            kept = f",\n{SAVED}" if plan.is_kept(row.name) else ""
+            found[module][name] = _storage(row.layout, plan.mesh.names) + kept + PINNED * row.pinned
     return {
         module: (
             next(iter(by_name.values()))
@@ -185,16 +130,20 @@ def _storages(plan: Plan) -> dict[str, str]:
 
 
 def _storage(layout: str, axes: Sequence[str]) -> str:
-    """A layout as people say it: "S(0) on dp" (one axis a line), "whole"."""
-    split = [
-        f"{part} on {axis}" for part, axis in zip(layout.split(), axes, strict=True) if part.startswith(("S", "Z"))
-    ]
-    return ",\n".join(split) or "whole"
+    """A layout as people say it: "dim 0 on dp, tp" (one dim a line), "whole"."""
+    split: dict[str, list[str]] = defaultdict(list)
+    for part, axis in zip(layout.split(), axes, strict=True):
+        if part.startswith(("S", "Z")):
+            split[part[2:-1]].append(axis)
+    return ",\n".join(f"dim {dim} on {', '.join(names)}" for dim, names in split.items()) or "whole"
 
 
 def _folded(lines: Iterable[_Line]) -> list[_Line]:
     """Lines that differ only in numbers of their module path become one, with the sums of their columns."""
-    kinds = ((".".join(line.module), (line.operation, line.roles, line.layout, line.storage), line) for line in lines)
+    kinds = (
+        (".".join(line.module), (line.operation, line.roles, line.layout, line.storage, line.pinned), line)
+        for line in lines
+    )
     return [
         replace(
             fold.items[0],
@@ -220,8 +169,8 @@ def _choices(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbos
     layout = [""] if verbose else []
     table = [
         [
-            _shortened(".".join(line.module)) or "(model)",
-            line.operation,
+            ".".join(line.module) or "(model)",
+            line.operation + PINNED * line.pinned,
             *line.roles,
             *([line.layout] if verbose else []),
             line.storage,
@@ -236,13 +185,22 @@ def _choices(plan: Plan, lines: Sequence[_Line], rest: Sequence[PlanRow], verbos
         table.append([name, "", *blank, *layout, "", len(rows), format_seconds(seconds), _moved(moved)])
     table.append(["total", "", *blank, *layout, "", len(plan.rows), format_seconds(plan.seconds), ""])
     headers = ["module", "operation", *plan.mesh.names, *(["layout"] if verbose else []), "stored"]
-    return tabulate(
-        table,
-        headers=[*headers, "calls", "time", "moved per step"],
-        tablefmt="simple",
-        colalign=["left"] * len(headers) + ["right", "right", "left"],
-        disable_numparse=True,
-    )
+    right = (len(headers), len(headers) + 1)
+    return fitted_table(table, [*headers, "calls", "time", "moved per step"], right, {0: _shortened})
+
+
+def _legend(plan: Plan, lines: Sequence[_Line]) -> str:
+    """Explain the words of the table that occur in it."""
+    words = {PINNED} if any(line.pinned or PINNED in line.storage for line in lines) else set()
+    for line in lines:
+        words |= {line.operation, *line.roles, *line.storage.replace(PINNED, "").split()}
+    there = [term for term in TERMS if term in words or (term == "dim " and any("dim " in word for word in words))]
+    moved_over = {axis for _, axis in plan.traffic}
+    names = plan.mesh.names
+    joined = {name: [names[each] for each in axes] for name, axes in plan.mesh.joined.items() if name in moved_over}
+    meanings = {term.strip(): TERMS[term] for term in there}
+    meanings |= {name: f"moved by one collective over {' and '.join(axes)}" for name, axes in joined.items()}
+    return "\n".join(wrapped(f"{term}: {words}") for term, words in meanings.items())
 
 
 def _leftovers(rest: Sequence[PlanRow]) -> list[tuple[str, list[PlanRow]]]:
@@ -253,23 +211,20 @@ def _leftovers(rest: Sequence[PlanRow]) -> list[tuple[str, list[PlanRow]]]:
     return [(name, rows) for name, rows in kinds if rows]
 
 
-def _shortened(path: str) -> str:
-    """A path that is too long loses its first modules."""
-    while len(path) > MODULE_WIDTH and "." in path.removeprefix("…."):
+def _shortened(path: str, width: int) -> str:
+    """A path that is too long loses its first modules, and then its first letters; other words lose their last."""
+    if path.startswith("("):
+        return path if len(path) <= width else f"{path[: width - 1]}…"
+    while len(path) > min(width, MODULE_WIDTH) and "." in path.removeprefix("…."):
         path = f"….{path.removeprefix('….').partition('.')[2]}"
-    return path
+    return path if len(path) <= width else f"…{path[len(path) - width + 1 :]}"
 
 
 def _moved(transfers: Transfers) -> str:
-    """Transfers as text, filled into lines of MOVED_WIDTH."""
-    lines: list[str] = []
-    for collective, axis, num_bytes in _summed(transfers):
-        word = f"{collective} {axis} {format_bytes(num_bytes)}"
-        if lines and len(lines[-1]) + 2 + len(word) <= MOVED_WIDTH:
-            lines[-1] += f", {word}"
-        else:
-            lines.append(word)
-    return ",\n".join(lines)
+    """Transfers as text, one a line."""
+    return ",\n".join(
+        f"{collective} {axis} {format_bytes(num_bytes)}" for collective, axis, num_bytes in _summed(transfers)
+    )
 
 
 def _traffic(plan: Plan) -> str:
@@ -285,8 +240,7 @@ def _traffic(plan: Plan) -> str:
     if len(collectives) > 1:
         table.append(["total", *(_count(plan, collectives, [axis]) for axis in axes), _count(plan, collectives, axes)])
     headers = ["moved per step", *axes, "total"]
-    alignment = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(table, headers=headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
+    return fitted_table(table, headers, range(1, len(headers)))
 
 
 def _count(plan: Plan, collectives: Iterable[str], axes: Sequence[str]) -> str:
@@ -303,10 +257,5 @@ def _unruled(plan: Plan) -> str:
     if not groups:
         return ""
     table = [[name, len(calls), calls[0], reason] for (name, reason), calls in groups.items()]
-    text = tabulate(
-        table,
-        headers=["operation", "calls", "first call", "reason"],
-        maxcolwidths=[None, None, 30, 60],
-        disable_numparse=True,
-    )
+    text = fitted_table(table, ["operation", "calls", "first call", "reason"], (1,))
     return f"calls that run replicated because no rule fits them:\n{text}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.tables import fitted_table, wrapped
+from autopar.units import format_seconds
+
 COMPUTE = "compute"
 """The stream that computes; all others are communicators, but for those of tasks that run `beside`."""
 
@@ -51,7 +54,11 @@ class Event:
         return self.task.stream != COMPUTE and not self.task.beside
 
 
-@dataclass(frozen=True, slots=True)
+LONGEST = 5
+"""Tasks that the text of a timeline names."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """A simulated step: the events of its tasks in their order, and where its seconds go.
 
@@ -62,6 +69,35 @@ class Timeline:
     seconds: float
     launching: float
     """Seconds in which nothing runs, as nothing has been launched."""
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.events)} events on {len(self.streams)} streams, {format_seconds(self.seconds)})"
+
+    def __str__(self) -> str:
+        """A line for the step, a table of its streams, and one of its longest tasks."""
+        step = (
+            f"step of {format_seconds(self.seconds)}: computing {format_seconds(self.computing)}, waiting "
+            f"{format_seconds(self.waiting)}, launching {format_seconds(self.launching)}; "
+            f"{format_seconds(self.hidden)} of collectives hidden"
+        )
+        streams = []
+        for name in self.streams:
+            own = [each for each in self.events if each.task.stream == name]
+            busy = sum(each.task.seconds for each in own)
+            waited = "" if name == COMPUTE else format_seconds(sum(each.waited for each in own))
+            streams.append((name, len(own), format_seconds(busy), waited))
+        tasks = [
+            (
+                *(each.task.name, each.task.stream, each.task.phase, each.task.row),
+                *map(format_seconds, (each.start, each.end - each.start)),
+            )
+            for each in sorted(self.events, key=lambda each: each.start - each.end)[:LONGEST]
+        ]
+        tables = (
+            fitted_table(streams, ("stream", "tasks", "busy", "computing waits"), (1, 2, 3)),
+            fitted_table(tasks, ("longest tasks", "stream", "phase", "decision", "start", "lasts"), (4, 5)),
+        )
+        return "\n\n".join((wrapped(step), *tables))
 
     @property
     def computing(self) -> float:

@@ -47,7 +47,7 @@ def test_a_table_shows_both_figures_and_where_they_differ() -> None:
     beside = replace(load("cpu"), communication_share=0.0, name="collectives beside computing")
     text = str(_plan(beside, strategy="zero3"))
     assert "step     " in text and "  timeline " in text and " of collectives hidden" in text
-    assert "           beside the sum: all_gather dp " in text or "beside the sum: reduce_scatter dp " in text
+    assert "next to the sum: all_gather dp " in text or "next to the sum: reduce_scatter dp " in text
     plan = _plan("cpu", strategy="zero3")
     assert "hidden" not in str(plan).split("memory")[0]
     assert "timeline" not in str(Plan.from_json(plan.to_json()))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from dataclasses import replace
+
+import pytest
 
 from autopar.plans.plan import Plan
 from autopar.plans.rows import MemoryUse, Moved, PlanRow
+from autopar.plans.workload import OneDevice, Workload
 from autopar.report.table import plan_table
 from autopar.sharding.mesh import Mesh
 
@@ -79,32 +84,32 @@ def _deep_plan(num_layers: int) -> Plan:
 def test_the_header_tells_mesh_time_bound_memory_and_solver() -> None:
     table = plan_table(_plan(_call("a", "head"), bound=0.0009, memory_limit=8_000_000_000))
     assert "dp=2 × tp=4 (8 devices, hardware cpu)" in table
-    assert "1.00 ms predicted, bound 900.0 µs, gap 10.00%" in table
+    assert "1.00 ms predicted, optimality gap 10.00%: no plan takes less than 900.0 µs" in table
     assert "3.00 GB per device predicted at the peak, limit 8.00 GB" in table
     assert "elimination" in table
 
 
 def test_a_gap_is_not_rounded_away() -> None:
-    assert "gap 0.0015%" in plan_table(_plan(_call("a", "head"), bound=0.001 * (1 - 1.5e-5)))
+    assert "optimality gap 0.0015%" in plan_table(_plan(_call("a", "head"), bound=0.001 * (1 - 1.5e-5)))
 
 
 def test_the_memory_at_the_peak_is_told_part_by_part() -> None:
     memory = MemoryUse({"parameters": 1_000_000, "activations": 2_000_000, "gradients": 0})
     table = plan_table(replace(_plan(_call("a", "head")), memory=memory))
-    assert "           activations 2.00 MB, parameters 1.00 MB\n" in table
+    assert "          activations 2.00 MB, parameters 1.00 MB\n" in table
 
 
 def test_segments_that_are_computed_again_are_told_as_ranges() -> None:
     modes = {"model.layers.0": "full", "model.layers.1": "full", "model.layers.2": "none", "head.3": "selective"}
     table = plan_table(replace(_plan(_call("a", "head")), recompute=modes))
-    assert "computed again in the backward: full in model.layers.0-1, selective in head.3\n" in table
-    assert "computed again" not in plan_table(replace(_plan(_call("a", "head")), recompute={"model.layers.0": "none"}))
+    assert "in the backward: full in model.layers.0-1, selective in head.3\n" in table
+    assert "recomputed" not in plan_table(replace(_plan(_call("a", "head")), recompute={"model.layers.0": "none"}))
 
 
 def test_a_weight_that_is_kept_after_it_was_gathered_is_told() -> None:
     plan = _plan(_parameter("up.weight", "S(0) I"), _call("a", "up"))
     kept = replace(plan, choices={"p_up.weight": "S(0) I kept"})
-    assert "kept" in plan_table(kept) and "kept" not in plan_table(plan)
+    assert "saved: the gathered weight" in plan_table(kept) and "saved" not in plan_table(plan)
 
 
 def test_a_plan_that_meets_its_bound_is_called_optimal() -> None:
@@ -114,9 +119,9 @@ def test_a_plan_that_meets_its_bound_is_called_optimal() -> None:
 
 def test_equal_layers_are_one_line_with_the_sum_of_their_costs() -> None:
     table = plan_table(_deep_plan(32))
-    assert _line(table, "up_proj") == "model.layers.0-31.mlp.up_proj linear data column S(0) on tp 32 32.00 ms"
+    assert _line(table, "up_proj") == "model.layers.0-31.mlp.up_proj linear data column dim 0 on tp 32 32.00 ms"
     assert _line(table, "down_proj").endswith("32 32.00 ms all_reduce tp 128.00 MB")
-    assert len(table.splitlines()) < 25
+    assert len(table.splitlines()) < 30
 
 
 def test_a_layer_with_another_choice_has_a_line_of_its_own() -> None:
@@ -136,8 +141,8 @@ def test_a_layer_stored_in_another_way_has_a_line_of_its_own() -> None:
             _call("up1", "layers.1.up"),
         )
     )
-    assert "layers.0.up linear data column S(0) on tp 1" in _line(table, "layers.0.up")
-    assert "S(0) on dp, 1" in _line(table, "layers.1.up")
+    assert "layers.0.up linear data column dim 0 on tp 1" in _line(table, "layers.0.up")
+    assert "dim 0 on dp, 1" in _line(table, "layers.1.up")
 
 
 def test_numbers_inside_numbers_fold_too() -> None:
@@ -173,7 +178,9 @@ def test_the_count_and_the_seconds_of_the_lines_add_up_to_the_total() -> None:
 def test_a_hub_that_moves_a_tensor_stands_behind_the_call_that_made_it() -> None:
     hub = PlanRow("a/hub", "hub", "first", "hub", ("replicated",) * 2, "I I", 0.001, (ALL_REDUCE,))
     lines = plan_table(_plan(_call("a", "first"), _call("b", "second"), hub)).splitlines()
-    order = [next(i for i, line in enumerate(lines) if word in line) for word in ("linear", "(hub)", "second")]
+    order = [
+        next(i for i, line in enumerate(lines) if word in line) for word in ("linear", "(shared reshard)", "second")
+    ]
     assert order == sorted(order)
 
 
@@ -195,7 +202,7 @@ def test_parameters_stored_differently_are_named() -> None:
     table = plan_table(
         _plan(_parameter("up.weight", "I S(0)"), _parameter("up.bias", "I I"), _call("up", "up", "linear"))
     )
-    assert "weight S(0) on tp" in table
+    assert "weight dim 0 on tp" in table
     assert "bias whole" in table
 
 
@@ -233,7 +240,7 @@ def test_notes_stand_at_the_end() -> None:
     assert plan_table(_plan(_call("a", "a"), notes=("dropout is off",))).endswith("note: dropout is off")
 
 
-def test_long_paths_and_many_transfers_keep_the_table_readable() -> None:
+def test_long_paths_and_many_transfers_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "base_model.model.language_model.transformer.decoder.blocks.0.feed_forward.gate_projection"
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     transfers = tuple(Moved(name, axis, 123_456_789) for name in collectives for axis in ("dp", "tp"))
@@ -241,9 +248,81 @@ def test_long_paths_and_many_transfers_keep_the_table_readable() -> None:
         _parameter(f"{path}.weight", "S(0) S(1)"),
         _call("a", path, "scaled_dot_product_attention", ("replicated",) * 2, transfers),
     )
-    table = plan_table(_plan(*rows))
-    assert max(map(len, table.splitlines())) <= 145
+    for width in (80, 100, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = plan_table(_plan(*rows, notes=("word " * 60,), unruled={"a": "no rule " * 20}))
+        assert max(map(len, table.splitlines())) <= width
+        # Nothing of the transfers is lost, and what is left of the module says which one it is.
+        assert table.count("123.46 MB") >= len(transfers) and "jection" in table
     assert " ….blocks.0.feed_forward.gate_projection " in f" {table}".replace("\n", " ")
+
+
+def test_without_a_terminal_a_table_has_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    rows = tuple(_call(f"a{n}", f"{'block' * 12}{n}", "operation" * 9, transfers=(ALL_REDUCE,)) for n in range(3))
+    assert max(map(len, plan_table(_plan(*rows)).splitlines())) == 120
+
+
+def test_rows_that_the_user_pinned_are_marked_and_explained() -> None:
+    rows = [_call(f"up{layer}", f"layers.{layer}.up") for layer in range(4)]
+    rows[2] = replace(rows[2], pinned=True)
+    table = plan_table(_plan(*rows))
+    assert _line(table, "layers.2.up").startswith("layers.2.up linear * data column 1")
+    assert _line(table, "layers.0-1,3.up").startswith("layers.0-1,3.up linear data column 3")
+    assert "\n*: pinned by an annotation" in table and "pinned" not in plan_table(_plan(*rows[:2]))
+
+
+def test_the_legend_explains_the_words_that_occur() -> None:
+    rows = (_call("a", "a", roles=("data", "a")), _call("b", "b", roles=("sequence", "partial")))
+    table = plan_table(_plan(*rows))
+    assert _line(table, "dim 2") == "a linear data dim 2 1 1.00 ms"
+    for line in ("data: the axis splits samples", "dim: the axis splits that dim of the output", "sequence: the axis"):
+        assert f"\n{line}" in table
+    assert "column:" not in table and "expert:" not in table
+
+
+WORKLOAD = Workload(
+    model="Llama",
+    num_parameters=8_030_000_000,
+    inputs={"ids": "int64[8, 4096]"},
+    microbatches=1,
+    samples=8,
+    tokens=32768,
+    parameters="float32",
+    compute="bfloat16",
+    optimizer="adamw, float32 master copies",
+    seconds=0.002,
+    flops=1e9,
+    ideal_seconds=0.004,
+    one_device=OneDevice(0.01, 90_000_000_000, 80_000_000_000),
+)
+
+
+def test_the_header_says_what_was_planned_and_how_fast_it_is() -> None:
+    plan = replace(_plan(_call("a", "head"), _call("b", "b")), workload=WORKLOAD)
+    table = re.sub(r"\s+", " ", plan_table(plan))
+    for words in (
+        "model Llama, 8.03 B parameters in float32, computed in bfloat16",
+        "inputs ids int64[8, 4096]",
+        "optimizer adamw, float32 master copies",
+        "speed 16,384,000 tokens/s; MFU 25.00% of the peak of cpu in bfloat16 (model FLOPs",
+        "no recomputation)",
+        "one device does not fit: needs 90.00 GB of 80.00 GB without recomputation",
+    ):
+        assert words in table
+    one = replace(WORKLOAD, one_device=OneDevice(0.01, 7_000_000, 80_000_000), tokens=None, microbatches=2)
+    table = re.sub(r"\s+", " ", plan_table(replace(plan, workload=one)))
+    assert "one device 10.00 ms without communication, 5 times this step; 7.00 MB" in table
+    assert "4,000 samples/s" in table and "2 micro-batches of ids" in table
+
+
+def test_a_profile_of_another_device_is_told() -> None:
+    plan = replace(_plan(_call("a", "head")), mesh=replace(MESH, hardware="h100"))
+    for device, told in (("cpu", True), ("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H100 80GB HBM3", False), ("", False)):
+        table = plan_table(replace(plan, workload=replace(WORKLOAD, device=device)))
+        assert ("profile" in table) == told
+        assert not told or f"h100, of another device than the one of this run, {device}: " in table
 
 
 def test_printing_a_plan_prints_its_table() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.pipeline.schedules.schedule import KINDS, Action, Schedule
+from autopar.units import format_seconds
 
 KEPT = 4
 """Schedules whose computations stay in order, a few MB each: one is simulated again and again, others once."""
@@ -70,13 +71,16 @@ class Slice:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """A step of the pipeline: its slices by rank and time, its seconds, and the share of rank-time that is idle."""
 
     slices: tuple[Slice, ...]
     seconds: float
     bubble: float
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.slices)} slices, {format_seconds(self.seconds)}, bubble {self.bubble:.1%})"
 
 
 def simulate(schedule: Schedule, seconds: Sequence[StageSeconds]) -> Timeline:

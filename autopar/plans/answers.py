@@ -1,4 +1,4 @@
-"""The predictions of a plan at other sizes."""
+"""What `Plan.reprice` and `Plan.verify` answer: predictions at other sizes, and the claims that do not hold."""
 
 from __future__ import annotations
 
@@ -29,3 +29,30 @@ class Repriced:
         rows += [(name.removesuffix("_bytes"), format_bytes(count)) for name, count in self.memory.items()]
         at = ", ".join(f"{name}={value}" for name, value in self.symbols.items())
         return f"at {at}\n{tabulate(rows, tablefmt='plain', disable_numparse=True)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was computed again; `problems` are the claims of the plan that do not hold."""
+
+    seconds: float
+    bound: float
+    """Proven again: no plan takes less under the same cost model."""
+    num_bytes: int
+    """Peak memory per device."""
+    unproven: float
+    """Seconds by which the plan's bound lies above the one proven here: for them the solver's search stands alone."""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.problems:
+            return "the plan does not hold: " + "; ".join(self.problems)
+        rest = f" ({format_seconds(self.unproven)} less than the search found)" if self.unproven else ""
+        return (
+            f"the plan holds: {format_seconds(self.seconds)} a step, no plan takes less than "
+            f"{format_seconds(self.bound)}{rest}, {format_bytes(self.num_bytes)} per device"
+        )

@@ -10,7 +10,7 @@ from autopar.hardware.profile import dtype_name
 from autopar.memory.model import MemoryModel
 from autopar.memory.peak import memory_use
 from autopar.plans.workload import OneDevice, Workload
-from autopar.program.program import Program, info_of
+from autopar.program.program import Program, TensorInfo, info_of
 from autopar.program.recompute_segments import MODES
 from autopar.space.beside import beside_of
 from autopar.space.space import Decision
@@ -55,8 +55,8 @@ def workload(memory: MemoryModel, seconds: float, limit: int | None) -> Workload
 
 
 def _inputs(program: Program) -> dict[str, str]:
-    used = zip(program.input_names, program.inputs, program.input_values, strict=True)
-    return {name: str(value) for name, placeholder, value in used if placeholder is not None}
+    used = zip(program.input_names, program.input_values, strict=False)
+    return {name: str(value) for name, value in used if isinstance(value, TensorInfo)}
 
 
 def _words(optimizer: Optimizer) -> str:
