@@ -7,8 +7,10 @@ where its parts are equal, and gathered where the planner has no layout for it (
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,9 @@ from autopar.runtime.ranks.checksums import checksums
 from autopar.sharding.layout import I, Layout, S, replicated
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Runs = TypeVar("Runs")
+PLANNED = 3
+"""Plans for different values of one number, after which it is warned of."""
 
 
 def call_signature(model: nn.Module) -> inspect.Signature:
@@ -156,3 +161,26 @@ def local_input(value: Tensor, layout: Layout) -> Tensor:
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if any(placement.is_split for placement in layout) else value.full_tensor()
+
+
+def warning_of_numbers(
+    prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
+) -> Callable[[Arguments, bool, frozenset[str] | None], Runs]:
+    """Return `prepare` with a warning, once per argument, if it is called again and again for another number."""
+    values: dict[str, set[int | float]] = defaultdict(set)
+
+    def warned(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Runs:
+        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+            if type(leaf) not in (int, float) or leaf in values[name_of(path)]:
+                continue
+            values[name_of(path)].add(leaf)
+            if len(values[name_of(path)]) == PLANNED:
+                seen = ", ".join(map(str, sorted(values[name_of(path)])))
+                warnings.warn(
+                    f"the model was captured and planned {PLANNED} times, as the number {name_of(path)} changed "
+                    f"({seen}). Give it as a tensor, torch.tensor({leaf}): one plan serves all of its values.",
+                    stacklevel=4,
+                )
+        return prepare(arguments, training, frozen)
+
+    return warned

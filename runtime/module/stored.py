@@ -27,7 +27,6 @@ from autopar.runtime.checkpoints.write import write, write_configs
 from autopar.runtime.face.direct_calls import check_direct_calls
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
-from autopar.runtime.module.changing_numbers import warning_of_numbers
 from autopar.runtime.module.inputs import (
     Arguments,
     call_signature,
@@ -35,6 +34,7 @@ from autopar.runtime.module.inputs import (
     described,
     kind_of,
     values_of,
+    warning_of_numbers,
 )
 from autopar.runtime.module.parameters import Storage, as_stored, placements_of, tie, ties_of
 from autopar.runtime.module.parts import Given, parts_as_dtensors
