@@ -60,6 +60,15 @@ def test_adapters_follow_the_product_that_they_adapt(dropout: float) -> None:
 
 def test_two_adapters_of_one_product_follow_it_and_a_bottleneck_of_its_own_stays_a_pair() -> None:
     class Adapted(nn.Module):
+        up: Any
+        first: Any
+        second: Any
+        third: Any
+        fourth: Any
+        down: Any
+        narrow: Any
+        wide: Any
+
         def __init__(self) -> None:
             super().__init__()
             for name, (rows, columns) in SIZES.items():
