@@ -41,7 +41,8 @@ def read(names: Mapping[str, Tensor], elsewhere: Collection[str], path: str | Pa
         parts += [f"the model has no {_listed(unknown)}"] if unknown else []
         raise InputError(
             f"{path} is no checkpoint of this model: {'; '.join(parts)}. Names are those of model.named_parameters(); "
-            "where a library renames tensors as it loads them, load and save the model with that library first."
+            "where transformers stores other names than it loads, load the model there and write it with "
+            "save_pretrained(path, save_original_format=False)."
         )
     with torch.no_grad():
         for known in tied.values():
