@@ -101,7 +101,9 @@ def export(
 ) -> torch.export.ExportedProgram:
     """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
 
-    An UndecidedError says which branches on values are open. The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    An UndecidedError says which branches on values are open.
+
+    The fake tensors are on the CPU; `device` is the type of device that they stand for.
     """
     branches = observed.branches
     dtype = torch.bfloat16 if autocast is None else autocast.dtype

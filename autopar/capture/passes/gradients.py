@@ -112,8 +112,10 @@ def _between(draft: TracedGraph, outputs: Sequence[fx.Node], inputs: Sequence[fx
             left += node.all_input_nodes
     found: dict[fx.Node, None] = {}
     for node in draft.graph.nodes:
-        follows = node.op == "call_function" and _is_differentiated(node) and not found.keys().isdisjoint(
-            node.all_input_nodes
+        follows = (
+            node.op == "call_function"
+            and _is_differentiated(node)
+            and not found.keys().isdisjoint(node.all_input_nodes)
         )
         if node in above and (node in inputs or follows):
             found[node] = None
