@@ -2,8 +2,8 @@
 
 A captured graph is one path for all values. A check of the inputs (`assert torch.all(…)`, `if …: raise`) may be taken
 to pass, and another branch may be told the value it tests: "modeling_detr.py:643=True". Where nothing is said, tracing
-goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes; only assumptions with
-which the model can be traced are named.
+goes on as if the checks passed, so that one error names all of them, in the words that `assume=` takes.
+An error names only assumptions with which the model can be traced.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
+from autopar.capture.python.cache import given_without_cache, warn_of_packed_rows, without_cache
 from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tiles.asked import Tiles
@@ -157,6 +158,7 @@ def trace(
             second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
             check_settled(recorder, again)
             settled = _equal(first.program(Tiles()), second.program(Tiles()))
+    warn_of_packed_rows(model, kwargs)
     return replace(first, python=replace(recorder.state(settled), hooks=first.python.hooks, modes=first.python.modes))
 
 
@@ -185,7 +187,7 @@ def _traced(
     fake_args, fake_kwargs = pytree.tree_map_only(
         Tensor, lambda x: _fake(x, mode), pytree.tree_unflatten(used, in_spec)
     )
-    fake_kwargs = _without_cache(fake_kwargs)
+    fake_kwargs = given_without_cache(fake_kwargs)
     observed = Observed.of(traced, model, assume)
     exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
     sources, values, tied = _sources(exported, traced, used)
@@ -252,10 +254,7 @@ def _prepared(model: nn.Module, mode: FakeTensorMode, training: bool | None, pre
     traced = _copied(model, fake)
     if training is not None and training != traced.training:
         traced.train(training)
-    for module in traced.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]
+    without_cache(traced)
     without_loops(traced)
     return traced
 
@@ -312,11 +311,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode, torch.inference_mode(False):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A key-value cache serves generation; a captured forward returns none."""
-    return {name: False if name == "use_cache" and value is True else value for name, value in kwargs.items()}
 
 
 def _sources(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,9 @@ def export(
 ) -> torch.export.ExportedProgram:
     """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
 
-    An UndecidedError says which branches on values are open. The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    An UndecidedError says which branches on values are open.
+
+    The fake tensors are on the CPU; `device` is the type of device that they stand for.
     """
     branches = observed.branches
     dtype = torch.bfloat16 if autocast is None else autocast.dtype
@@ -141,6 +144,10 @@ def _cause(error: BaseException, kind: type[Exception]) -> Exception | None:
     return None
 
 
+_UNKNOWN = re.compile(r"Found <class '([^']+)'> in output|Unsupported input type <class '([^']+)'>")
+"""What torch.export says of an object that is no container that it knows."""
+
+
 def _explained(name: str, error: Exception) -> str:
     """What was found, where in the model, and what to do about it."""
     text, place = str(error).strip(), place_of(error)
@@ -151,6 +158,14 @@ def _explained(name: str, error: Exception) -> str:
             f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
             "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
             "layerdrop to 0 where the model has one."
+        )
+    unknown = _UNKNOWN.search(text)
+    if unknown is not None:
+        kind, side = unknown[1] or unknown[2], "returns" if unknown[1] else "is given"
+        return (
+            f"{name} {side} a {kind}, which torch.export does not know how to take apart. Call "
+            f"torch.export.register_dataclass({kind.rpartition('.')[2]}) once before autopar, or, if it is no "
+            "dataclass, torch.utils._pytree.register_pytree_node."
         )
     lacking = _cause(error, DynamicOutputShapeException) or _cause(error, UnsupportedOperatorException)
     operation = getattr(lacking, "func", None)

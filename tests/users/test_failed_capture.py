@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -28,7 +30,7 @@ class Forward(nn.Linear):
         super().__init__(4, 4)
         self.run = run
 
-    def forward(self, input: Tensor) -> object:
+    def forward(self, input: Tensor) -> Any:
         return self.run(self, input)
 
 
@@ -48,8 +50,8 @@ def _entered(block: Callable[[], object]) -> Callable[[Forward, Tensor], Tensor]
 
 
 def _levels() -> None:
-    torch._C._functorch._vmap_increment_nesting(3, "error")
-    torch._C._functorch._grad_increment_nesting()
+    functorch._vmap_increment_nesting(3, "error")
+    functorch._grad_increment_nesting()
     torch.autograd.forward_ad.enter_dual_level()
 
 
@@ -83,14 +85,19 @@ def _state() -> dict[str, object]:
     return {
         "functions": _get_current_function_mode_stack(),
         "dispatch": _get_current_dispatch_mode_stack(),
-        "levels": torch._C._functorch.get_dynamic_layer_stack_depth(),
+        "levels": functorch.get_dynamic_layer_stack_depth(),
         "dual": torch.autograd.forward_ad._current_level,
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "defaults": (torch.get_default_dtype(), torch.get_default_device()),
         "determinism": torch.are_deterministic_algorithms_enabled(),
         "compiling": (torch.compiler.is_compiling(), torch.compiler.is_exporting()),
-        "patched": (torch.autograd._engine_run_backward, torch.Tensor.detach, torch.Tensor.item, nn.Module._apply),
+        "patched": (
+            torch.autograd.grad.__globals__["_engine_run_backward"],
+            torch.Tensor.detach,
+            torch.Tensor.item,
+            nn.Module._apply,
+        ),
         "random": torch.get_rng_state().tolist(),
     }
 

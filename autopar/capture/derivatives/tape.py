@@ -25,7 +25,7 @@ from autopar.errors import CaptureError
 @contextlib.contextmanager
 def recorded_gradients(calls: list[GradientCall]) -> Iterator[None]:
     """Let each use of torch.autograd.grad be one call of the traced graph; `calls` gets them in order."""
-    engine = torch.autograd._engine_run_backward
+    engine: Any = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
     descriptor: Any = torch._C.TensorBase.requires_grad
     require_in_place = Tensor.requires_grad_
 
@@ -64,9 +64,9 @@ def recorded_gradients(calls: list[GradientCall]) -> Iterator[None]:
 
     def require(tensor: Tensor, required: bool, change: Callable[[Tensor, bool], object]) -> None:
         mode = recording()
-        begins = mode is not None and required and not tensor.requires_grad
+        begins = required and not tensor.requires_grad
         change(tensor, required)
-        if begins and proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) is not None:
+        if mode is not None and begins and proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) is not None:
             _record(mode, NEEDS_GRADIENT, (tensor,), tensor)
 
     def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:

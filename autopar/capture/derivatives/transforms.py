@@ -32,7 +32,8 @@ DETACHED = "detached"
 @contextlib.contextmanager
 def transforms_taken_apart() -> Iterator[None]:
     """Let a forward that uses torch.func be recorded as the calls of which its transforms consist."""
-    vmap, jvp = apis.vmap_impl, eager_transforms._jvp_with_argnums
+    vmap: Any = apis.vmap_impl  # pyright: ignore[reportPrivateImportUsage]
+    jvp = eager_transforms._jvp_with_argnums
     grad, grad_and_value = eager_transforms.grad_impl, eager_transforms.grad_and_value_impl
     vjp = eager_transforms._vjp_with_argnums
 
@@ -145,8 +146,9 @@ def _gradients_as_above() -> Iterator[None]:
                 frame = frame.f_back
             if is_users(frame.f_globals.get("__name__")):
                 raise CaptureError(
-                    f"the forward turns gradients off ({where(frame)}) inside of a function that torch.func transforms, "
-                    "of which only the calls are captured. Call detach() on what is computed there in its place."
+                    f"the forward turns gradients off ({where(frame)}) inside of a function that torch.func "
+                    "transforms, of which only the calls are captured. Call detach() on what is computed there in "
+                    "its place."
                 )
             return enter(block)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ X_B3 = torch.arange(12.0).reshape(4, 3).sin()
 class Net(nn.Module):
     """A net of which a forward takes derivatives."""
 
-    def __init__(self, how: Callable[[Net, Tensor], Tensor]) -> None:
+    def __init__(self, how: Callable[[Net, Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.norm, self.down = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 3)
@@ -41,12 +42,12 @@ class Net(nn.Module):
 
 
 def _pulled(net: Net, x: Tensor) -> Tensor:
-    y, pull = vjp(net.f, x)
+    y, pull, *_ = vjp(net.f, x)
     return y + pull(y.cos())[0]
 
 
 def _pushed(net: Net, x: Tensor) -> Tensor:
-    y, tangent = jvp(net.plain, (x,), (x.cos(),))
+    y, tangent, *_ = jvp(net.plain, (x,), (x.cos(),))
     return y + tangent.square()
 
 
@@ -77,7 +78,7 @@ def _with_auxiliary(net: Net, x: Tensor) -> Tensor:
     return slope * value
 
 
-HOW: dict[str, Callable[[Net, Tensor], Tensor]] = {
+HOW: dict[str, Callable[[Net, Tensor], Any]] = {
     "vmap": lambda net, x: vmap(net.f)(x),
     "nested vmap": lambda net, x: vmap(vmap(net.f))(x.view(2, 2, 3)),
     "vmap in chunks": lambda net, x: vmap(net.f, chunk_size=2)(x),
