@@ -10,12 +10,14 @@
 #                GPU_PYTHON=python3 takes a Python that has torch for CUDA, autopar's needs and pytest
 #
 # The environment is made in .venv on first use, and again when pyproject.toml changes.
-# torch comes first and alone, so that TORCH decides which build it is, for example
+# torch comes first and alone. Without a GPU it is the CPU build (192 MB); TORCH, if given, decides instead, for example
 #   make test TORCH="torch==2.13.0 --index-url URL"
 
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
-TORCH ?= torch==2.13.0
-CUDA_TORCH ?= torch===2.13.0
+TORCH ?=
+TORCH_VERSION := 2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+CUDA_TORCH ?= torch===$(TORCH_VERSION)
 GPU_PYTHON ?= .venv-cuda/bin/python
 GPU_SECONDS ?= 590
 CASES ?= 1000
@@ -29,6 +31,19 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_READY := .venv/ready-demo
 TEST_READY := .venv/ready-test
 BENCH_READY := .venv/ready-bench
+
+# An index that cannot be reached is no error to pip: the build is then found elsewhere, or not at all. What torch needs is
+# installed with autopar, from the usual index.
+define INSTALL_TORCH
+if [ -n '$(TORCH)' ]; then $(PIP) install $(TORCH); \
+elif nvidia-smi -L 2>/dev/null | grep -q GPU; then $(PIP) install torch==$(TORCH_VERSION); \
+else \
+	echo "nvidia-smi finds no GPU: installing PyTorch's CPU build, a download of about 192 MB"; \
+	$(PIP) --retries 1 --timeout 15 install --no-deps torch==$(TORCH_VERSION)+cpu --extra-index-url $(CPU_INDEX) \
+	|| { echo "no CPU build was found: installing the default one, on Linux 527 MB and CUDA's libraries besides"; \
+		$(PIP) install torch==$(TORCH_VERSION); }; \
+fi
+endef
 
 .PHONY: demo test lint style types pytest format slow fuzz bench bench-planner cuda-check gpu clean
 
@@ -88,7 +103,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(DEMO_READY): pyproject.toml | $(BIN)/python
-	$(PIP) install $(TORCH)
+	@$(INSTALL_TORCH)
 	$(PIP) install -e ".[hf]"
 	@touch $@
 

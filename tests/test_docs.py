@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -70,3 +71,18 @@ def test_the_readme_is_what_a_newcomer_reads() -> None:
     assert len(lines) <= 150
     for said in ("make demo", "make test", "autopar.compile(", "docs/index.md"):
         assert any(said in line for line in lines), f"README lacks {said}"
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    script = re.search(r"^```python\n(import autopar.*?)^```", text, re.DOTALL | re.MULTILINE)
+    command = re.search(r"`torchrun ([^`]+ train\.py)`", text)
+    assert script and command
+    (tmp_path / "train.py").write_text(script[1])
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1].split()]
+    ran = subprocess.run(launched, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "plan for the mesh dp=2 × tp=1" in ran.stdout
+    losses = re.findall(r" (\d\.\d{6,})$", ran.stdout, re.MULTILINE)
+    assert len(losses) == 2 and losses[0] == losses[1] and float(losses[0]) < math.log(8)

@@ -182,6 +182,7 @@ def test_the_api_searches_with_one_capture(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("autopar.compiler.offline.trace", counting)
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware="a100", max_axes=2)
     assert len(captured) == 1 and "the best of 2 meshes of 4 devices" in found.notes[-1]
+    assert isinstance(found, Plan)
     each = [autopar.plan(TwoLinears(), mesh, (X_BD,)) for mesh in meshes_of("auto", 4, "a100", 2)]
     assert found.seconds <= min(plan.seconds for plan in each) * (1 + EQUAL_SECONDS) and found.verify().ok
     assert replace(found, notes=()) == replace(next(plan for plan in each if plan.mesh == found.mesh), notes=())
@@ -237,6 +238,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_its_micro_batches_do() -> Non
     assert "2 micro-batches" in found.notes[-1] and "give microbatches=2" in found.notes[-2]
     again = autopar.plan(Layers(), found.mesh, (example,), memory=memory, microbatches=2, **asked)
     assert replace(found, notes=()) == replace(again, notes=()) and found.peak_bytes <= memory
+    assert isinstance(found, Plan)
     parts = step_parts(found)
     assert format_seconds(2 * (parts.forward + parts.backward) + parts.once) in found.notes[-1]
 
@@ -408,7 +410,7 @@ def test_a_pipeline_is_looked_for_where_nothing_else_fits(monkeypatch: pytest.Mo
 
 def test_the_table_says_what_each_axis_splits() -> None:
     found = autopar.plan(TwoLinears(), "auto", (X_BD,), devices=4, hardware=SLOW_DEVICES)
-    assert "axes split" in found.notes[-1]
+    assert isinstance(found, Plan) and "axes split" in found.notes[-1]
     roles = {row.roles[0] for row in found.rows if row.kind == "call"} - {"replicated", "partial"}
     assert any(role in found.notes[-1].partition("dp: ")[2] for role in roles)
 

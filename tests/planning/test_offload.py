@@ -35,7 +35,8 @@ def _model() -> nn.Module:
 
 def _planned(mesh: dict[str, int] | None = None, **options: Any) -> Plan:
     on = autopar.Mesh(mesh or {"dp": 2}, hardware="h100")
-    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **{"hardware": "h100", **options})
+    asked: dict[str, Any] = {"hardware": "h100", **options}
+    return autopar.plan(_model(), on, (torch.zeros(16, 64),), **asked)
 
 
 def _least(**options: Any) -> int:

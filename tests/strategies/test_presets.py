@@ -331,7 +331,7 @@ def test_what_is_no_node_or_no_factor_is_refused(pattern: str, what: Any, messag
 def test_a_name_that_is_not_known_is_answered_with_the_nearest() -> None:
     with pytest.raises(StrategyError, match=r"'megatorn' is not known; .* fully_replicated, .*Did you mean .megatron"):
         annotations_for("megatorn", captured("tiny-mlp"), ONE)
-    with pytest.raises(StrategyError, match=r"expert_folded\.$"):
+    with pytest.raises(StrategyError, match=r"ep \(expert_data\)\.$"):
         annotations_for("qqq", captured("tiny-mlp"), ONE)
 
 

@@ -49,7 +49,8 @@ def compiled(model: nn.Module | None = None, example: Any = None, **options: Any
     """An MLP compiled over two ranks, or what the options say."""
     example = (vectors(),) if example is None else example
     on = options.pop("mesh", None) or mesh((2,), ("dp",))
-    return autopar.compile(model or MLP(), on, example, **{"hardware": SLOW_DEVICES, **options})
+    asked: dict[str, Any] = {"hardware": SLOW_DEVICES, **options}
+    return autopar.compile(model or MLP(), on, example, **asked)
 
 
 def lazy(**options: Any) -> Any:

@@ -55,12 +55,8 @@ def train(model: nn.Module, family: str, many: int = 1) -> Run:
 def compiled(family: str, shape: tuple[int, ...], many: int = 1, **options: Any) -> Any:
     args, kwargs = FAMILIES[family].inputs(0)
     names = ("dp", "tp")[: len(shape)]
-    return autopar.compile(
-        FAMILIES[family].build(),
-        mesh(shape, names),
-        kwargs or args,
-        **{"hardware": HOSTED, "microbatches": many if many > 1 else None, "offload": "activations", **options},
-    )
+    asked: dict[str, Any] = {"hardware": HOSTED, "microbatches": many if many > 1 else None, "offload": "activations"}
+    return autopar.compile(FAMILIES[family].build(), mesh(shape, names), kwargs or args, **{**asked, **options})
 
 
 def on_ranks(family: str, shape: tuple[int, ...], many: int, options: dict[str, Any]) -> Run:
