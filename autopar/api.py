@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.pins import Mode
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
+from autopar.compiler.agreed_options import agree_on_options
 from autopar.compiler.arguments import (
     ExampleInputs,
     Prefetch,
@@ -185,9 +186,12 @@ def compile(
             for a backward. A language model of transformers can `generate` then, with a cache (docs/inference.md).
 
     Raises:
+        PeerError: an option differs between ranks; every rank raises it.
         CaptureError, AnnotationError, MeshError, PlanError, InfeasibleError, InputError: see their messages.
     """
+    given = locals()
     check_mesh(mesh)
+    agree_on_options(compile, given, mesh)
     check_one_decides(plan, strategy)
     check_options({"buckets": buckets, "plan_cache": plan_cache})
     run = RunOptions(plan, deterministic, seed, check_inputs, Buckets.of(buckets))

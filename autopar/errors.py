@@ -14,7 +14,7 @@ class PipelineError(AutoparError, ValueError):
 
 
 class PeerError(AutoparError, RuntimeError):
-    """Another rank raised or died in this call of the model; the message says which, and its message comes first."""
+    """Another rank raised or died in this call of the model, or was given other options; the message says which."""
 
 
 class LayoutError(AutoparError, ValueError):
