@@ -11,10 +11,12 @@ import math
 import os
 import reprlib
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -178,6 +180,31 @@ def check_model(model: object) -> None:
         shown = model.__name__ if isinstance(model, type) else type(model).__name__
         called = f"; call it, {shown}(…), and give what that returns" if isinstance(model, type) else ""
         raise InputError(f"model is {'the class' if called else 'a'} {shown}; give an nn.Module{called}.")
+    for path, module in model.named_modules():
+        _check_not_compiled(path, module)
+
+
+def _check_not_compiled(path: str, module: nn.Module) -> None:
+    """Raise InputError for a module that is a graph of torch.compile or torch.jit already, or is to become one."""
+    name = f"the part {path}" if path else "the model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(
+            f"{name} is a {type(module).__name__} of torch.jit, whose code autopar cannot read; give the nn.Module "
+            "that was scripted or traced."
+        )
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        inside = f'model.set_submodule("{path}", model.get_submodule("{path}")._orig_mod)'
+        plain = inside if path else "autopar.compile(model._orig_mod, …)"
+        raise InputError(
+            f"{name} was wrapped by torch.compile, and autopar captures the module inside; write {plain}. Then call "
+            "compile() on the module that autopar.compile returns, which runs its graphs by torch.compile."
+        )
+    if isinstance(module._compiled_call_impl, types.FunctionType):
+        called = f'model.get_submodule("{path}").compile()' if path else "model.compile()"
+        raise InputError(
+            f"{called} was called before autopar.compile, which makes other graphs; leave it out. Then call compile() "
+            "on the module that autopar.compile returns, or compile(regional=True) for one graph per layer."
+        )
 
 
 def check_planned_mesh(mesh: object, devices: object) -> None:
