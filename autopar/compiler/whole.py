@@ -106,7 +106,8 @@ class _Compiler:
     def duplicate(self) -> ParallelModule:
         """Return another module for the same model, without values; called by all ranks."""
         other = copy.copy(self)
-        other.tree, other.storage = Tree(skeleton(self.tree.root)), dict(self.storage)
+        with self.tree.standing_in(self.tree.root.training) as model:
+            other.tree, other.storage = Tree(skeleton(model)), dict(self.storage)
         other.counting = Counting(other.tree, self.request, self.mesh)
         return other.make_module(self.module.random_state.copied())
 

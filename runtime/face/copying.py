@@ -32,6 +32,7 @@ class Copyable:
             other._known[kind] = [(watch.on(root), runs) for watch, runs in known]
         other.unset_buffers.mark(other, mine.unset_buffers.names(mine))
         other.follow(None)
+        other.__class__ = type(self)
         for name in vars(self).keys() - vars(other).keys():
             setattr(other, name, copy.deepcopy(vars(self)[name], memo))
         return other
@@ -39,6 +40,6 @@ class Copyable:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise InputError: process groups belong to this process."""
         raise InputError(
-            "a compiled module cannot be pickled, as its process groups belong to this process. Save "
-            "model.state_dict(), and load it into what autopar.compile returns in the next run."
+            "a compiled module cannot be pickled or copied by copy.copy: its process groups belong to this process. "
+            "Save model.state_dict() and load it into what autopar.compile returns, or use copy.deepcopy on all ranks."
         )

@@ -1,0 +1,153 @@
+"""Copies of a compiled module: deepcopy, EMA and SWA, each beside the same on one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import autopar
+from autopar.errors import InputError
+from tests.support.parity import SLOW_DEVICES
+from tests.support.ranks import Ranks, mesh
+
+
+class Net(nn.Module):
+    """Two layers around a batch norm, with a temperature that forward reads; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(8, 8, bias=False)  # one before a batch norm learns rounding errors
+        self.norm = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 8)
+        self.temperature = 1.0
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.norm(self.up(x_BD)).relu()) * self.temperature).square().mean()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
+    optimizer.zero_grad()
+    loss = model.train_step(batch(step)) if hasattr(model, "train_step") else model(batch(step))
+    if loss.requires_grad:
+        loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
+    for name, value in found.state_dict().items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if value is not None:
+            torch.testing.assert_close(value, expected.state_dict()[name])
+
+
+def _averaged(strategy: str) -> None:
+    eager = Net()
+    parallel = autopar.compile(Net(), mesh((2,), ("dp",)), (batch(0),), strategy=strategy, hardware=SLOW_DEVICES)
+    here = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    there = torch.optim.SGD(eager.parameters(), lr=0.1)
+    averages = [
+        [
+            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+            AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True),
+            AveragedModel(model),
+        ]
+        for model in (parallel, eager)
+    ]
+    for step in range(3):
+        assert train(parallel, here, step) == pytest.approx(train(eager, there, step))
+        for found, expected in zip(*averages, strict=True):
+            found.update_parameters(parallel)
+            expected.update_parameters(eager)
+    for found, expected in zip(*averages, strict=True):
+        assert_same_state(found.module, expected.module)
+        torch.testing.assert_close(found.eval()(batch(9)), expected.eval()(batch(9)))
+    assert_same_state(parallel, eager)
+    assert parallel.training
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
+def test_averages_of_weights_are_those_of_one_process(strategy: str, ranks: Ranks) -> None:
+    ranks.run(_averaged, strategy)
+
+
+def _copies_apart() -> None:
+    """A copy trains by itself, keeps attributes of its own, and lives longer than what it was copied from."""
+    eager, parallel = Net(), autopar.compile(Net(), mesh((2,), ("dp",)), (batch(0),), hardware=SLOW_DEVICES)
+    twins = copy.deepcopy(eager), copy.deepcopy(parallel)
+    assert type(twins[1]) is type(parallel)
+    assert twins[1].plan is parallel.plan
+    twins[0].temperature = twins[1].temperature = 2.0
+    twins[0].down.requires_grad_(False)
+    twins[1].down.requires_grad_(False)
+    assert parallel.temperature == 1.0
+    pairs = [(parallel, eager), (twins[1], twins[0])]
+    for found, expected in pairs:
+        optimizers = [
+            torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (found, expected)
+        ]
+        for step in range(2):
+            assert train(found, optimizers[0], step) == pytest.approx(train(expected, optimizers[1], step))
+        assert_same_state(found, expected)
+    for refused in (pickle.dumps, copy.copy):
+        with pytest.raises(InputError, match=r"cannot be pickled or copied by copy\.copy"):
+            refused(parallel)
+    del parallel, pairs, found
+    torch.testing.assert_close(twins[1].eval()(batch(5)), twins[0].eval()(batch(5)))
+
+
+def test_a_deep_copy_trains_apart_from_what_it_was_copied_from(ranks: Ranks) -> None:
+    ranks.run(_copies_apart)
+
+
+def _pipeline() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Loss())
+    eager = copy.deepcopy(model)
+    parallel = autopar.compile(
+        model, mesh((2,), ("pp",)), (batch(0),), schedule="gpipe", microbatches=2, hardware=SLOW_DEVICES
+    )
+    averages = AveragedModel(parallel), AveragedModel(eager)
+    here = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    there = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for step in range(2):
+        assert train(parallel, here, step) == pytest.approx(train(eager, there, step))
+        averages[0].update_parameters(parallel)
+        averages[1].update_parameters(eager)
+    twin = copy.deepcopy(parallel)
+    del parallel
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    assert train(twin, optimizer, 2) == pytest.approx(train(eager, there, 2))
+    torch.testing.assert_close(averages[0].eval()(batch(9)), averages[1].eval()(batch(9)))
+
+
+class Loss(nn.Module):
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return x_BD.square().mean()
+
+
+def test_a_pipeline_is_copied_and_averaged_stage_by_stage(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    ranks.run(_pipeline)
+
+
+def _lazy() -> None:
+    parallel = autopar.compile(Net(), mesh((2,), ("dp",)), hardware=SLOW_DEVICES)
+    with pytest.raises(InputError, match="call it once, or give"):
+        copy.deepcopy(parallel)
+
+
+def test_a_module_without_parameters_yet_is_not_copied(ranks: Ranks) -> None:
+    ranks.run(_lazy)
