@@ -38,12 +38,13 @@ from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.request import pipeline_axis
 from autopar.planning.mesh_search import meshes_of
-from autopar.planning.request import Inputs, Offloaded, Outputs
+from autopar.planning.request import Inputs, Offloaded
 from autopar.planning.settings import TIME_LIMIT
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
 from autopar.sharding.mesh import Mesh
+from autopar.space.returned import Outputs
 
 if TYPE_CHECKING:
     from autopar.inference.planning import GenerationPlan
@@ -62,7 +63,7 @@ def compile(
     optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "plain",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,
@@ -261,7 +262,7 @@ def plan(
     optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "plain",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,

@@ -55,6 +55,7 @@ ORDER = (
     ("runtime.implementations", "runtime.ranks"),
     ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),
+    ("runtime.outputs",),
     ("runtime.module",),
     ("runtime.pipeline",),
     ("runtime", "report"),

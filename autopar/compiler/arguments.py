@@ -22,12 +22,13 @@ from autopar.hardware.profile import Hardware
 from autopar.lengths.buckets import Buckets
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedules.schedule import HALVING
-from autopar.planning.request import Inputs, Offloaded, Outputs, PlanRequest
+from autopar.planning.request import Inputs, Offloaded, PlanRequest
 from autopar.planning.settings import TIME_LIMIT, Settings
 from autopar.plans.plan import Plan
 from autopar.program.precision import Precision, precision_of
 from autopar.program.program import Program
 from autopar.sharding.mesh import Mesh
+from autopar.space.returned import Outputs
 from autopar.strategies.presets.data import OF_TRAINING
 from autopar.units import parse_bytes
 
@@ -62,7 +63,7 @@ def plan_request(
     optimizer: str | Optimizer = "adamw",
     master_copies: bool = False,
     inputs: Inputs = "whole",
-    outputs: Outputs = "dtensor",
+    outputs: Outputs = "plain",
     hardware: str | Hardware | None = None,
     solver: Solver = "auto",
     time_limit: float = TIME_LIMIT,

@@ -19,11 +19,12 @@ from autopar.memory.microbatches import Microbatches
 from autopar.memory.model import MemoryModel
 from autopar.planning.formulation import Formulation
 from autopar.planning.record import choices_of
+from autopar.planning.request import axes_of_parts
 from autopar.planning.settings import PlanContext
 from autopar.plans.plan import Plan
 from autopar.runtime.module.batches import split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
-from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
+from autopar.runtime.module.parts import layouts_of_parts, whole_batch
 
 
 def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **options: Any) -> Plan:

@@ -37,14 +37,14 @@ from autopar.pipeline.stages.splitting import Splitter
 from autopar.planning.least_stored import least_stored
 from autopar.planning.mesh_search import Candidate, Turn, best_mesh, meshes_of
 from autopar.planning.planner import make_plan
-from autopar.planning.request import PlanRequest
+from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Plan
 from autopar.program.operators.experts import DISPATCH
 from autopar.program.program import Program
 from autopar.progress import stages as progress
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
-from autopar.runtime.module.parts import axes_of_parts, layouts_of_parts, whole_batch
+from autopar.runtime.module.parts import layouts_of_parts, whole_batch
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.solver.deadline import Allowance, after, interruptible, is_over, seconds_until

@@ -27,7 +27,7 @@ from autopar.pipeline.schedule_search import Wish, best_schedule
 from autopar.pipeline.schedules.schedule import Schedule
 from autopar.pipeline.stages.blocks import blocks_of
 from autopar.pipeline.stages.splitting import split
-from autopar.planning.request import PlanRequest
+from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.program.effects import is_random
 from autopar.program.program import Program
 from autopar.runtime.collectives.axes import gathering_groups, join_axes
@@ -35,7 +35,7 @@ from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.executable import Executable, gathering_axes
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.parts import Given, axes_of_parts
+from autopar.runtime.module.parts import Given
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.executable import Pipeline
 from autopar.runtime.pipeline.module import PipelineModule
@@ -67,7 +67,7 @@ def compile_pipeline(
         compiler.stage_devices,
         compiler.prepare,
         num_microbatches=compiler.num_microbatches,
-        whole_outputs=request.whole_outputs,
+        returned=request.returned(Mesh.of(compiler.stage_devices)),
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         given=Given(axes_of_parts(request.inputs, Mesh.of(compiler.stage_devices)), run.check_inputs),
     )

@@ -19,13 +19,13 @@ from autopar.compiler.plan_cache import PlanCache
 from autopar.compiler.tiles import Spaces, tiles_asked, tiles_of
 from autopar.lengths.varying import Varying
 from autopar.planning.record import choices_of
-from autopar.planning.request import PlanRequest
+from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Context, Plan
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.parts import Given, axes_of_parts
+from autopar.runtime.module.parts import Given
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
@@ -55,7 +55,7 @@ def compile_whole(
         compiler.tree,
         mesh,
         compiler.prepare,
-        whole_outputs=request.whole_outputs,
+        returned=request.returned(Mesh.of(mesh)),
         random_state=RandomState.agreed(run.seed, run.deterministic, mesh),
         num_microbatches=request.microbatches or 1,
         given=Given(axes_of_parts(request.inputs, Mesh.of(mesh)), run.check_inputs),

@@ -31,16 +31,35 @@ from autopar.sharding.annotation import Annotation
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
+from autopar.space.returned import Outputs, Returned
 from autopar.space.space import Space
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import REDUCE_EACH, warn_of_gradients
 from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
-Outputs = Literal["dtensor", "full"]
 Offloaded = Literal["none", "optimizer", "activations", "both", "auto"]
 OFFLOADED: tuple[Offloaded, ...] = ("none", "optimizer", "activations", "both", "auto")
 Inputs = str | tuple[str, ...]
 """`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
+
+
+def axes_of_parts(inputs: Inputs, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a mesh over which the batch is given in parts, in their order.
+
+    Raises InputError for other names.
+
+    >>> axes_of_parts("local", Mesh({"dp": 2, "tp": 4})), axes_of_parts("dp", Mesh({"dp": 2, "tp": 4}))
+    (('dp', 'tp'), ('dp',))
+    """
+    if inputs == "whole":
+        return ()
+    named = mesh.names if inputs == "local" else inputs if isinstance(inputs, tuple) else (inputs,)
+    if not named or any(name not in mesh.names for name in named) or len(set(named)) != len(named):
+        raise InputError(
+            f'inputs={inputs!r}; give "whole" (the whole batch on every rank), "local" (every rank its own part), or '
+            f"the axes over which ranks have different parts, of {', '.join(mesh.names)}."
+        )
+    return tuple(name for name in mesh.names if name in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +75,7 @@ class PlanRequest:
     optimizer: Optimizer = ADAMW
     hardware: str | Hardware | None = None
     """Name or path of a profile, or a profile; None: the mesh's own."""
-    outputs: Outputs = "dtensor"
+    outputs: Outputs = "plain"
     microbatches: int | None = None
     """Into how many parts a batch is split; None: one, or as many as suit a pipeline."""
     pipeline: str | None = None
@@ -113,17 +132,17 @@ class PlanRequest:
             )
         if self.mode not in ("auto", "semi_auto", "manual"):
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')
-        if self.outputs not in ("dtensor", "full"):
-            raise InputError(f'outputs={self.outputs!r}; outputs are "dtensor" or "full".')
+        if self.outputs not in ("plain", "dtensor", "full"):
+            raise InputError(f'outputs={self.outputs!r}; outputs are "plain", "dtensor" or "full".')
         if self.weight_tiles and self.settings.memory is None:
             raise InputError(
                 "weight_tiles=True has weights gathered a tile at a time where a memory limit asks for it, and none is "
                 'given; give memory=, as in memory="40GB", or leave weight_tiles out.'
             )
 
-    @property
-    def whole_outputs(self) -> bool:
-        return self.outputs == "full"
+    def returned(self, mesh: Mesh) -> Returned:
+        """Return how outputs come back on a mesh: of a pipeline, that of one stage."""
+        return Returned(self.outputs, axes_of_parts(self.inputs, mesh))
 
     def hardware_of(self, mesh: Mesh) -> Hardware:
         """The profile that is asked for, or that of the mesh; PlanError where there is none of that name."""
@@ -182,7 +201,7 @@ class PlanRequest:
             program,
             self.named(mesh),
             hardware,
-            self.whole_outputs,
+            self.returned(mesh),
             input_layouts,
             optimizer,
             self.imbalance,

@@ -34,6 +34,7 @@ from autopar.sharding.mesh import Mesh
 from autopar.space.beside import beside_of
 from autopar.space.expert_rows import rows_of_experts
 from autopar.space.menu import Menu, Turn, gathered_or_kept, hub_menu, menu_of, split_layouts, whole_menu
+from autopar.space.returned import AS_PLANNED, WHOLE, Returned
 from autopar.space.space import Decision, Roles, Space, Wire
 from autopar.strategies.padding import Padding
 from autopar.strategies.roles import RoledCall, RoledProgram, Value
@@ -55,7 +56,7 @@ def build_space(
     program: Program,
     mesh: Mesh,
     hardware: Hardware,
-    whole_outputs: bool = False,
+    returned: Returned = AS_PLANNED,
     input_layouts: Mapping[str, Layout] | None = None,
     optimizer: Optimizer = ADAMW,
     imbalance: float = 1.0,
@@ -65,14 +66,14 @@ def build_space(
 ) -> Space:
     """Lay out every decision and wire.
 
-    `whole_outputs` pins the user's outputs to be equal everywhere; `input_layouts` (placeholder → layout) says which
+    `returned` says in which layouts the user gets the outputs; `input_layouts` (placeholder → layout) says which
     inputs arrive split, the others are equal everywhere: to take a slice of those costs nothing. `imbalance` is how
     many times its share of the rows of experts the busiest rank has, `whole` the program that this one is a stage of,
     `asked` the names of implementations that are offered on demand, `num_devices` those of all stages.
     """
     beside = beside_of(whole or program, hardware)
     space = Space(program, mesh, hardware, optimizer, float(min(imbalance, MAX_WHOLE)), beside, num_devices)
-    return _Builder(space, whole_outputs, input_layouts or {}, whole, asked).build()
+    return _Builder(space, returned, input_layouts or {}, whole, asked).build()
 
 
 class _Builder:
@@ -81,7 +82,7 @@ class _Builder:
     def __init__(
         self,
         space: Space,
-        whole_outputs: bool,
+        returned: Returned,
         input_layouts: Mapping[str, Layout],
         whole: Program | None,
         asked: frozenset[str],
@@ -90,7 +91,8 @@ class _Builder:
         self.asked = asked
         self.program = space.program
         self.input_layouts = input_layouts
-        self.whole_outputs = whole_outputs or any(node.target is WRITE_CACHE for node in self.program.graph.nodes)
+        writes_cache = any(node.target is WRITE_CACHE for node in self.program.graph.nodes)
+        self.returned = WHOLE if writes_cache else returned
         self.roled = RoledProgram.of(space.program)
         self.space.dim_roles.update(self.roled.dims)
         self._saved = saved_in(space.program)
@@ -182,20 +184,25 @@ class _Builder:
         return "alone" if len(alike) < 2 else "first" if alike[0] is call else "later"
 
     def _outputs(self) -> None:
-        """One sink per tensor the graph returns: scalars, mutated buffers and whole outputs are equal everywhere.
+        """Add one sink per tensor the graph returns; scalars and mutated buffers are equal everywhere.
 
         A cache that is written into stays as it lies, and what is made beside one, logits of the next token, is whole.
-        What goes to the next stage is free to be split even where the user's outputs are whole.
+        What goes to the next stage is free to be split, whatever the layouts of the user's outputs.
         """
         sent = self.program.num_sent
         mesh = self.space.mesh
+        wanted = self.returned.layouts(self.program, mesh)
+        leaves_free = self.returned.leaves_free(self.program)
         for number, value in enumerate(self.program.output):
             if not isinstance(value, fx.Node):
                 continue
             source, position = source_of(value)
             info = self.roled.infos[source.name, position]
-            returned = number < sent or (number < sent + self.program.num_outputs and not self.whole_outputs)
-            layouts = split_layouts(info, mesh) if returned and info.shape else (replicated(mesh.ndim),)
+            layouts: tuple[Layout, ...] = (replicated(mesh.ndim),)
+            if info.shape and (number < sent or (number < self.program.num_results and leaves_free)):
+                layouts = split_layouts(info, mesh)
+            elif sent <= number < self.program.num_results:
+                layouts = (wanted[number - sent] or replicated(mesh.ndim),)
             if source.target is WRITE_CACHE:
                 layouts = (self._layout_of_state(source),)
             if number < sent:

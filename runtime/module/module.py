@@ -25,6 +25,7 @@ from autopar.runtime.ranks.uncompiled import Uncompiled, uncompiled
 from autopar.runtime.recompute.graph import compiling
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
+from autopar.space.returned import Returned
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
@@ -33,8 +34,8 @@ Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 class ParallelModule(StoredModule[Executable]):
     """A model running on a mesh. Made by `autopar.compile`; used like the model it was made from.
 
-    It takes the global batch as plain tensors, equal on every rank, or DTensors, and returns what the model returns:
-    scalars as plain tensors, other tensors as DTensors (or whole, with `outputs="full"`).
+    It takes the global batch as plain tensors, equal on every rank, or DTensors, and returns what the model returns as
+    plain tensors, of the samples that it was called with (or as DTensors, with `outputs="dtensor"`).
     """
 
     def __init__(
@@ -43,13 +44,12 @@ class ParallelModule(StoredModule[Executable]):
         mesh: DeviceMesh,
         prepare: Prepare,
         *,
-        whole_outputs: bool = False,
+        returned: Returned,
         random_state: RandomState,
         num_microbatches: int = 1,
         given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh, prepare, random_state, Exception, given)
-        self._whole_outputs = whole_outputs
+        super().__init__(tree, mesh, prepare, random_state, Exception, given, returned)
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}
 
@@ -146,12 +146,7 @@ class ParallelModule(StoredModule[Executable]):
     @uncompiled
     def _left(self, executable: Executable, outputs: tuple[Any, ...]) -> Any:
         """What the user gets; mutated buffers are written."""
-        program, layouts = executable.program, executable.local.output_layouts
+        program = executable.program
         executable.write_buffers(self, outputs)
-        self._calls.follow(outputs[: program.num_outputs])
-        counted = self._counted(executable, program.num_outputs)
-        users = [
-            self._user_output(value, layout, self._mesh, counts)
-            for value, layout, counts in zip(outputs[: program.num_outputs], layouts, counted, strict=False)
-        ]
-        return pytree.tree_unflatten(users, program.out_spec)
+        values, layouts = (each[: program.num_outputs] for each in (outputs, executable.local.output_layouts))
+        return self._returned(executable, program, values, layouts)

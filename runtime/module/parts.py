@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InputError
 from autopar.program.program import Program
 from autopar.runtime.module.batches import batch_size
 from autopar.runtime.module.inputs import Arguments
@@ -38,23 +37,6 @@ class Given:
 
 
 GIVEN_WHOLE = Given()
-
-
-def axes_of_parts(inputs: str | tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh over which the batch is given in parts, in their order; InputError for other names.
-
-    >>> axes_of_parts("local", Mesh({"dp": 2, "tp": 4})), axes_of_parts("dp", Mesh({"dp": 2, "tp": 4}))
-    (('dp', 'tp'), ('dp',))
-    """
-    if inputs == "whole":
-        return ()
-    named = mesh.names if inputs == "local" else inputs if isinstance(inputs, tuple) else (inputs,)
-    if not named or any(name not in mesh.names for name in named) or len(set(named)) != len(named):
-        raise InputError(
-            f'inputs={inputs!r}; give "whole" (the whole batch on every rank), "local" (every rank its own part), or '
-            f"the axes over which ranks have different parts, of {', '.join(mesh.names)}."
-        )
-    return tuple(name for name in mesh.names if name in named)
 
 
 def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str]) -> Arguments:

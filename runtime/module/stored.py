@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.capture.guards import unseen
 from autopar.capture.passes.autocast import Autocast
@@ -18,8 +17,9 @@ from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
 from autopar.errors import InputError
 from autopar.lengths.inputs import Sizes
-from autopar.lengths.outputs import Counted, Padding, cut, cut_part
+from autopar.lengths.outputs import Counted, Padding
 from autopar.lengths.varying import Varying
+from autopar.program.program import Program
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.checkpoints.read import give_values, read
@@ -35,17 +35,19 @@ from autopar.runtime.module.inputs import (
     kind_of,
     values_of,
 )
-from autopar.runtime.module.parameters import Storage, as_stored, placements_of, tie, ties_of
+from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
+from autopar.runtime.outputs.returning import Result, Returning
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import watched
 from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.sharding.layout import Layout
+from autopar.space.returned import Returned
 from autopar.units import parse_bytes
 
 
@@ -82,7 +84,6 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
     """Brings calls to the sizes of buckets, where there are any."""
     _padding: Padding | None = None
     """Of the most recent call."""
-    _whole_outputs = False
     _compiled: ClassVar[type]
     """This class, where that of an instance is the model's, too."""
 
@@ -94,6 +95,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         random_state: RandomState,
         forgives: type[Exception],
         given: Given,
+        returned: Returned,
         stage_devices: DeviceMesh | None = None,
     ) -> None:
         """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
@@ -108,6 +110,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         self._mesh, self._device = mesh, mesh.device_type
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
+        self._returning = Returning(returned, self._input_mesh, self._calls)
         self._prepare = prepare
         self._python = PythonKinds(tree.root)
         self._known: dict[tuple[object, State, object], list[tuple[PythonWatch, Runs]]] = {}
@@ -256,15 +259,11 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
             watch.leave_written()
         return self._latest
 
-    def _user_output(self, value: Any, layout: Layout | None, mesh: DeviceMesh, counted: Counted | None) -> Any:
-        """What the user gets of a rank's part of an output, without what was padded."""
-        if layout is None or not isinstance(value, torch.Tensor) or value.ndim == 0:
-            return value
-        if counted is None or self._padding is None:
-            parts = placements_of(layout)
-            return value if self._whole_outputs else DTensor.from_local(value, mesh, parts, run_check=False)
-        within = counted, self._padding
-        return cut(value, *within) if self._whole_outputs else cut_part(value, layout, mesh, self._given.axes, *within)
+    def _returned(self, runs: Runs, program: Program, values: Sequence[Any], layouts: Sequence[Layout | None]) -> Any:
+        """What the user gets of a call, in the structure that the model returns."""
+        counted = self._counted(runs, program.num_outputs)
+        results = [Result(*each) for each in zip(values, layouts, counted, strict=True)]
+        return self._returning.outputs(program, results, self._padding)
 
     def _counted(self, runs: Runs, num_outputs: int) -> tuple[Counted | None, ...]:
         """What the outputs count, where some of them may have to be cut."""

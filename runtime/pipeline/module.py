@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, PipelineError
 from autopar.optim.clipping import scale_to, total_norm
@@ -33,6 +32,7 @@ from autopar.runtime.pipeline.step import ScheduledStep
 from autopar.runtime.ranks.backends import host_group
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
+from autopar.space.returned import Returned
 
 PreparePipeline = Callable[[Arguments, bool, frozenset[str] | None], Pipeline]
 """(arguments of a micro-batch, training, names of frozen parameters if known) → what runs them."""
@@ -55,14 +55,13 @@ class PipelineModule(StoredModule[Pipeline]):
         prepare: PreparePipeline,
         *,
         num_microbatches: Callable[[Arguments, bool], int],
-        whole_outputs: bool = False,
+        returned: Returned,
         random_state: RandomState,
         given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh, prepare, random_state, AutoparError, given, stage_devices)
+        super().__init__(tree, mesh, prepare, random_state, AutoparError, given, returned, stage_devices)
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches
-        self._whole_outputs = whole_outputs
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
         self._hosts = host_group(self._group)
         self._frozen_names = FrozenNames(self._hosts)
@@ -141,14 +140,7 @@ class PipelineModule(StoredModule[Pipeline]):
             random = self.random_state.at(self.random_state.step)
             results = evaluated(pipeline, self, arguments, self._group, random)
         self.random_state.advance(1)
-        mesh = next(iter(pipeline.executables.values())).mesh
-        users = [
-            self._user_output(value, layout, mesh, counts)
-            for value, layout, counts in zip(
-                results, pipeline.result_layouts, self._counted(pipeline, len(results)), strict=True
-            )
-        ]
-        return pytree.tree_unflatten(users, pipeline.programs[-1].out_spec)
+        return self._returned(pipeline, pipeline.programs[-1], results, pipeline.result_layouts)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; the norm before.

@@ -23,18 +23,17 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from autopar.errors import InputError
+from autopar.runtime.ranks.checksums import Projections, are_close
 from autopar.runtime.ranks.failure import IN_STEP, Watch
 from autopar.runtime.ranks.signs import read
 
-BACKWARD = 0
-"""The kind of event that a backward is; calls are counted from 1."""
 CHECKED = frozenset((1, 2, *(10**power for power in range(1, 10))))
 """Which calls of a kind are announced in any case."""
 MAX_RUN = 64
@@ -44,7 +43,15 @@ LONGEST_PAUSE = 0.02  # seconds between two looks at the outcome
 
 Said = Mapping[str, str | list[str]]
 """What is said of a call, by the name of an input or option; what is in a list is compared one by one."""
-EVENT, VALUES = "event", "values"
+EVENT, VALUES, ADVICE = "event", "values", "advice"
+HOW_TO_READ = (
+    "Outputs beside a loss are gathered when they are first used, by all ranks: use them on every rank, for example "
+    "before `if rank == 0:`."
+)
+HOW_TO_COMPUTE_LOSSES = (
+    "Ranks that get the same output must compute the same loss from it. Compute the loss of all samples, or give each "
+    'rank its own samples and compile with inputs="local".'
+)
 HOW_TO_GIVE_PARTS = (
     "A plain tensor is the whole of an input, equal on every rank. To give each rank its own part of the batch, use "
     'autopar.compile(..., inputs="local") or DTensor.from_local(part, mesh, [Shard(0)]).'
@@ -53,8 +60,9 @@ DIFFERENTLY = "the ranks were called differently"
 OPTIONS = {"mode", "modules in another mode", "hooks", "frozen parameters", "autocast", "gradients", "Python state"}
 
 
-Values = Mapping[str, Mapping[str, int]]
-"""A part of the batch → the checksums of inputs that all ranks with this part hold alike; "" is the part of all."""
+Values = Mapping[str, Mapping[str, int | Projections]]
+"""A part of the batch → what tells the values of tensors that all ranks with this part hold alike: checksums of inputs,
+projections of gradients, which rounding may change. "" is the part of all."""
 
 
 class Calls:
@@ -65,8 +73,10 @@ class Calls:
         self._watch = watch
         self._checked_always = check_inputs
         self._numbers: dict[Hashable, int] = {}
-        self._said: list[Said] = [{EVENT: "a backward"}]
-        self._times = [0]
+        self._said: list[Said] = []
+        self._times: list[int] = []
+        self._last_is_checked = False
+        """Whether values are compared in the last call, and in its backwards."""
         self._event = 0  # how many there have been
         self._followed_by: dict[tuple[int, int], int] = {}
         """(kind, how often in a row) → the kind of the event after that."""
@@ -83,44 +93,42 @@ class Calls:
         """
         if not self._watch.many or self._watch.depth > 1:
             return
-        kind = kind, torch.is_grad_enabled()
-        number = self._numbers.get(kind)
-        if number is None:
-            number = self._numbers[kind] = len(self._said)
-            self._said.append({**say(), "gradients": "on" if kind[1] else "off"})
-            self._times.append(0)
+        gradients = torch.is_grad_enabled()
+        number = self._number((kind, gradients), lambda: {**say(), "gradients": "on" if gradients else "off"})
         checked = self._checked_always
         if checked is None:
             checked = self._times[number] + 1 in CHECKED
+        self._last_is_checked = checked
         self._next(number, values() if checked else None)
         self._times[number] += 1
 
-    def follow(self, outputs: Iterable[Any]) -> None:
-        """Have the backward of what a call returns agreed upon."""
-        if not self._watch.many:
+    def backwards(self) -> Backwards:
+        """Return what agrees on the backwards of the call that was agreed upon last."""
+        return Backwards(self, self._watch, self._last_is_checked)
+
+    def gather(self, output: str) -> None:
+        """Agree that every rank uses `output` for the first time, before it is gathered; nothing inside a call.
+
+        Raises InputError where another rank does something else, and PeerError where it fails.
+        """
+        if not self._watch.many or self._watch.depth:
             return
-        running: list[int] = []  # a backward reaches several outputs
+        event = f"to gather {output}, which it uses for the first time"
+        with self._watch:
+            self._next(self._number(("gather", output), lambda: {EVENT: event, ADVICE: HOW_TO_READ}), None)
 
-        def ended() -> None:
-            running.clear()
+    def enter(self, output: str, values: Values | None) -> None:
+        """Agree that a gradient enters by `output`, with equal values on ranks that hold the same part."""
+        self._next(self._number(("gradient", output), lambda: {EVENT: f"a backward from {output}"}), values)
 
-        def begin(_: Any) -> None:
-            if running:
-                return
-            running.append(self._event)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
-            self._watch.backward_begins()
-            try:
-                self._watch.check()
-                self._next(BACKWARD, None)
-            except BaseException as error:
-                if not self._watch.depth:
-                    self._watch.failed_by(error)
-                raise
-
-        for output in outputs:
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.grad_fn.register_prehook(begin)
+    def _number(self, kind: Hashable, say: Callable[[], Said]) -> int:
+        """The number of a kind of event, said to other ranks as `say` returns when it comes for the first time."""
+        number = self._numbers.get(kind)
+        if number is None:
+            number = self._numbers[kind] = len(self._said)
+            self._said.append(say())
+            self._times.append(0)
+        return number
 
     def _next(self, number: int, values: Values | None) -> None:
         try:
@@ -191,9 +199,40 @@ class Calls:
             store.compare_set(f"{pending}/outcome", "", str(self._watch.rank))
 
 
-def _unequal(sums: Mapping[str, int], first_rank: int, first: Mapping[str, int]) -> Said:
-    """What is said of inputs whose values are not those of the first rank with the same part."""
-    names = [name for name, number in sums.items() if first.get(name) != number]
+class Backwards:
+    """The backwards of one call: all ranks agree on every output by which a gradient enters, before anything moves."""
+
+    def __init__(self, calls: Calls, watch: Watch, checked: bool) -> None:
+        self._calls, self._watch, self._checked = calls, watch, checked
+        self._running = False
+
+    def enter(self, output: str, values: Callable[[], Values]) -> None:
+        """Agree on a gradient; its values are compared if those of the call's inputs were.
+
+        Raises InputError where another rank does something else, and PeerError where it fails.
+        """
+        if not self._watch.many:
+            return
+        if not self._running:  # one backward may enter by several outputs
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+            self._watch.backward_begins()
+        try:
+            self._watch.check()
+            self._calls.enter(output, values() if self._checked else None)
+        except BaseException as error:
+            self._running = False
+            if not self._watch.depth:
+                self._watch.failed_by(error)
+            raise
+
+    def _ended(self) -> None:
+        self._running = False
+
+
+def _unequal(sums: Mapping[str, int | Projections], first_rank: int, first: Mapping[str, Any]) -> Said:
+    """What is said of values that are not those of the first rank with the same part."""
+    names = [name for name, found in sums.items() if not are_close(found, first.get(name))]
     return {VALUES: f"other values of {', '.join(names)} than rank {first_rank}"} if names else {}
 
 
@@ -202,7 +241,11 @@ def _difference(one: tuple[int, Said], other: tuple[int, Said]) -> str:
     (rank, said), (other_rank, other_said) = sorted((one, other), key=lambda each: each[0])
     if EVENT in said or EVENT in other_said:
         here, there = (each.get(EVENT, "another call of the model") for each in (said, other_said))
-        return f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. {IN_STEP}"
+        if here == there:
+            which, what = (rank, said[VALUES]) if VALUES in said else (other_rank, other_said[VALUES])
+            return f"the ranks begin different backwards: rank {which} with {what}. {HOW_TO_COMPUTE_LOSSES}"
+        advice = said.get(ADVICE) or other_said.get(ADVICE) or IN_STEP
+        return f"the ranks are out of step: rank {rank} begins {here}, rank {other_rank} {there}. {advice}"
     names = [name for name in dict.fromkeys((*said, *other_said)) if said.get(name) != other_said.get(name)]
     names = [name for name in names if name != VALUES]  # other shapes have other values, too
     if not names and VALUES not in said and VALUES not in other_said:

@@ -20,6 +20,7 @@ from autopar.pipeline.stages.splitting import Splitter, split
 from autopar.program.program import Program, info_of
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import build_space
+from autopar.space.returned import WHOLE
 from tests.support.eager import calls
 from tests.support.families import FAMILIES
 from tests.support.planned import SLOW_LINKS, X_BD
@@ -242,7 +243,7 @@ def test_a_buffer_that_changes_on_another_stage_than_it_is_read_on_is_refused() 
 def test_a_stage_can_be_planned_and_sends_in_any_layout() -> None:
     stages = _stages(_captured("t5"), 3)
     for stage in stages:
-        space = build_space(stage, Mesh({"tp": 2}), SLOW_LINKS, whole_outputs=True)
+        space = build_space(stage, Mesh({"tp": 2}), SLOW_LINKS, returned=WHOLE)
         layouts = [
             len(space.decisions[space.index[f"output:{number}"]].menu.strategies)
             for number, value in enumerate(stage.output)

@@ -14,6 +14,7 @@ from autopar.cost.reshard import Transfer
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.build import AUXILIARY_ELEMENTS, build_space
+from autopar.space.returned import WHOLE
 from autopar.space.space import Space
 from tests.support.families import FAMILIES
 from tests.support.planned import IDS_BS, SLOW_LINKS, X_BD, Attention, Planned, TwoLinears, planned, space_of
@@ -126,7 +127,7 @@ def test_outputs_come_back_split_only_where_they_need_not_be_whole() -> None:
     program = capture(nn.Sequential(nn.Linear(8, 8)), (X_BD,), {})
     mesh = Mesh({"tp": 2})
     assert layouts(build_space(program, mesh, SLOW_LINKS), "output:0") == ["I", "S(0)", "S(1)"]
-    assert layouts(build_space(program, mesh, SLOW_LINKS, whole_outputs=True), "output:0") == ["I"]
+    assert layouts(build_space(program, mesh, SLOW_LINKS, returned=WHOLE), "output:0") == ["I"]
 
 
 def test_a_scalar_comes_back_whole() -> None:

@@ -1,0 +1,76 @@
+"""In which layout a user gets the outputs of a program, and whether the plan must leave them so.
+
+    outputs     a tensor with a row per sample       other tensors
+    "plain"     this rank's samples, or all of them   whole on every rank
+    "full"      whole on every rank                   whole on every rank
+    "dtensor"   as the plan leaves it                 as the plan leaves it
+
+"plain" gives a rank the samples that it was called with: all of them with inputs="whole". Beside a loss that the model
+computes, plain outputs are left in any layout, because most scripts read the loss alone; the runtime moves an output
+when it is first used. Scalars are whole in every mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from autopar.program.calls import source_of
+from autopar.program.program import Program, TensorInfo
+from autopar.sharding.layout import I, Layout, S, replicated
+from autopar.sharding.mesh import Mesh
+from autopar.strategies.roles import RoledProgram, Value
+
+Outputs = Literal["plain", "dtensor", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How the outputs of a program come back to the user."""
+
+    outputs: Outputs = "dtensor"
+    axes: tuple[str, ...] = ()
+    """The axes over which the batch is given in parts."""
+
+    def layouts(self, program: Program, mesh: Mesh) -> tuple[Layout | None, ...]:
+        """Return the layout of each output as the user gets it; None if the plan decides, or it is no tensor."""
+        roled = RoledProgram.of(program)
+        return tuple(self._layout(value, roled, mesh) for value in returned_values(program))
+
+    def _layout(self, value: object, roled: RoledProgram, mesh: Mesh) -> Layout | None:
+        if not isinstance(value, fx.Node):
+            return None
+        node, position = source_of(value)
+        info = roled.infos[node.name, position]
+        whole = replicated(mesh.ndim)
+        if not info.shape or self.outputs == "full":
+            return whole
+        if self.outputs == "dtensor":
+            return None
+        own = Layout(S(0) if name in self.axes and size > 1 else I for name, size in mesh.axes.items())
+        counts_samples = _counts_samples((node.name, position), info, roled)
+        return own if counts_samples and own.divides(info.shape, mesh.sizes) else whole
+
+    def leaves_free(self, program: Program) -> bool:
+        """Whether the plan may leave outputs that are no scalars in any layout."""
+        return self.outputs == "dtensor" or (self.outputs == "plain" and _returns_loss(program))
+
+
+AS_PLANNED, WHOLE = Returned("dtensor"), Returned("full")
+
+
+def returned_values(program: Program) -> tuple[object, ...]:
+    """Return what the user gets of the flat output: nodes and constants."""
+    return tuple(program.output[program.num_sent : program.num_results])
+
+
+def _returns_loss(program: Program) -> bool:
+    infos = (value.meta["tensor"] for value in returned_values(program) if isinstance(value, fx.Node))
+    return any(isinstance(info, TensorInfo) and not info.shape and info.dtype.is_floating_point for info in infos)
+
+
+def _counts_samples(value: Value, info: TensorInfo, roled: RoledProgram) -> bool:
+    """Whether dim 0 counts the samples of the batch, or several rows of each."""
+    return roled.dims[value][0] == "data" and roled.samples > 0 and info.shape[0] % roled.samples == 0
