@@ -9,6 +9,7 @@ as a DTensor that is replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autopar.program.program import Program
 from autopar.runtime.module.batches import batch_size
 from autopar.runtime.module.inputs import Arguments
+from autopar.runtime.module.loss_scale import with_scaled_gradient
 from autopar.sharding.layout import I, Layout, S
 from autopar.sharding.mesh import Mesh
 
@@ -39,17 +41,26 @@ class Given:
 GIVEN_WHOLE = Given()
 
 
-def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str]) -> Arguments:
-    """The same call with a DTensor of the whole batch for each part."""
+def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str], averages: bool) -> Arguments:
+    """Return the same call with a DTensor of the whole batch for each part.
+
+    `averages`: the loss of the step is the mean of the ranks' losses, and a part gets the gradient of its rank's loss.
+    """
     if not axes:
         return arguments
+    scale = torch.tensor(float(math.prod(mesh.size(axis) for axis in map((mesh.mesh_dim_names or ()).index, axes))))
     placements = [Shard(0) if name in axes else Replicate() for name in mesh.mesh_dim_names or ()]
     leaves, spec = pytree.tree_flatten(arguments)
     wrapped = [
-        DTensor.from_local(leaf, mesh, placements, run_check=False) if is_part else leaf
+        _as_dtensor(leaf, mesh, placements, scale if averages else None) if is_part else leaf
         for leaf, is_part in zip(leaves, _are_parts(leaves, arguments), strict=True)
     ]
     return pytree.tree_unflatten(wrapped, spec)
+
+
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], scale: Tensor | None) -> DTensor:
+    scaled = with_scaled_gradient(part, scale) if part.requires_grad and torch.is_grad_enabled() else part
+    return DTensor.from_local(scaled, mesh, placements, run_check=False)
 
 
 def whole_batch(arguments: Arguments, num_parts: int) -> Arguments:

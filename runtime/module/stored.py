@@ -184,7 +184,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
         if self.varying is not None:
             arguments, self._padding = self.varying.fitted(arguments, self._sizes_of_all)
-        return parts_as_dtensors(arguments, self._input_mesh, self._given.axes)
+        return parts_as_dtensors(arguments, self._input_mesh, self._given.axes, self._returning.averages)
 
     def _sizes_of_all(self, mine: Sizes) -> list[Sizes]:
         """The sizes of all ranks' parts, in the order of the mesh; this rank's where all have the same."""

@@ -42,6 +42,11 @@ class Returning:
     def __init__(self, returned: Returned, mesh: DeviceMesh, calls: Calls) -> None:
         self._returned, self._mesh, self._calls = returned, mesh, calls
 
+    @property
+    def averages(self) -> bool:
+        """Whether the loss of a step is the mean of the losses of ranks that are called with their own samples."""
+        return self._returned.outputs == "plain" and bool(self._returned.axes)
+
     @cached_property
     def _axes(self) -> tuple[Axis, ...]:
         found = axes_on(self._mesh)
@@ -74,7 +79,7 @@ class Returning:
         return pytree.tree_unflatten(outputs, program.out_spec)
 
     def _entrance(self, name: str, backwards: Backwards, wanted: Layout) -> Entrance:
-        if self._returned.outputs != "plain":
+        if not self.averages:
             return Entrance(name, backwards, "")
         part = self._part(self._given)
         holds_own = any(placement.is_split for placement in wanted)
