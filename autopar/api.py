@@ -113,7 +113,9 @@ def compile(
         master_copies: plan for float32 copies of parameters of lower precision.
         inputs: what each rank is called with: the "whole" batch, its own part of it ("local", as DistributedSampler
             gives), or the names of the axes over which ranks have different parts; example_inputs are the same.
-        outputs: "dtensor" or "full": how tensors that are no scalars come back.
+        outputs: "plain" (plain tensors of the samples that the rank was called with, which a loss outside the module
+            takes as on one process; beside a loss that the model computes, moved when first used), "dtensor" (DTensors
+            in the layouts of the plan) or "full" (plain tensors of all samples, whatever `inputs` says).
         hardware: name or path of a hardware profile, or a `Hardware`.
         solver: "auto" or "ilp" (the plain reference ILP).
         time_limit: seconds, capture included, after which the best plan found so far is returned, with its bound and a

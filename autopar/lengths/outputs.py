@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
 
 import torch
@@ -36,6 +36,12 @@ class Padding:
     padded_length: int | None
     samples: tuple[int, ...]
     padded_samples: int
+    lengths: tuple[int | None, ...] = ()
+    """The positions that each part had; `length` is the largest."""
+
+    def of_part(self, number: int) -> Padding:
+        """Return the padding of one part: it has rows of its own samples, of its own positions."""
+        return replace(self, length=self.lengths[number], samples=(self.samples[number],))
 
     @property
     def of_length(self) -> bool:

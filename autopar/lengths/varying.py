@@ -32,16 +32,16 @@ class Varying:
         mine = sizes_of(arguments, roles)
         known = exchange(mine)
         parts = [known[number] for number in self._givers] if len(known) > 1 else [known[0]] * len(self._givers)
-        lengths = [each.length for each in parts if each.length is not None]
-        length = max(lengths, default=None)
+        lengths = tuple(each.length for each in parts)
+        length = max((each for each in lengths if each is not None), default=None)
         target = None if length is None else self.buckets.length_for(length, self._unit)
         samples = tuple(each.batch or 0 for each in parts)
         batch = self.buckets.batch_for(max(samples), self._largest)
         self._largest = max(self._largest, batch)
         goal = Sizes(target, mine.batch if self.buckets.batches is None else batch)
-        padding = Padding(length, target, samples, batch if self.buckets.batches is not None else max(samples))
         if self.buckets.batches is None:
-            padding = replace(padding, samples=(padding.padded_samples,) * len(samples))
+            batch, samples = max(samples), (max(samples),) * len(samples)
+        padding = Padding(length, target, samples, batch, lengths)
         return padded(arguments, roles, goal), padding
 
     def examples(self, arguments: Arguments) -> list[Arguments]:

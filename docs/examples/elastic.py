@@ -19,7 +19,7 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 x = torch.randn(steps, 8, 16)
-model = autopar.compile(model, mesh, (x[0],), strategy="zero3", outputs="full")  # planned for the ranks of this start
+model = autopar.compile(model, mesh, (x[0],), strategy="zero3")  # planned for the ranks of this start
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 done = max((int(found.parent.name) for found in folder.glob("*/.metadata")), default=0)  # which DCP writes last
 if done:

@@ -267,7 +267,7 @@ class StoredModule(NotToBeWrapped, nn.Module, Generic[Runs]):
 
     def _counted(self, runs: Runs, num_outputs: int) -> tuple[Counted | None, ...]:
         """What the outputs count, where some of them may have to be cut."""
-        if self.varying is None or self._padding is None or not (self._padding.of_length or self._padding.of_samples):
+        if self.varying is None or self._padding is None:
             return (None,) * num_outputs
         return self.varying.counted[runs]
 

@@ -19,7 +19,7 @@ from autopar.runtime.collectives.axes import Axis, axes_on, part_of
 from autopar.runtime.outputs.entering import Entrance, handed
 from autopar.runtime.outputs.relaid import relaid
 from autopar.runtime.outputs.unread import Reading, unread
-from autopar.runtime.ranks.calls import Backwards, Calls
+from autopar.runtime.ranks.calls import THE_OUTPUT, Backwards, Calls
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Returned
@@ -111,10 +111,11 @@ class Returning:
         """A plain output without what was padded."""
         if counted is None or padding is None:
             return value
-        if holds_own and padding.of_samples:
-            more = dict(counted.samples)[0]
-            value = value.narrow(0, 0, padding.samples[int(part_of(self._given))] + more)
-            counted = Counted(counted.positions, tuple(each for each in counted.samples if each[0]))
+        if holds_own:
+            own, others = ([each for each in counted.samples if bool(each[0]) is other] for other in (False, True))
+            within = padding.of_part(int(part_of(self._given)))
+            value = cut(value, Counted(counted.positions, tuple(own)), within)
+            counted = Counted((), tuple(others))
         return cut(value, counted, padding)
 
     def _dtensor(self, result: Result, entrance: Entrance, padding: Padding | None) -> DTensor:
@@ -129,5 +130,5 @@ class Returning:
 def _name_of(path: Sequence[Any]) -> str:
     """What a user calls an output."""
     if len(path) == 1 and isinstance(path[0], pytree.MappingKey):
-        return f"the output {path[0].key}"
-    return f"the output {pytree.keystr(tuple(path))}" if path else "the output"
+        return f"{THE_OUTPUT} {path[0].key}"
+    return f"{THE_OUTPUT} {pytree.keystr(tuple(path))}" if path else THE_OUTPUT

@@ -44,6 +44,8 @@ LONGEST_PAUSE = 0.02  # seconds between two looks at the outcome
 Said = Mapping[str, str | list[str]]
 """What is said of a call, by the name of an input or option; what is in a list is compared one by one."""
 EVENT, VALUES, ADVICE = "event", "values", "advice"
+THE_OUTPUT = "the output"
+"""The name of an output that is the only one."""
 HOW_TO_READ = (
     "Outputs beside a loss are gathered when they are first used, by all ranks: use them on every rank, for example "
     "before `if rank == 0:`."
@@ -119,7 +121,8 @@ class Calls:
 
     def enter(self, output: str, values: Values | None) -> None:
         """Agree that a gradient enters by `output`, with equal values on ranks that hold the same part."""
-        self._next(self._number(("gradient", output), lambda: {EVENT: f"a backward from {output}"}), values)
+        event = "a backward" if output == THE_OUTPUT else f"a backward from {output}"
+        self._next(self._number(("gradient", output), lambda: {EVENT: event}), values)
 
     def _number(self, kind: Hashable, say: Callable[[], Said]) -> int:
         """The number of a kind of event, said to other ranks as `say` returns when it comes for the first time."""
