@@ -138,7 +138,7 @@ def _dtypes(precision: Any) -> Any:
     x, ids = torch.randn(4, 8), torch.arange(4)
     model = autopar.compile(_Two(), mesh((2,), ("dp",)), (x, ids), precision=precision, strategy="zero3")
     hidden, numbers, seen = model(x, ids)
-    hidden.sum().full_tensor().backward()
+    hidden.sum().backward()
     weight = model.get_parameter("layer.weight")
     assert weight.grad is not None
     return weight.dtype, weight.grad.dtype, hidden.dtype, numbers.dtype, model.shift.dtype, seen
@@ -226,7 +226,7 @@ def test_ranks_with_other_precisions_are_refused(ranks: Ranks) -> None:
 def _zero3(**options: Any) -> dict[tuple[str, str], int]:
     """What two layers of 64 × 64 move in a step, the first of which the backward needs no weight of."""
     model, on = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))), autopar.Mesh({"dp": 2})
-    return dict(autopar.plan(model, on, (torch.randn(8, 64),), strategy="zero3", **options).traffic)
+    return dict(autopar.plan(model, on, (torch.randn(8, 64),), strategy="zero3", outputs="dtensor", **options).traffic)
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bf16-mixed", 4), (Precision(compute=torch.bfloat16), 2)])

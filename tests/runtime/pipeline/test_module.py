@@ -181,7 +181,12 @@ def _evaluated(shape: tuple[int, ...], names: tuple[str, ...], outputs: str) -> 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "names", "outputs"),
-    [((2,), ("pp",), "dtensor"), ((2, 2), ("pp", "tp"), "dtensor"), ((2, 2), ("dp", "pp"), "full")],
+    [
+        ((2,), ("pp",), "dtensor"),
+        ((2, 2), ("pp", "tp"), "dtensor"),
+        ((2, 2), ("dp", "pp"), "full"),
+        ((2, 2), ("pp", "tp"), "plain"),
+    ],
 )
 def test_evaluation_gives_every_output_on_every_rank(
     ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...], outputs: str
