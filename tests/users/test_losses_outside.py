@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -239,7 +240,7 @@ def test_a_loss_outside_the_module_trains_as_on_one_process(ranks: Ranks, name: 
     script = SCRIPTS[name]
     for inputs, options in (("whole", {"hardware": SLOW_DEVICES}), ("local", {"strategy": "zero3"})):
         parts = 2 if inputs == "local" else 1
-        alone = [lambda batch, number=number: _part(batch, number, parts) for number in range(parts)]
+        alone = [partial(_part, number=number, parts=parts) for number in range(parts)]
         expected = _train(script, copy.deepcopy(_modules(script)), alone)
         for found in ranks.run(_on_ranks, name, inputs, options):
             torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-6)

@@ -141,7 +141,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "unit of memory": (lambda: compiled(memory="much"), r"InputError: 'much' is no size; write .*\"8GB\""),
     "fraction of memory": (lambda: compiled(memory=0.5), r"InputError: memory=0\.5; give bytes .*\"8GB\""),
     "mode": (lambda: compiled(mode="fast"), r"InputError: mode='fast'; modes are \"auto\", \"semi_auto\" and"),
-    "outputs": (lambda: compiled(outputs="all"), r"InputError: outputs='all'; outputs are \"dtensor\" or \"full\""),
+    "outputs": (
+        lambda: compiled(outputs="all"),
+        r"InputError: outputs='all'; outputs are \"plain\", \"dtensor\" or",
+    ),
     "solver": (lambda: compiled(solver="lp"), r"InputError: solver='lp'; solvers are \"auto\" and \"ilp\""),
     "example": (
         lambda: compiled(example=vectors()),
