@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.axes import Axis
 from autopar.runtime.collectives.functions import raw_all_reduce, waited_for
 from autopar.runtime.ranks.calls import Backwards, Values
@@ -53,12 +54,11 @@ class Entrance:
 
 def _sum(gradient: Tensor, axes: Sequence[Axis]) -> Tensor:
     """The sum over all ranks of some axes."""
-    with torch.no_grad():
-        for axis in axes:
-            if gradient.ndim:
-                gradient = raw_all_reduce(gradient, axis)
-            else:  # not counted: plans do not price messages of a few bytes
-                gradient = waited_for(torch.ops._c10d_functional.all_reduce(gradient, "sum", axis.group))
+    for axis in axes:
+        if gradient.ndim:
+            gradient = raw_all_reduce(gradient, axis)
+        else:  # not counted: plans do not price messages of a few bytes
+            gradient = waited_for(torch.ops._c10d_functional.all_reduce(gradient, "sum", axis.group))
     return gradient
 
 
@@ -73,6 +73,18 @@ class _Handed(torch.autograd.Function):
         return ctx.entrance(grad), None
 
 
+class _Averaged(_Handed):
+    """As `_Handed`, for gradients that are summed over ranks, which has no second derivative."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.entrance(grad), None
+
+
 def handed(x: Tensor, entrance: Entrance) -> Tensor:
     """Return the same tensor; the gradient that it gets from outside goes through `entrance`."""
-    return _Handed.apply(x, entrance) if x.requires_grad and torch.is_grad_enabled() else x
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    averages = bool(entrance.averaged) and not entrance.holds_own
+    return (_Averaged if averages else _Handed).apply(x, entrance)

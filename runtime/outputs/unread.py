@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.program.operators.derivatives import once_differentiable
+
 KNOWN = frozenset(
     (
         *(
@@ -87,6 +89,7 @@ class _Unread(torch.autograd.Function):
         return made
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.reading.enter(grad), None, None
 
