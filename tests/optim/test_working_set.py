@@ -96,7 +96,7 @@ def measured(kind: str, strategy: str, in_backward: bool) -> tuple[int, int]:
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(
         *(squares(), mesh((2,), ("dp",)), (x,)),
-        **{"hardware": "h100", **asked(kind, in_backward=in_backward), "strategy": strategy},
+        **dict[str, Any]({"hardware": "h100", **asked(kind, in_backward=in_backward), "strategy": strategy}),
     )
     named = list(model.named_parameters())
     optimizer = Muon(named) if kind == "muon" else GaLoreAdamW(named, rank=RANK, update_proj_gap=1)
