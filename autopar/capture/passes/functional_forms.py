@@ -33,7 +33,7 @@ def functional_values(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Mapp
         args, kwargs: its arguments with their values of now.
 
     Raises:
-        CaptureError: the call has no form that writes nothing, or gives its out= another shape.
+        CaptureError: the call has no form that writes nothing.
     """
     if not written_arguments(node)[0].is_out:
         return [_in_place(draft, node, args, kwargs)]
@@ -84,29 +84,33 @@ def _outputs(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Mapping[str, 
     assert isinstance(operation, torch._ops.OpOverload)
     outs = [written.name for written in written_arguments(node)]
     given = {name: value for name, value in kwargs.items() if name not in outs}
-    computed = draft.call(_without_out(operation, module), *args, module=module, **given)
+    functional = _without_out(operation, module)
+    if "dtype" not in given and any(argument.name == "dtype" for argument in functional._schema.arguments):
+        given["dtype"] = value_of(kwargs[outs[0]]).dtype
+    computed = draft.call(functional, *args, module=module, **given)
     pieces = [computed]
     if len(outs) > 1:
         pieces = [draft.call(operator.getitem, computed, index, module=module) for index in range(len(outs))]
     found = []
     for name, new in zip(outs, pieces, strict=True):
         target = kwargs[name]
-        if shape_of(new) != shape_of(target):
-            raise CaptureError(
-                f"{operation} in {module or 'the forward'} writes a result of shape {list(shape_of(new))} into an out= "
-                f"of shape {list(shape_of(target))}, which would resize it; leave out= out."
-            )
         found.append(_cast(draft, new, value_of(target).dtype, module))
     return found
+
+
+FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+"""Arguments that a call without `out=` has to describe the tensor that it makes."""
 
 
 def _without_out(operation: torch._ops.OpOverload, module: str) -> torch._ops.OpOverload:
     """Return `aten.div.Tensor` for `aten.div.out`: the overload that takes the same arguments but for `out`."""
     wanted = [(a.name, str(a.type)) for a in operation._schema.arguments if not a.is_out]
+    described = FACTORY - {name for name, _ in wanted}
     packet = operation.overloadpacket
     for overload in map(packet.__getattr__, packet.overloads()):
         schema = overload._schema
-        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
+        found = [(a.name, str(a.type)) for a in schema.arguments if a.name not in described]
+        if not schema.is_mutable and found == wanted:
             return overload
     raise _no_form(operation, module)
 

@@ -76,6 +76,11 @@ class Writes(TorchFunctionMode):
         if func == READ_DATA:
             return args[0].detach()
         name = getattr(func, "__name__", "")
+        if getattr(func, "__module__", "") == "torch.nn.init" and _learns(args[0] if args else kwargs.get("tensor")):
+            raise CaptureError(
+                f"the forward fills a tensor with a gradient by nn.init.{name} ({where(sys._getframe(1))}), whose "
+                "torch.no_grad() an exported graph loses; write with torch.no_grad(): around the call."
+            )
         if func == ASSIGN_DATA:
             self._check_parameter(args[0])
             return _assign(args[0], args[1])
@@ -97,8 +102,7 @@ def refused_parameter(name: str, location: str) -> str:
     """Return the message for a forward that writes into a parameter."""
     return (
         f"the forward writes into the parameter {name}{f' ({location})' if location else ''}, and autopar changes "
-        "parameters through an optimizer only. Register what the forward changes as a buffer, compute with a copy, or "
-        "write between steps: with torch.no_grad(): compiled.get_parameter(name).copy_(value)."
+        "parameters through an optimizer only. Register what the forward changes as a buffer, or compute with a copy."
     )
 
 
@@ -119,6 +123,11 @@ def _storages(tensor: Any) -> tuple[int, ...]:
     """Return the memory that a tensor lies in; a sparse tensor, or one under a transform, has none to name."""
     has_one = isinstance(tensor, Tensor) and torch._C._has_storage(tensor)
     return (tensor.untyped_storage()._cdata,) if has_one else ()
+
+
+def _learns(tensor: Any) -> bool:
+    """Whether a gradient flows into a tensor here."""
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _is_write(name: str) -> bool:
