@@ -206,7 +206,15 @@ def _set_data(memory: Memory, node: fx.Node) -> None:
     """Let a tensor lie in the memory of another one."""
     tensor, source = node.args
     assert isinstance(tensor, fx.Node) and isinstance(source, fx.Node)
-    there = memory.of(source)
+    there, moved = memory.of(source), memory.of(tensor)
+    while moved.parent is not None and moved.view is None and not moved.keeps_gradient:
+        moved = moved.parent
+    if moved.view is not None and not _is_detached(moved) and value_of(moved.node).requires_grad:
+        raise CaptureError(
+            f"the forward assigns the .data of a view ({moved.view.target}) in {node.meta['module'] or 'its root'}, "
+            "whose gradient would still follow writes into the tensor that it was a view of; assign that of a clone "
+            "(x = x.clone())."
+        )
     stored = memory.of(tensor).parent is None and tensor.op == "placeholder"
     if stored and any(memory.of(placeholder) is there.root for placeholder in memory.draft.placeholders()):
         raise CaptureError(
