@@ -33,6 +33,7 @@ from autopar.capture.python.grad_mode import asked_modes
 from autopar.capture.python.outside import refuse_outside_sources
 from autopar.capture.python.recorder import Recorder
 from autopar.capture.python.tensor_hooks import TensorHooks
+from autopar.capture.python.writes import writes_past_autograd
 from autopar.errors import CaptureError
 
 
@@ -79,6 +80,7 @@ class Observed:
             stack.enter_context(refuse_outside_sources(traced, self.called))
             stack.enter_context(refuse_collectives(self.called))
             stack.enter_context(assigned_buffers(traced))
+            stack.enter_context(writes_past_autograd(traced))
             stack.enter_context(self.hooks.recording())
             stack.enter_context(self.recorder.recording())
             stack.enter_context(self.layers.once(traced))

@@ -25,6 +25,7 @@ from autopar.capture.passes.gradients import GradientCall, needs_gradient
 from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path, storages
 from autopar.errors import CaptureError
+from autopar.program.operators.set_data import SET_DATA
 
 DROPPED = (
     aten._assert_tensor_metadata.default,
@@ -125,14 +126,16 @@ class Inliner:
                 "cannot be captured as plain calls; use ordinary operations in its place."
             )
         check_call(target, args, kwargs, path)
-        if not region.grad:
-            _check_writes_without_gradient(target, args, kwargs, path)
-        if not region.grad or not has_derivative(target):
+        written = _written_arguments(target, args, kwargs) if is_write(target) and not region.grad else ()
+        itself = next((value for value in written if isinstance(value, fx.Node)), None)
+        if (not region.grad or not has_derivative(target)) and target is not SET_DATA:
             args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
         if region.casts is not None:
             args, kwargs = region.casts.applied(target, args, kwargs, path)
         own = region.own or self._is_written(node)
-        return self.draft.call(target, *args, module=path, own=own, **kwargs)
+        call = self.draft.call(target, *args, module=path, own=own, **kwargs)
+        # A write returns the tensor that it was given, which keeps the gradient that it has.
+        return call if itself is None or isinstance(call.meta["val"], tuple) else itself
 
     def _is_written(self, *nodes: fx.Node) -> bool:
         """Whether a call writes into the memory of what one of the nodes gave when it was exported."""
@@ -142,7 +145,9 @@ class Inliner:
         if not isinstance(value, fx.Node) or not _requires_grad(value.meta["val"]):
             return value
         if value not in self.detached:
-            self.detached[value] = self.draft.call(aten.detach.default, value, module=value.meta.get("module", ""))
+            module = value.meta.get("module", "")
+            # `own`: the memory of another tensor's detached value must not be taken for this one's.
+            self.detached[value] = self.draft.call(aten.detach.default, value, module=module, own=True)
         return self.detached[value]
 
     def _attribute(self, module: fx.GraphModule, name: str) -> Any:
@@ -222,14 +227,3 @@ def _written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, An
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[position] if position < len(args) else kwargs.get(argument.name)
-
-
-def _check_writes_without_gradient(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: str) -> None:
-    if not is_write(target):
-        return
-    for value in pytree.tree_leaves(list(_written_arguments(target, args, kwargs))):
-        if isinstance(value, fx.Node) and _requires_grad(value.meta["val"]):
-            raise CaptureError(
-                f"{target} in {path or 'the forward'} writes, without gradients, into a tensor that requires one; "
-                "the value and its gradient would belong to different computations. Write into a detached clone."
-            )

@@ -3,12 +3,16 @@
 Each tensor of the graph is a variable: a root that owns memory, or a view, one operation away from its parent. A write
 to a view is carried up to its root (slice → slice_scatter, select → select_scatter, transpose → transpose …); other
 views of that root are made again from its new value when they are next read.
+
+`detach` is a view whose value is its parent's and whose gradient is not. A write through it (`x.detach().add_(1)`,
+`x.data.mul_(2)`, any write under `torch.no_grad()`) changes the value of the parent and leaves its gradient. So does
+`x.data = y`, which lets x lie in the memory of y.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +20,13 @@ import torch
 from torch import Tensor, fx
 from torch._C._functorch import is_batchedtensor
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
-from autopar.capture.passes.traced_graph import TracedGraph, arguments, aten, is_write, shape_of, value_of
+from autopar.capture.passes.functional_forms import functional_values, written_arguments
+from autopar.capture.passes.traced_graph import TracedGraph, aten, is_write, storages, value_of
+from autopar.capture.passes.view_writes import written_parent
 from autopar.errors import CaptureError
-
-Inverse = Callable[[TracedGraph, fx.Node, fx.Node, Mapping[str, Any]], fx.Node]
-"""(draft, parent's value, the view's new value, the view's arguments) → the parent's new value."""
+from autopar.program.operators.set_data import SET_DATA
 
 
 @dataclass(slots=True)
@@ -34,10 +39,32 @@ class Variable:
     """The call that makes it from its parent; None where it is the parent itself under another name."""
     version: int = 0
     """Of a root: how often it was written. Of a view: the root's version at which `node` was made."""
+    keeps_gradient: bool = False
+    """Whether it has the values of its parent and a gradient of its own, as after `x.data = y`."""
 
     @property
     def root(self) -> Variable:
         return self if self.parent is None else self.parent.root
+
+    def is_(self, other: Variable) -> bool:
+        """Whether both are one tensor of Python, before and after a write in place."""
+        one, two = self, other
+        while one.parent is not None and one.view is None and not one.keeps_gradient:
+            one = one.parent
+        while two.parent is not None and two.view is None and not two.keeps_gradient:
+            two = two.parent
+        return one is two
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call, and the memory that its backward may read."""
+
+    node: fx.Node
+    reads: tuple[tuple[fx.Node, Variable, Variable], ...]
+    """(argument, its variable, the root of that) as the call was made."""
+    result: Variable | None
+    """The root that lies where the call's result does, if the call made it."""
 
 
 @dataclass(slots=True)
@@ -46,6 +73,8 @@ class Memory:
 
     draft: TracedGraph
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
+    calls: list[_Call] = field(default_factory=list)
+    """The calls that a gradient flows through, in order."""
 
     def of(self, node: fx.Node) -> Variable:
         return self.variables.setdefault(node, Variable(node))
@@ -54,7 +83,10 @@ class Memory:
         """A node with the variable's value of now."""
         if variable.parent is not None and variable.version != variable.root.version:
             parent = self.read(variable.parent)
-            variable.node = parent if variable.view is None else self._again(variable.view, parent)
+            if variable.keeps_gradient or (_is_detached(variable) and value_of(variable.node).requires_grad):
+                variable.node = _with_values(self.draft, variable.node, parent)
+            else:
+                variable.node = parent if variable.view is None else self._again(variable.view, parent)
             variable.version = variable.root.version
         return variable.node
 
@@ -62,13 +94,49 @@ class Memory:
         """Give the variable a new value, and with it everything it is a view of."""
         if variable.parent is None:
             variable.version += 1
+        elif variable.keeps_gradient or _is_detached(variable):
+            parent = self.read(variable.parent)
+            if value_of(parent).requires_grad:
+                self._check_unsaved(variable.root, None)
+            self.write(variable.parent, _with_values(self.draft, parent, new))
         elif variable.view is None:
             self.write(variable.parent, new)
         else:
             parent = self.read(variable.parent)
-            self.write(variable.parent, _write_back(self.draft, variable.view, parent, new))
+            self.write(variable.parent, written_parent(self.draft, variable.view, parent, new))
         variable.node = new
         variable.version = variable.root.version
+
+    def move(self, variable: Variable, source: Variable) -> Variable:
+        """Return the variable that has the gradient of `variable` and lies in the memory of `source`."""
+        old = self.read(variable)
+        if value_of(old).requires_grad:
+            self._check_unsaved(variable.root, variable)
+        new = _with_values(self.draft, old, self.read(source))
+        return Variable(new, source, version=source.root.version, keeps_gradient=True)
+
+    def note(self, node: fx.Node, read: Iterable[Variable], owns: bool) -> None:
+        """Remember what memory the backward of a call may read."""
+        if _requires_grad(node):
+            reads = tuple((variable.node, variable, variable.root) for variable in read)
+            self.calls.append(_Call(node, reads, self.of(node) if owns else None))
+
+    def _check_unsaved(self, root: Variable, only: Variable | None) -> None:
+        """Raise CaptureError if a backward reads memory that is to be written past autograd.
+
+        Args:
+            root: what is written.
+            only: the tensor that leaves this memory (`x.data = y`): results and views keep what they had.
+        """
+        for call in self.calls:
+            inputs = [n for n, variable, of in call.reads if of is root and (only is None or variable.is_(only))]
+            result = only is None and call.result is root
+            if (inputs or result) and _saves(self.draft, call.node, inputs, result):
+                raise CaptureError(
+                    f"the forward writes past autograd (.data, .detach() or torch.no_grad()) into a tensor that "
+                    f"{call.node.target} in {call.node.meta['module'] or 'the forward'} keeps for its backward, whose "
+                    "gradient would be wrong in PyTorch, too. Write into a clone of the tensor (x = x.clone())."
+                )
 
     def _again(self, view: fx.Node, parent: fx.Node) -> fx.Node:
         """The view of the parent's value of now."""
@@ -95,34 +163,72 @@ def functionalize(draft: TracedGraph) -> None:
         elif node.op == "output":
             _functionalize_output(memory, node)
     for node in reversed(draft.calls()):
-        if is_write(node.target) and not node.users:
+        of_write = node.target is operator.getitem and is_write(node.all_input_nodes[0].target)
+        if (is_write(node.target) or of_write) and not node.users:
             draft.graph.erase_node(node)
 
 
 def _functionalize_call(memory: Memory, node: fx.Node) -> None:
     draft = memory.draft
-    sources = list(node.all_input_nodes)
     with draft.graph.inserting_before(node):
+        if node.target is SET_DATA:
+            _set_data(memory, node)
+            return
         if is_write(node.target):
-            target = node.args[0]
-            assert isinstance(target, fx.Node)
-            written = memory.of(target)
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: memory.read(memory.of(n)))
-            memory.write(written, _functional(draft, node, args, kwargs))
+            _write(memory, node)
+            return
+        sources = list(node.all_input_nodes)
+        if node.target is operator.getitem and is_write(sources[0].target):
+            written = memory.of(written_arguments(sources[0])[node.args[1]].node)  # type: ignore[index]
             memory.variables[node] = Variable(written.node, written, None, written.root.version)
             return
+        read = {source: memory.of(source) for source in sources}
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: memory.read(memory.of(n)))
     origin = _origin(node, sources)
     if origin is not None:
         parent = memory.of(origin)
         memory.variables[node] = Variable(node, parent, node, parent.root.version)
+    memory.note(node, read.values(), origin is None)
+
+
+def _write(memory: Memory, node: fx.Node) -> None:
+    """Give what a call writes into its new values."""
+    read = [memory.of(source) for source in node.all_input_nodes]
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: memory.read(memory.of(n)))
+    written = [memory.of(each.node) for each in written_arguments(node)]
+    for variable, new in zip(written, functional_values(memory.draft, node, args, kwargs), strict=True):
+        memory.write(variable, new)
+        memory.note(new, read, False)
+    memory.variables[node] = Variable(written[0].node, written[0], None, written[0].root.version)
+
+
+def _set_data(memory: Memory, node: fx.Node) -> None:
+    """Let a tensor lie in the memory of another one."""
+    tensor, source = node.args
+    assert isinstance(tensor, fx.Node) and isinstance(source, fx.Node)
+    there, moved = memory.of(source), memory.of(tensor)
+    while moved.parent is not None and moved.view is None and not moved.keeps_gradient:
+        moved = moved.parent
+    if moved.view is not None and not _is_detached(moved) and value_of(moved.node).requires_grad:
+        raise CaptureError(
+            f"the forward assigns the .data of a view ({moved.view.target}) in {node.meta['module'] or 'its root'}, "
+            "whose gradient would still follow writes into the tensor that it was a view of; assign that of a clone "
+            "(x = x.clone())."
+        )
+    stored = memory.of(tensor).parent is None and tensor.op == "placeholder"
+    if stored and any(memory.of(placeholder) is there.root for placeholder in memory.draft.placeholders()):
+        raise CaptureError(
+            f"the forward lets {tensor.meta['source'].name or tensor.name} lie in the memory of another parameter, "
+            "buffer or input (.data =), which would last beyond the call; assign a clone."
+        )
+    memory.variables[tensor] = memory.move(memory.of(tensor), there)
 
 
 def _functionalize_output(memory: Memory, node: fx.Node) -> None:
     draft = memory.draft
     with draft.graph.inserting_before(node):
         outputs = map_arg(node.args[0], lambda n: memory.read(memory.of(n)))
-        written = [p for p in draft.placeholders() if memory.of(p).version]
+        written = [p for p in draft.placeholders() if memory.of(p).version or memory.of(p).parent is not None]
         for placeholder in written:
             source = placeholder.meta["source"]
             if source.kind != "buffer":
@@ -132,11 +238,10 @@ def _functionalize_output(memory: Memory, node: fx.Node) -> None:
 
 
 _MUTATION = {
-    "parameter": "the forward writes into the parameter {name}; autopar trains parameters only through an optimizer. "
-    "Register what the forward changes as a buffer, or compute with a copy.",
-    "constant": "the forward writes into a tensor ({name}) that is neither parameter nor buffer: an attribute "
-    "(register it with register_buffer, so that autopar knows its name), or the .data of a parameter, which only an "
-    "optimizer may write.",
+    "parameter": "the forward writes into the parameter {name}, and autopar changes parameters through an optimizer "
+    "only. Register what the forward changes as a buffer, or compute with a copy.",
+    "constant": "the forward writes into a tensor ({name}) that is neither parameter nor buffer; register it with "
+    "register_buffer, so that autopar knows its name.",
     "input": "the forward writes into its input {name}; clone the input before writing into it.",
 }
 
@@ -163,176 +268,38 @@ def _storage(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-def _functional(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """The value that an in-place call gives, by an operation that writes nothing; with the dtype of what it wrote."""
-    module, target = node.meta["module"], args[0]
-    operation = node.target
-    assert isinstance(operation, torch._ops.OpOverload)
-    if operation in (aten.copy_.default, aten.fill_.Tensor):
-        new = args[1]
-    elif operation is aten.zero_.default:
-        new = draft.call(aten.zeros_like.default, target, module=module)
-    elif operation is aten.fill_.Scalar:
-        new = draft.call(aten.full_like.default, target, args[1], module=module)
-    else:
-        if operation in DRAWS and value_of(target).requires_grad:
-            args = (draft.call(aten.detach.default, target, module=module), *args[1:])
-        new = draft.call(_without_write(operation, args, module), *args, module=module, **kwargs)
-    dtype = value_of(node).dtype
-    if value_of(new).dtype != dtype:
-        new = draft.call(aten.to.dtype, new, dtype, module=module)
-    if shape_of(new) != shape_of(node):
-        new = draft.call(aten.expand.default, new, list(shape_of(node)), module=module)
-    if operation in OVERWRITES and value_of(target).requires_grad:
-        # What is overwritten keeps a gradient, of zeros: to an optimizer that is not the same as none.
-        new = _over(draft, target, new, module)
-    return new
+def _is_detached(variable: Variable) -> bool:
+    """Whether a variable has the values of its parent, and not its gradient."""
+    return variable.view is not None and variable.view.target is aten.detach.default
 
 
-def _over(draft: TracedGraph, target: fx.Node, new: fx.Node, module: str) -> fx.Node:
-    """The new value, computed from the one that it overwrites; a tensor without dims gets one for that."""
-    if shape_of(target):
-        return draft.call(aten.slice_scatter.default, target, new, module=module)
-    lines = [draft.call(aten.unsqueeze.default, each, 0, module=module) for each in (target, new)]
-    return draft.call(aten.squeeze.dim, draft.call(aten.slice_scatter.default, *lines, module=module), 0, module=module)
+def _with_values(draft: TracedGraph, tensor: fx.Node, values: fx.Node) -> fx.Node:
+    """Return a tensor with these values and the gradient of `tensor`, as after `tensor.data.copy_(values)`."""
+    module = tensor.meta["module"]
+    if value_of(values).requires_grad:
+        values = draft.call(aten.detach.default, values, module=module)
+    if not value_of(tensor).requires_grad:
+        return values
+    # x - x.detach() is zero with the gradient of x; it is NaN where x is not finite.
+    before = draft.call(aten.detach.default, tensor, module=module)
+    zero = draft.call(aten.sub.Tensor, tensor, before, module=module)
+    zero = draft.call(aten.nan_to_num.default, zero, module=module)
+    return draft.call(aten.add.Tensor, values, zero, module=module)
 
 
-RANDOM_BETWEEN = getattr(aten.random_, "from")  # a graph cannot write down a call that is named like a word of Python
-UNLIKE = {
-    aten.normal_.default: aten.normal_functional.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-    RANDOM_BETWEEN: aten.randint_like.low_dtype,
-}
-"""Operations that are called otherwise where they write nothing."""
-DRAWS = (
-    aten.bernoulli_.float,
-    aten.bernoulli_.Tensor,
-    aten.cauchy_.default,
-    aten.exponential_.default,
-    aten.geometric_.default,
-    aten.log_normal_.default,
-    aten.normal_.default,
-    aten.random_.default,
-    aten.random_.to,
-    RANDOM_BETWEEN,
-    aten.uniform_.default,
-)
-"""Operations that fill a tensor with random numbers."""
-OVERWRITES = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar, aten.zero_.default, *DRAWS)
+def _requires_grad(node: fx.Node) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(node.meta["val"]))
 
 
-def _without_write(operation: torch._ops.OpOverload, args: Any, module: str) -> torch._ops.OpOverload:
-    """`aten.add.Tensor` for `aten.add_.Tensor`."""
-    if operation in UNLIKE and None not in args:
-        return UNLIKE[operation]
-    name, overload = operation._schema.name.partition("::")[2], operation._overloadname
-    packet = getattr(aten, name.removesuffix("_"), None) if operation.namespace == "aten" else None
-    if name.endswith("_") and packet is not None and overload in packet.overloads() and operation not in UNLIKE:
-        return getattr(packet, overload)
-    raise CaptureError(
-        f"{operation} in {module or 'the forward'} writes into its arguments and has no form that does not; "
-        "use an operation that returns a new tensor."
-    )
+def _saves(draft: TracedGraph, node: fx.Node, inputs: Iterable[fx.Node], result: bool) -> bool:
+    """Whether autograd keeps one of the inputs of a call for its backward, or its result."""
+    saved: set[int] = set()
 
+    def pack(tensor: Tensor) -> Tensor:
+        saved.update(storages(tensor))
+        return tensor
 
-def _write_back(draft: TracedGraph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
-    """The parent's value after a write of `new` to its view."""
-    if view.target is operator.getitem:
-        return _write_piece(draft, view, parent, new)
-    if shape_of(view) == shape_of(parent) and _strides(view) == _strides(parent):
-        return new
-    inverse = INVERSES.get(view.target)  # type: ignore[arg-type]
-    if inverse is None or value_of(view).dtype != value_of(parent).dtype:
-        raise CaptureError(
-            f"the forward writes through the view {view.target} in {view.meta['module'] or 'its root'}, which cannot "
-            "be traced back; write into a clone, or build the result with torch.where or torch.cat."
-        )
-    return inverse(draft, parent, new, arguments(view))
-
-
-def _strides(node: fx.Node) -> tuple[int, ...]:
-    return value_of(node).stride()
-
-
-def _write_piece(draft: TracedGraph, view: fx.Node, parent: fx.Node, new: fx.Node) -> fx.Node:
-    """As `_write_back`, for one piece of split, chunk or unbind."""
-    pieces, index = view.args
-    assert isinstance(pieces, fx.Node) and isinstance(index, int)
-    dim = arguments(pieces)["dim"]
-    if pieces.target is aten.unbind.int:
-        return draft.call(aten.select_scatter.default, parent, new, dim, index, module=view.meta["module"])
-    sizes = [piece.shape[dim] for piece in pieces.meta["val"]]
-    start, end = sum(sizes[:index]), sum(sizes[: index + 1])
-    return draft.call(aten.slice_scatter.default, parent, new, dim, start, end, module=view.meta["module"])
-
-
-def _same_order(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    if value_of(new).numel() != value_of(parent).numel():
-        raise CaptureError("the forward writes into an expanded tensor, whose elements share memory; clone it first.")
-    return draft.call(aten.reshape.default, new, list(shape_of(parent)), module=parent.meta["module"])
-
-
-def _slice(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    where = (given["dim"], given["start"], given["end"], given["step"])
-    return draft.call(aten.slice_scatter.default, parent, new, *where, module=parent.meta["module"])
-
-
-def _select(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    return draft.call(
-        aten.select_scatter.default, parent, new, given["dim"], given["index"], module=parent.meta["module"]
-    )
-
-
-def _narrow(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    where = (given["dim"], given["start"], given["start"] + given["length"])
-    return draft.call(aten.slice_scatter.default, parent, new, *where, module=parent.meta["module"])
-
-
-def _diagonal(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    where = (given["offset"], given["dim1"], given["dim2"])
-    return draft.call(aten.diagonal_scatter.default, parent, new, *where, module=parent.meta["module"])
-
-
-def _transpose(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    return draft.call(aten.transpose.int, new, given["dim0"], given["dim1"], module=parent.meta["module"])
-
-
-def _last_two(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    if len(shape_of(parent)) < 2:
-        return new
-    return draft.call(aten.transpose.int, new, -2, -1, module=parent.meta["module"])
-
-
-def _all_reversed(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    return draft.call(aten.numpy_T.default, new, module=parent.meta["module"])
-
-
-def _permute(draft: TracedGraph, parent: fx.Node, new: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    dims = [dim % len(given["dims"]) for dim in given["dims"]]
-    return draft.call(
-        aten.permute.default, new, [dims.index(d) for d in range(len(dims))], module=parent.meta["module"]
-    )
-
-
-INVERSES: dict[Any, Inverse] = {
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.narrow.default: _narrow,
-    aten.diagonal.default: _diagonal,
-    aten.transpose.int: _transpose,
-    aten.t.default: _last_two,
-    aten.mT.default: _last_two,
-    aten.numpy_T.default: _all_reversed,
-    aten.permute.default: _permute,
-    aten.view.default: _same_order,
-    aten.reshape.default: _same_order,
-    aten._unsafe_view.default: _same_order,
-    aten.view_as.default: _same_order,
-    aten.reshape_as.default: _same_order,
-    aten.flatten.using_ints: _same_order,
-    aten.unflatten.int: _same_order,
-    aten.squeeze.default: _same_order,
-    aten.squeeze.dim: _same_order,
-    aten.squeeze.dims: _same_order,
-    aten.unsqueeze.default: _same_order,
-}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = draft.evaluate(node.target, node.args, node.kwargs, node.meta["module"], own=True)  # type: ignore[arg-type]
+    kept = storages([each.meta["val"] for each in inputs]) | (storages(value) if result else set())
+    return not kept.isdisjoint(saved)

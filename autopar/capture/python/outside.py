@@ -70,9 +70,9 @@ def refuse_outside_sources(model: nn.Module, functions: Sequence[types.FunctionT
             if function is not None:
                 replaced.setdefault(id(function), _refusing(function, f"{module.__name__}.{name}", advice, check))
     files = {id(function.__globals__): function.__globals__ for function in functions}
-    generators = _generators(model, list(files.values()))
+    generators = _generators(model, functions)
     before = [_state_of(generator) for _, generator in generators]
-    with replaced_in(replaced, [*namespaces, *files.values()]):
+    with _python_generators(check), replaced_in(replaced, [*namespaces, *files.values()]):
         yield
     for (name, generator), state in zip(generators, before, strict=True):
         if _state_of(generator) != state:
@@ -100,13 +100,58 @@ def replaced_in(replaced: Mapping[int, Any], namespaces: Sequence[dict[str, Any]
             namespace[name] = value
 
 
-def _generators(model: nn.Module, files: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """The random generators that are attributes of modules, or globals of the user's files."""
+def _generators(model: nn.Module, functions: Sequence[types.FunctionType]) -> list[tuple[str, Any]]:
+    """The random generators that are attributes of modules, or globals or closures of the user's functions."""
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
     named = [(f"{path}.{name}".lstrip("."), v) for path, m in model.named_modules() for name, v in vars(m).items()]
-    named += [item for file in files for item in file.items()]
+    files = {id(function.__globals__): function.__globals__ for function in functions}
+    named += [item for file in files.values() for item in file.items()]
+    for function in functions:
+        named += [
+            (name, cell.cell_contents)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if cell != types.CellType()  # an empty one
+        ]
     return [(name, value) for name, value in named if isinstance(value, kinds)]
+
+
+@contextlib.contextmanager
+def _python_generators(check: Check) -> Iterator[None]:
+    """Refuse draws from a `random.Random` inside, but for one that the forward makes from a seed of its own."""
+    seeded: list[random.Random] = []  # kept, so that no other object takes their ids
+
+    def made(generator: random.Random, seed: Any = None) -> None:
+        initialize(generator, seed)
+        if seed is not None:
+            seeded.append(generator)
+
+    def drawing(name: str) -> Callable[..., Any]:
+        draw = getattr(random.Random, name)
+
+        def drawn(generator: random.Random, *args: Any, **kwargs: Any) -> Any:
+            if not any(generator is each for each in seeded):
+                check(sys._getframe(1), f"random.Random.{name}", RANDOM)
+            return draw(generator, *args, **kwargs)
+
+        return drawn
+
+    initialize = random.Random.__init__
+    names = [name for name in SOURCES[0][1] if name not in ("seed", "getstate", "setstate")]
+    own = {name: vars(random.Random)[name] for name in names if name in vars(random.Random)}
+    replaced = {name: drawing(name) for name in names}
+    try:
+        random.Random.__init__ = made  # pyright: ignore[reportAttributeAccessIssue]
+        for name, function in replaced.items():
+            setattr(random.Random, name, function)
+        yield
+    finally:
+        random.Random.__init__ = initialize
+        for name in replaced:
+            if name in own:
+                setattr(random.Random, name, own[name])
+            else:
+                delattr(random.Random, name)  # of the class in C below
 
 
 def _state_of(generator: Any) -> str:
@@ -124,14 +169,21 @@ def _sources() -> Iterator[tuple[Any, tuple[str, ...], str]]:
     if numpy is not None:
         state = numpy.mtrand._rand
         yield numpy, tuple(n for n in dir(numpy) if getattr(getattr(numpy, n), "__self__", 0) is state), RANDOM
+        yield numpy, ("default_rng",), RANDOM
 
 
 def _refusing(function: Callable[..., Any], name: str, advice: str, check: Check) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        check(sys._getframe(1), name, advice)
+        if not (name.endswith("default_rng") and _is_seeded(args, kwargs)):
+            check(sys._getframe(1), name, advice)
         return function(*args, **kwargs)
 
     return refuse
+
+
+def _is_seeded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a new generator gives the same numbers in every call."""
+    return any(value is not None for value in (*args, *kwargs.values()))
 
 
 def _clock(check: Check) -> type:

@@ -27,6 +27,7 @@ SCALE = 2.0
 TABLE = {"scale": 2.0}
 CALLS = 0
 GENERATOR = random.Random(0)
+GENERATORS = [random.Random(0)]
 
 
 class Config:
@@ -344,7 +345,10 @@ def test_an_intermediate_result_that_is_written_is_named() -> None:
         (lambda self: random.random(), r"calls random.random\(\) \(.*py:\d+\).*torch's random operations"),
         (lambda self: uniform(0, 1), r"calls random.uniform\(\)"),
         (lambda self: np.random.rand(), r"calls numpy.random.rand\(\)"),
-        (lambda self: GENERATOR.random(), "draws from GENERATOR, a Random"),
+        (lambda self: GENERATOR.random(), r"calls random.Random.random\(\) \(.*py:\d+\).*torch's random operations"),
+        (lambda self: GENERATORS[0].gauss(0, 1), r"calls random.Random.gauss\(\)"),
+        (lambda self: random.Random().random(), r"calls random.Random.random\(\)"),
+        (lambda self: np.random.default_rng().random(), r"calls numpy.random.default_rng\(\)"),
         (lambda self: self.generator.random(), "draws from generator, a Generator"),
         (lambda self: torch.rand(4, generator=self.torchs), "draws from torchs .*, a torch.Generator.*seed="),
         (lambda self: time.time(), r"calls time.time\(\).*measure around the model"),
@@ -361,10 +365,11 @@ def test_random_numbers_that_are_not_torchs_clocks_and_seeds_are_refused(draw: A
 
 
 def test_sources_are_as_they_were_after_a_refusal() -> None:
-    before = random.random, time.time, datetime, nn.Module.__setattr__
+    before = random.random, time.time, datetime, nn.Module.__setattr__, dict(vars(random.Random))
     with pytest.raises(CaptureError):
         _captured(_model(lambda self, x: x * self.w * random.random()))
-    assert (random.random, time.time, datetime, nn.Module.__setattr__) == before
+    after = random.random, time.time, datetime, nn.Module.__setattr__, dict(vars(random.Random))
+    assert after == before
     assert "__getattribute__" not in vars(nn.Module)
 
 
@@ -407,3 +412,10 @@ def test_what_a_forward_prints_and_warns_of_is_said_when_it_is_captured(capsys: 
     with pytest.warns(UserWarning, match="captured"):
         _captured(_model(forward))
     assert capsys.readouterr().out == "rows 2\n"
+
+
+def test_numbers_from_a_seed_that_the_forward_names_are_the_same_in_every_call() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x * self.w * random.Random(3).random() + float(np.random.default_rng(3).random())
+
+    assert capture(_model(forward), (torch.ones(2, 4),), {}).num_outputs == 1
