@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.pins import Mode
 from autopar.capture.tiles.loss import LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
-from autopar.compiler.agreed_options import agree_on_options
 from autopar.compiler.arguments import (
     ExampleInputs,
     Prefetch,
@@ -50,6 +49,7 @@ from autopar.plans.plan import Plan
 from autopar.program.precision import Precision
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.ranks.options import agree_on_options
 from autopar.sharding.mesh import Mesh
 from autopar.space.returned import Outputs
 

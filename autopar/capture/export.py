@@ -25,11 +25,11 @@ from autopar.capture.experts.loops import without_loops
 from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
 from autopar.capture.inlining.inline import StandIns, inline
+from autopar.capture.key_value_cache import given_without_cache, warn_of_packed_rows, without_cache
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
-from autopar.capture.python.cache import given_without_cache, warn_of_packed_rows, without_cache
 from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled
 from autopar.capture.tiles.asked import Tiles

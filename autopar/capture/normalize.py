@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autopar.capture.experts.capacity import limit_rows
 from autopar.capture.experts.repeated import repeated_tokens
 from autopar.capture.experts.rewrite import sorted_experts
+from autopar.capture.inlining.gradients import gradients
 from autopar.capture.masks.documents import documents_by_position
 from autopar.capture.masks.rewrite import masks_by_position
 from autopar.capture.masks.truths import masks_of_truth_values
 from autopar.capture.passes.bags import pooled_bags
 from autopar.capture.passes.functionalize import functionalize
-from autopar.capture.passes.gradients import gradients
 from autopar.capture.passes.hooks import hooks_on_all_uses
 from autopar.capture.passes.identities import drop_identities
 from autopar.capture.passes.projections import flat_projections_to_batched, packed_projections_to_separate

@@ -23,9 +23,9 @@ from autopar.capture.derivatives.transforms import transforms_taken_apart
 from autopar.capture.functions import kept_functions
 from autopar.capture.guards import faithful_tracing
 from autopar.capture.inlining.functions import KeptUse
+from autopar.capture.inlining.gradients import GradientCall
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
-from autopar.capture.passes.gradients import GradientCall
 from autopar.capture.python.assigned_buffers import assigned_buffers
 from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.compiler.agreed_options import OF_EACH_RANK
 from autopar.errors import PeerError
+from autopar.runtime.ranks.options import OF_EACH_RANK
 from autopar.sharding.mesh import Mesh
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh

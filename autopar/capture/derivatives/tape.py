@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT
-from autopar.capture.passes.gradients import GradientCall
+from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT, GradientCall
 from autopar.capture.python.user_code import where
 from autopar.errors import CaptureError
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from autopar.capture.derivatives.tape import aside, recording
-from autopar.capture.passes.gradients import IN_PARTS
+from autopar.capture.inlining.gradients import IN_PARTS
 from autopar.capture.passes.traced_graph import aten
 from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError

@@ -18,10 +18,9 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from autopar.capture.inlining.functions import KEPT, KeptUse
-from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT
+from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT, GradientCall, needs_gradient
 from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
-from autopar.capture.passes.gradients import GradientCall, needs_gradient
 from autopar.capture.passes.refused_calls import check_call, has_derivative
 from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path, storages
 from autopar.errors import CaptureError
