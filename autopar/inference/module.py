@@ -52,7 +52,7 @@ class InferenceModule(ParallelModule):
     def lay_out(self, storage: Storage, model: nn.Module) -> None:
         """As for training; no parameter needs a gradient then."""
         super().lay_out(storage, model)
-        for each in self._held:
+        for each in self._held.tensors:
             if isinstance(each, Tensor):
                 each.requires_grad_(False)
 
@@ -144,7 +144,7 @@ class InferenceModule(ParallelModule):
     def _frozen(self) -> frozenset[str]:
         """All parameters; InputError where one was made to need a gradient."""
         found = super()._frozen()
-        slots = zip(self.tree.parameters, self._held, strict=True)
+        slots = zip(self.tree.parameters, self._held.tensors, strict=True)
         learning = [slot.name for slot, each in slots if each is not None and slot.name not in found]
         if learning:
             raise InputError(

@@ -24,7 +24,7 @@ class Copyable:
         mine._ready()
         other = memo[id(self)] = self.duplicate()
         other.tree.take_copies(mine.tree, memo)
-        other.training, other._held = mine.training, other.tree.held()
+        other.training, other._held = mine.training, type(mine._held)(other.tree)
         for name in ("_storage", "_latest", "_state", "compilation", "varying", "scaler"):
             setattr(other, name, getattr(mine, name))
         root = other.tree.root

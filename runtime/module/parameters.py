@@ -14,10 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 
 from autopar.program.operators.derivatives import once_differentiable
 from autopar.runtime.collectives.buckets import is_taken, run_at_once
 from autopar.sharding.layout import Layout
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _of_a_gathered_tensor(x: Any) -> Any:
+    """Let `torch.autograd.detect_anomaly` look for NaN in gradients that are DTensors."""
+    return [([Replicate()], [Replicate()])]
 
 
 def placements_of(layout: Layout) -> tuple[Placement, ...]:

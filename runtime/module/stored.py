@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -40,7 +39,7 @@ from autopar.runtime.module.inputs import (
 )
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.parts import Given, parts_as_dtensors
-from autopar.runtime.module.replaced import checked
+from autopar.runtime.module.replaced import Held, checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
 from autopar.runtime.outputs.returning import Result, Returning
@@ -124,13 +123,13 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self.unset_buffers = UnsetBuffers()
         self._state: State | None = None
         self._storage: Storage | None = None
-        self._held: list[Any] = []
+        self._held = Held(tree)
         """What the tree's slots of parameters hold, as it was laid out or checked."""
 
     def lay_out(self, storage: Storage, model: nn.Module) -> None:
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
         self.tree.put(storage.of(model))
-        self._storage, self._held = storage, self.tree.held()
+        self._storage, self._held = storage, Held(self.tree)
         refuse_steps_of_originals(self, model)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
@@ -325,7 +324,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         state._metadata = {**known, **newest}
         result = super().load_state_dict(state, *args, **kwargs)
         tie(self, ties)
-        self._held = self.tree.held()
+        self._held = Held(self.tree)
         return result
 
     def load_safetensors(self, path: str | Path) -> None:
@@ -367,7 +366,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         ties, unset = ties_of(self), self.unset_buffers.names(self)
         super()._apply(fn, recurse)
         tie(self, ties)
-        self._held = self.tree.held()
+        self._held = Held(self.tree)
         self.unset_buffers.mark(self, unset)
         return self
 
@@ -382,18 +381,18 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     def _take_in_what_was_put(self) -> None:
         """Store parameters that were put in the place of others as those were; InputError where that cannot be."""
         self.tree.look()
-        if all(map(operator.is_, self.tree.held(), self._held)):
+        if self._held.is_still_there():
             return
         assert self._storage is not None
-        replaced = checked(self.tree, self._held)
+        replaced = checked(self.tree, self._held.tensors)
         for name, given in replaced.items():
             stored = self._storage.filled(name, given)
             for slot in self.tree.parameters:
                 if self.tree.first_name[slot.name] == name:
                     slot.tensors[slot.leaf] = stored
-        self._held = self.tree.held()
+        self._held = Held(self.tree)
 
     def _frozen(self) -> frozenset[str]:
         """Frozen parameters get no gradient, which a graph is made for."""
-        slots = zip(self.tree.parameters, self._held, strict=True)
+        slots = zip(self.tree.parameters, self._held.tensors, strict=True)
         return frozenset(slot.name for slot, each in slots if each is not None and not each.requires_grad)

@@ -234,3 +234,45 @@ def test_disable_adapter_of_peft_leaves_the_adapters_out_for_a_while(ranks: Rank
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
     for found in ranks.run(_without_adapters):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _assigned_data() -> tuple[str, list[float]]:
+    x, y = batches(1)[0]
+    model = autopar.compile(seeded(Classifier), mesh((2,), ("dp",)), (x,), strategy="zero3")
+    weight = model.head.weight
+    half = whole(weight) * 0.5
+    weight.data = weight.data * 0.5
+    with pytest.raises(InputError) as error:
+        model(x)
+    losses = [F.cross_entropy(model(x), y).item()]
+    weight.data.copy_(weight.data * 0.5)
+    losses.append(F.cross_entropy(model(x), y).item())
+    model.load_state_dict({"head.weight": half * 0.5}, strict=False)
+    return str(error.value), [*losses, F.cross_entropy(model(x), y).item()]
+
+
+def test_an_assignment_to_data_that_pytorch_ignores_is_refused_and_what_is_advised_works(ranks: Ranks) -> None:
+    x, y = batches(1)[0]
+    model = seeded(Classifier)
+    expected = []
+    for _ in range(3):
+        expected.append(F.cross_entropy(model(x), y).item())
+        model.head.weight.data *= 0.5
+    for text, losses in ranks.run(_assigned_data):
+        assert text.startswith("head.weight.data was assigned to, which has no effect")
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _anomalies() -> str:
+    x, _ = batches(1)[0]
+    model = autopar.compile(seeded(Classifier), mesh((2,), ("dp",)), (x,), strategy="zero3")
+    with torch.autograd.detect_anomaly():
+        model(x).square().mean().backward()
+        with pytest.raises(RuntimeError, match="returned nan values") as error:
+            (model(x).square().mean() * float("nan")).backward()
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_detect_anomaly_finds_nan_in_gradients_of_parameters_in_parts(ranks: Ranks) -> None:
+    assert all("MulBackward0" in text for text in ranks.run(_anomalies))

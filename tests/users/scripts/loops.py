@@ -78,7 +78,7 @@ def average_by_hand(setting: Setting) -> Found:
     with torch.no_grad():
         averaged = whole(model(data[0][0]))
     for name, parameter in model.named_parameters():
-        parameter.data = kept[name]
+        parameter.data.copy_(kept[name])
     with torch.no_grad():
         return {"averaged": averaged, "trained": whole(model(data[0][0])), **parameters_of(model)}
 
