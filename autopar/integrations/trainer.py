@@ -88,7 +88,8 @@ class Trainer(transformers.Trainer):
             _, num_items = self.get_batch_samples(iter([batch]), 1, self.args.device)
             batch = self._with_num_items(batch, num_items)
         with self.accelerator.autocast():
-            return compile(plain.train(trains), mesh, dict(batch), **{"inputs": "local", **options})
+            given: dict[str, Any] = {"inputs": "local", **options}
+            return compile(plain.train(trains), mesh, dict(batch), **given)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Nothing before a model is compiled: each rank moves its parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ def net(wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Modu
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(wrap(nn.Linear(8, 8)), nn.ReLU()), Loss())
 
 
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module)
+
+
 def _compiled_in_place(module: nn.Module) -> nn.Module:
     module.compile()
     return module
@@ -36,7 +41,7 @@ def _compiled_in_place(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: net(torch.compile), "the part 1.0 was wrapped by torch.compile"),
+        (lambda: net(_compiled), "the part 1.0 was wrapped by torch.compile"),
         (lambda: torch.compile(net()), "the model was wrapped by torch.compile"),
         (lambda: net(torch.jit.script), "the part 1.0 is a RecursiveScriptModule of torch.jit"),
         (lambda: torch.jit.script(net()), "the model is a RecursiveScriptModule of torch.jit"),
@@ -52,11 +57,14 @@ def test_what_is_compiled_or_scripted_already_is_refused_by_name(model: Callable
 
 
 def _trained_as_the_messages_say() -> None:
-    for model in (torch.compile(net(), backend="eager"), net(lambda layer: torch.compile(layer, backend="eager"))):
+    def compiled(module: nn.Module) -> Any:
+        return torch.compile(module, backend="eager")
+
+    for model in (compiled(net()), net(compiled)):
         with pytest.raises(InputError) as error:
             autopar.compile(model, mesh((2,), ("dp",)), (X_BD,), hardware=SLOW_DEVICES)
         if "autopar.compile(model._orig_mod, …)" in str(error.value):
-            model = model._orig_mod
+            model: Any = model._orig_mod
         else:
             advice = re.search(r"write (model.set_submodule\(.*\))\. Then", str(error.value))
             assert advice is not None

@@ -94,17 +94,18 @@ def _copies_apart() -> None:
     twins[1].down.requires_grad_(False)
     assert parallel.temperature == 1.0
     pairs = [(parallel, eager), (twins[1], twins[0])]
-    for found, expected in pairs:
+    trained: Any = None
+    for trained, expected in pairs:
         optimizers = [
-            torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (found, expected)
+            torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (trained, expected)
         ]
         for step in range(2):
-            assert train(found, optimizers[0], step) == pytest.approx(train(expected, optimizers[1], step))
-        assert_same_state(found, expected)
+            assert train(trained, optimizers[0], step) == pytest.approx(train(expected, optimizers[1], step))
+        assert_same_state(trained, expected)
     for refused in (pickle.dumps, copy.copy):
         with pytest.raises(InputError, match=r"cannot be pickled or copied by copy\.copy"):
             refused(parallel)
-    del parallel, pairs, found
+    del parallel, pairs, trained
     torch.testing.assert_close(twins[1].eval()(batch(5)), twins[0].eval()(batch(5)))
 
 

@@ -47,7 +47,7 @@ class Returning(nn.Linear):
 
 
 class Taking(nn.Linear):
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(batch.logits).square().mean() * batch.loss
 
 

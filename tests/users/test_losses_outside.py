@@ -204,7 +204,7 @@ def _train(script: Script, modules: Modules, parts: list[Callable[[Batch], Batch
         running = [script.losses(modules, part(_batch(step))) for part in parts]
         for together in zip(*running, strict=True):
             (name,) = {name for _, name in together}
-            loss = torch.stack([loss for loss, _ in together]).mean() if len(together) > 1 else together[0][0]
+            loss = torch.stack([loss for loss, _ in together]).mean()
             for each in modules.values():
                 each.zero_grad()
             loss.backward()

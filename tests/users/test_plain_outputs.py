@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import autopar
@@ -33,13 +33,13 @@ class WithLoss(nn.Module):
         self.embedding = nn.Embedding(TOKENS, FEATURES)
         self.head = nn.Linear(FEATURES, TOKENS)
 
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+    def forward(self, ids: Tensor) -> Any:
         logits = self.head(torch.tanh(self.embedding(ids)))
         return {"loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
 
 
 class Logits(WithLoss):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return self.head(torch.tanh(self.embedding(ids)))
 
 
@@ -148,11 +148,12 @@ def _vocabulary_parallel() -> None:
     logits = model(IDS)
     assert isinstance(logits, DTensor) and logits.placements == (Shard(2),)
     with loss_parallel():
-        labels = DTensor.from_local(IDS.flatten(), model.mesh, [torch.distributed.tensor.Replicate()])
+        labels = DTensor.from_local(IDS.flatten(), model.mesh, [Replicate()])
         loss = F.cross_entropy(logits.flatten(0, 1), labels)
         loss.backward()
     expected = F.cross_entropy(eager(IDS).flatten(0, 1), IDS.flatten())
     expected.backward()
+    assert isinstance(loss, DTensor)
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(_gradients(model), _gradients(eager))
 
@@ -164,7 +165,7 @@ def test_losses_of_split_logits_stay_split_for_dtensors(ranks: Ranks) -> None:
 class Statistics(Logits):
     """Logits of each sample, and a mean over all samples."""
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> Any:
         h = torch.tanh(self.embedding(ids)).mean(1)
         return self.head(h), h.mean(0), h @ h.T
 

@@ -138,6 +138,7 @@ def test_words_of_our_own_are_not_on_screen() -> None:
 def _devices() -> tuple[str, bool]:
     found = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     compiled = autopar.compile(Layers(), found, example_inputs=(torch.zeros(8, 64),), hardware="h100")
+    assert compiled.plan.workload is not None
     return compiled.plan.workload.device, "h100, of another device than the one of this run, cpu" in _words(
         str(compiled.plan)
     )

@@ -369,7 +369,7 @@ def _program(chosen: list[tuple[int, str, str]]) -> Forward:
         for base, alias, step in chosen:
             taken = ALIASES[alias](tensors[base % len(tensors)])
             result = STEPS[step](taken, self.vector[0]) if step else None
-            if step == "squared before":
+            if step == "squared before" and result is not None:
                 kept.append(result)
             tensors.append(taken)
         return torch.stack([(each * each).sum() * (i + 1) for i, each in enumerate([*tensors, *kept])])

@@ -99,6 +99,10 @@ def adapters_then_merge(setting: Setting) -> Found:
 class Quantized(nn.Module):
     """A frozen linear layer whose weight is stored in int8 with a scale per row."""
 
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         scale = base.weight.detach().abs().amax(1, keepdim=True) / 127

@@ -16,6 +16,7 @@ from tests.users.scripts.setting import (
     parameters_of,
     seeded,
     texts,
+    whole,
 )
 
 
@@ -60,7 +61,7 @@ def accumulated_with_clipping(setting: Setting) -> Found:
         losses.append(setting.mean(loss))
         if step % 2:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            norms.append(float(whole(norm)))
             optimizer.step()
             optimizer.zero_grad()
     return {"losses": losses, "norms": norms, **parameters_of(model)}
