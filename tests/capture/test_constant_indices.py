@@ -58,6 +58,7 @@ WORKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one element": lambda m, x: torch.index_select(m.scale, 0, ZERO.reshape(1)) * x,
     "added to one element": lambda m, x: torch.index_add(m.scale, 0, ZERO.reshape(1), m.scale) * x,
     "ones as it": lambda m, x: x * torch.randint_like(x, 1, 2),
+    "a write under vmap": lambda m, x: torch.vmap(lambda row: row.clone()[:2].add_(1) * 2)(x),
     "a histogram": lambda m, x: x.sum() + torch.histogram(x.detach().flatten(), 4)[0],
 }
 
@@ -81,10 +82,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         r"aten.tensor_split.tensor_indices_or_sections in the forward cannot be traced without the values",
     ),
     "sparse gradients": (lambda m, x: m.embed(ZERO) * x, r"aten.embedding.default in embed asks for sparse gradients"),
-    "vmap": (
-        lambda m, x: torch.vmap(lambda row: row.clone()[:2].add_(1) * 2)(x),
-        r"a function under torch.vmap in the forward writes into a tensor",
-    ),
 }
 
 

@@ -151,8 +151,8 @@ def test_of_gathers_one_after_another_the_first_is_issued_ahead() -> None:
 def test_a_plan_says_how_far_ahead_weights_are_gathered(tmp_path: Path) -> None:
     ahead, two, none = _plan("auto"), _plan(2), _plan(0)
     assert (ahead.prefetch, two.prefetch, none.prefetch) == (1, 2, 0)
-    assert "weights gathered 1 layer ahead of their use" in str(ahead)
-    assert "weights gathered 2 layers ahead of their use" in str(two)
+    assert "gathered 1 layer ahead of their use" in str(ahead)
+    assert "gathered 2 layers ahead of their use" in str(two)
     assert "ahead" not in str(none)
     two.to_html(tmp_path / "plan.html")
     assert "gathered 2 layers ahead of their use" in (tmp_path / "plan.html").read_text(encoding="utf-8")
