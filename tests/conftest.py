@@ -1,12 +1,16 @@
 """Fixtures that every test may use, and which cases of a test the normal run takes."""
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.ranks import Ranks
+
+
+os.environ["COLUMNS"] = "120"  # tables are as wide as the terminal
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,11 @@ def test_a_profile_that_is_not_known_is_refused_before_there_are_inputs(ranks: R
             InputError,
             "precision='bf8' is not known; names are 'bf16-mixed', 'fp16-mixed'",
         ),
-        ({"precision": 16}, InputError, "precision=16; give one of 'bf16-mixed', 'fp16-mixed', 'bf16', 'fp32', or an autopar"),
+        (
+            {"precision": 16},
+            InputError,
+            "precision=16; give one of 'bf16-mixed', 'fp16-mixed', 'bf16', 'fp32', or an autopar",
+        ),
         ({"recompute": "some"}, PlanError, "recompute='some'; give 'auto', 'none', 'selective', 'full'"),
     ],
 )

@@ -49,6 +49,6 @@ def test_a_table_shows_both_figures_and_where_they_differ() -> None:
     assert "step     " in text and "  timeline " in text and " of collectives hidden" in text
     assert "next to the sum: all_gather dp " in text or "next to the sum: reduce_scatter dp " in text
     plan = _plan("cpu", strategy="zero3")
-    assert "beside the sum: optimizer " in str(plan), "parameters are DTensors, which the timeline alone counts"
+    assert "next to the sum: optimizer " in str(plan), "parameters are DTensors, which the timeline alone counts"
     assert "hidden" not in str(plan).split("memory")[0]
     assert "timeline" not in str(Plan.from_json(plan.to_json()))

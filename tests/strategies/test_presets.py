@@ -201,10 +201,10 @@ def test_gradients_of_micro_batches_add_up_whole_by_zero1_and_in_parts_by_zero2(
     # Whole, and a new one is there besides; or in two parts, with those that one backward has reduced, and one layer's.
     assert first.memory.parts["gradients"] > 2 * stored > 0.75 * second.memory.parts["gradients"]
     assert second.peak_bytes < first.peak_bytes
-    said = "gradients reduced by every micro-batch, and added up in parts"
+    said = "reduced by every micro-batch, and added up in parts"
     assert said in str(second) and said not in str(first)
     second.to_html(tmp_path / "plan.html")
-    assert said.removeprefix("gradients ") in (tmp_path / "plan.html").read_text()
+    assert said in (tmp_path / "plan.html").read_text()
     parts = [step_parts(plan) for plan in (first, second)]
     assert parts[0].once > parts[1].once and parts[0].backward < parts[1].backward
     assert parts[0].seconds == pytest.approx(parts[1].seconds)
