@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.ranks import Ranks
 
-
 os.environ["COLUMNS"] = "120"  # tables are as wide as the terminal
 
 

@@ -186,9 +186,8 @@ def test_a_plan_says_what_was_assumed() -> None:
     assumed = [_line(_asserts, 1)]
     plan = autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,), assume=assumed)
     (note,) = [each for each in plan.notes if each.startswith("assumed")]
-    assert note.startswith(f"assumed, not checked: {assumed[0]}, in _asserts: assert") and note in " ".join(
-        str(plan).split()
-    )
+    assert note.startswith(f"assumed, not checked: {assumed[0]}, in _asserts: assert")
+    assert note in " ".join(str(plan).split())
     assert plan.attach(Model(_asserts), (X,), assume=assumed).verify().ok
     with pytest.raises(CaptureError, match=re.escape(assumed[0])):
         autopar.plan(Model(_asserts), autopar.Mesh({"dp": 2}), (X,))
