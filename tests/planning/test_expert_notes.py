@@ -23,7 +23,7 @@ def test_a_plan_says_where_rows_are_those_of_balanced_routing(choice: str, expec
     model = WithExperts()
     autopar.annotate(model, "experts.dispatch", ep=choice)
     plan = autopar.plan(model, MESH, INPUTS, hardware=SLOW_DEVICES)
-    assert (BALANCED in plan.notes, BALANCED in str(plan)) == (expected, expected)
+    assert (BALANCED in plan.notes, BALANCED in " ".join(str(plan).split())) == (expected, expected)
 
 
 class Unknown(nn.Module):
