@@ -138,7 +138,7 @@ def trace(
     check_no_hooks_on_all_modules()
 
     def works(further: Sequence[Assumption]) -> bool:
-        """Whether the model can be traced with further assumptions, at least beyond what they name."""
+        """Return whether the model can be traced with further assumptions, at least beyond what they name."""
         try:
             _traced(model, args, kwargs, (*assume, *further), *options)
         except UndecidedError as error:

@@ -76,7 +76,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    """What both commands need to make a plan."""
+    """Options that both commands need to make a plan."""
     parser.add_argument(
         "model",
         help=f"one of {', '.join(names.MODELS)}, or MODULE:FUNCTION that returns a model, or (model, example inputs)",

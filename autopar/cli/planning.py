@@ -59,7 +59,7 @@ def precision_for(options: argparse.Namespace) -> str | None:
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    """What any plan takes of the options, training or not."""
+    """Options of any plan, training or not."""
     return {
         "hardware": options.hardware,
         "mode": options.mode,

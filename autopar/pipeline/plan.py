@@ -100,7 +100,7 @@ class PipelinePlan:
     """Bytes per device that the stages of a rank were planned to keep to."""
     notes: tuple[str, ...] = ()
     workload: Workload | None = field(default=None, compare=False)
-    """What the plan is for, and what its step computes."""
+    """The model, its inputs, and the computation of one step."""
 
     def __post_init__(self) -> None:
         assert self.mesh.size(self.axis) == self.schedule.num_ranks, f"{self.mesh} for {self.schedule}"

@@ -106,7 +106,7 @@ class PlanContext:
     annotations: tuple[Any, ...] = ()
     mode: str = "auto"
     keeps_whole: bool = False
-    """Whether the pins keep every parameter whole, nobody having asked for it, for a shorter simulated step."""
+    """True if the pins keep every parameter whole for a shorter simulated step, without a request of the user."""
     row: MemoryRow | None = None
     """The moments that the limit of the problem is at; None where it has none, or that is not known."""
 

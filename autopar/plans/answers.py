@@ -33,7 +33,7 @@ class Repriced:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was computed again; `problems` are the claims of the plan that do not hold."""
+    """Figures that were computed again; `problems` are the claims of the plan that do not hold."""
 
     seconds: float
     bound: float

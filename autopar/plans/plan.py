@@ -92,7 +92,7 @@ class Plan:
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which the bound is proven; see `verify`."""
     workload: Workload | None = field(default=None, compare=False)
-    """What the plan is for, and what its step computes; None for a stage, whose pipeline says it."""
+    """The model, its inputs, and the computation of one step; None for a stage, whose pipeline has it."""
     symbols: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Symbol of the formulas ("batch", "sequence", …) → its value in this plan."""
     formulas: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -50,11 +50,11 @@ class PlanRow:
     segment: str = ""
     """The segment (layer) that the call is recomputed with, whatever its mode."""
     pinned: bool = field(default=False, compare=False)
-    """Whether an annotation of the user says something about the decision."""
+    """True if an annotation of the user pins the decision."""
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """What each mesh axis splits, in words: a role, "dim 2" of the output, or "inner dim" if the output has none.
+        """Name what each mesh axis splits: a role, "dim 2" of the output, or "inner dim" if the output has none.
 
         >>> PlanRow("a", "call", "", "add", ("data", "h"), "S(0) S(2)", 0.0, ()).splits
         ('data', 'dim 2')

@@ -30,7 +30,7 @@ class OneDevice:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one step computes, whatever the plan, and what its plan is predicted to take."""
+    """The computation of one step, whatever the plan, and the predicted time of its plan."""
 
     model: str
     """The class of the model, "" if it is not known."""
@@ -39,7 +39,7 @@ class Workload:
     """Input → dtype and shape of one micro-batch, "int64[8, 4096]"."""
     microbatches: int
     samples: int
-    """Of a step of all micro-batches, as tokens and FLOPs are."""
+    """Seconds of a step of all micro-batches, to which tokens and FLOPs refer, too."""
     tokens: int | None
     """None if no input holds token ids."""
     parameters: str

@@ -28,7 +28,7 @@ Outputs = Literal["plain", "dtensor", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """How the outputs of a program come back to the user."""
+    """Form in which the outputs of a program come back to the user."""
 
     outputs: Outputs = "dtensor"
     axes: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Returned:
         return own if counts_samples and own.divides(info.shape, mesh.sizes) else whole
 
     def leaves_free(self, program: Program) -> bool:
-        """Whether the plan may leave outputs that are no scalars in any layout."""
+        """Return whether the plan may leave outputs that are no scalars in any layout."""
         return self.outputs == "dtensor" or (self.outputs == "plain" and _returns_loss(program))
 
 
@@ -72,5 +72,5 @@ def _returns_loss(program: Program) -> bool:
 
 
 def _counts_samples(value: Value, info: TensorInfo, roled: RoledProgram) -> bool:
-    """Whether dim 0 counts the samples of the batch, or several rows of each."""
+    """Return whether dim 0 counts the samples of the batch, or several rows of each."""
     return roled.dims[value][0] == "data" and roled.samples > 0 and info.shape[0] % roled.samples == 0

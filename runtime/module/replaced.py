@@ -14,7 +14,7 @@ from autopar.runtime.module.tree import MISSING, Tree
 
 
 class Held:
-    """What the slots of parameters of a tree held when they were last looked at."""
+    """Parameters in the slots of a tree when they were last looked at."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree

@@ -260,7 +260,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         return self._latest
 
     def _returned(self, runs: Runs, program: Program, values: Sequence[Any], layouts: Sequence[Layout | None]) -> Any:
-        """What the user gets of a call, in the structure that the model returns."""
+        """Return the outputs of a call to the user, in the structure that the model returns."""
         counted = self._counted(runs, program.num_outputs)
         results = [Result(*each) for each in zip(values, layouts, counted, strict=True)]
         return self._returning.outputs(program, results, self._padding)

@@ -37,7 +37,7 @@ class Entrance:
     averaged: tuple[Axis, ...] = ()
     """The axes over whose ranks the loss of the step is the mean of their losses."""
     holds_own: bool = False
-    """Whether the output has this rank's samples alone, and not those of the other ranks on these axes."""
+    """True if the output has this rank's samples alone, and not those of the other ranks on these axes."""
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the step's loss; InputError where ranks do not enter alike."""

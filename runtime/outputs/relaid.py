@@ -25,7 +25,7 @@ def relaid(x: Tensor, source: Layout, target: Layout, axes: Sequence[Axis]) -> T
 
 
 def _stays(number: int, source: Layout, target: Layout) -> bool:
-    """Whether an axis splits the same parts in both layouts: its dim is not split otherwise by an outer axis."""
+    """Return whether an axis splits the same parts in both layouts: no outer axis splits its dim otherwise."""
     if source[number] != target[number]:
         return False
     dim = source[number].dim

@@ -33,7 +33,7 @@ class Result:
     layout: Layout | None
     """None if it is no tensor."""
     counted: Counted | None = None
-    """What its dims count, if the call was padded."""
+    """Meaning of its dims, if the call was padded."""
 
 
 class Returning:
@@ -44,7 +44,7 @@ class Returning:
 
     @property
     def averages(self) -> bool:
-        """Whether the loss of a step is the mean of the losses of ranks that are called with their own samples."""
+        """True if the loss of a step is the mean of the losses of ranks that are called with their own samples."""
         return self._returned.outputs == "plain" and bool(self._returned.axes)
 
     @cached_property
@@ -128,7 +128,7 @@ class Returning:
 
 
 def _name_of(path: Sequence[Any]) -> str:
-    """What a user calls an output."""
+    """Return the name of an output in the user's words."""
     if len(path) == 1 and isinstance(path[0], pytree.MappingKey):
         return f"{THE_OUTPUT} {path[0].key}"
     return f"{THE_OUTPUT} {pytree.keystr(tuple(path))}" if path else THE_OUTPUT

@@ -36,7 +36,7 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How an output is read: `read` moves a rank's part, `enter` takes a gradient back, `cut` finishes the whole."""
+    """Steps to read an output: `read` moves a rank's part, `enter` takes a gradient back, `cut` finishes the whole."""
 
     read: Callable[[Tensor], Tensor]
     enter: Callable[[Tensor], Tensor]

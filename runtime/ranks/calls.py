@@ -82,7 +82,7 @@ class Calls:
         self._said: list[Said] = []
         self._times: list[int] = []
         self._last_is_checked = False
-        """Whether values are compared in the last call, and in its backwards."""
+        """Return whether values are compared in the last call, and in its backwards."""
         self._event = 0  # how many there have been
         self._followed_by: dict[tuple[int, int], int] = {}
         """(kind, how often in a row) → the kind of the event after that."""
@@ -238,7 +238,7 @@ class Backwards:
 
 
 def _unequal(sums: Mapping[str, int | Projections], first_rank: int, first: Mapping[str, Any]) -> Said:
-    """What is said of values that are not those of the first rank with the same part."""
+    """Describe values that differ from those of the first rank with the same part."""
     names = [name for name, found in sums.items() if not are_close(found, first.get(name))]
     return {VALUES: f"other values of {', '.join(names)} than rank {first_rank}"} if names else {}
 

@@ -62,7 +62,7 @@ def _described(value: Any) -> str:
 
 
 def _decisions_of(plan: Plan | PipelinePlan) -> dict[str, Any]:
-    """What a plan decides; how long the search took and what it proved may differ between ranks that planned alike."""
+    """Return the decisions of a plan; the search's time and bound may differ between ranks that planned alike."""
     if isinstance(plan, PipelinePlan):
         stages = [(stage.number, stage.blocks, _decisions_of(stage.plan)) for stage in plan.stages]
         return {"mesh": str(plan.mesh), "axis": plan.axis, "schedule": plan.schedule, "stages": stages}

@@ -83,7 +83,7 @@ def transforms_taken_apart() -> Iterator[None]:
 
 
 def _taken_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a transform gives, by the calls that it runs."""
+    """Return what a transform gives, by the calls that it runs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     returned: list[Any] = []

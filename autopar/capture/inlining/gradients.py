@@ -44,7 +44,7 @@ IN_PARTS = {
 
 
 def needs_gradient(x: Tensor) -> Tensor:
-    """What a forward sees of `x` after `x.requires_grad_()`."""
+    """Return the tensor that a forward sees after `x.requires_grad_()`."""
     return x.detach().requires_grad_()
 
 
@@ -107,7 +107,7 @@ def _replace(draft: TracedGraph, node: fx.Node, call: GradientCall) -> None:
 
 
 def _between(draft: TracedGraph, outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """What lies on a differentiable way from an input to an output, both included, in order."""
+    """Return the nodes on a differentiable path from an input to an output, both included, in order."""
     above: set[fx.Node] = set()
     left = list(outputs)
     while left:
@@ -154,7 +154,7 @@ def _random_numbers_apart(draft: TracedGraph, between: list[fx.Node], call: Grad
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers with these arguments."""
+    """Return whether a call draws random numbers with these arguments."""
     named = {argument.name: place for place, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
     place = named.get("dropout_p")
     return place is None or (len(node.args) > place and bool(node.args[place])) or bool(node.kwargs.get("dropout_p"))

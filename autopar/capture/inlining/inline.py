@@ -38,14 +38,14 @@ DROPPED = (
 
 @dataclass(frozen=True, slots=True)
 class StandIns:
-    """What the recorded operators of an exported graph stand for, by the number that they are called with."""
+    """Meanings of the recorded operators of an exported graph, by the number that they are called with."""
 
     functions: Sequence[KeptUse] = ()
-    """Of KEPT."""
+    """Arguments of KEPT."""
     gradients: Sequence[GradientCall] = ()
-    """Of GRADIENT."""
+    """Arguments of GRADIENT."""
     bodies: Sequence[Body] = ()
-    """Of LAYER."""
+    """Arguments of LAYER."""
 
 
 @dataclass(frozen=True, slots=True)

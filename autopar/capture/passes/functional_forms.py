@@ -21,7 +21,7 @@ class Written:
     name: str
     node: fx.Node
     is_out: bool
-    """Whether its value before the call is not read."""
+    """True if its value before the call is not read."""
 
 
 def functional_values(draft: TracedGraph, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> list[fx.Node]:

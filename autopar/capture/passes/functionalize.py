@@ -40,14 +40,14 @@ class Variable:
     version: int = 0
     """Of a root: how often it was written. Of a view: the root's version at which `node` was made."""
     keeps_gradient: bool = False
-    """Whether it has the values of its parent and a gradient of its own, as after `x.data = y`."""
+    """True if it has the values of its parent and a gradient of its own, as after `x.data = y`."""
 
     @property
     def root(self) -> Variable:
         return self if self.parent is None else self.parent.root
 
     def is_(self, other: Variable) -> bool:
-        """Whether both are one tensor of Python, before and after a write in place."""
+        """Return whether both are one tensor of Python, before and after a write in place."""
         one, two = self, other
         while one.parent is not None and one.view is None and not one.keeps_gradient:
             one = one.parent
@@ -269,7 +269,7 @@ def _storage(value: Tensor) -> int:
 
 
 def _is_detached(variable: Variable) -> bool:
-    """Whether a variable has the values of its parent, and not its gradient."""
+    """Return whether a variable has the values of its parent, and not its gradient."""
     return variable.view is not None and variable.view.target is aten.detach.default
 
 
@@ -292,7 +292,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def _saves(draft: TracedGraph, node: fx.Node, inputs: Iterable[fx.Node], result: bool) -> bool:
-    """Whether autograd keeps one of the inputs of a call for its backward, or its result."""
+    """Return whether autograd saves one of the inputs of a call for its backward, or its result."""
     saved: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def _refusing(function: Callable[..., Any], name: str, advice: str, check: Check
 
 
 def _is_seeded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a new generator gives the same numbers in every call."""
+    """Return whether a new generator gives the same numbers in every call."""
     return any(value is not None for value in (*args, *kwargs.values()))
 
 

@@ -126,12 +126,12 @@ def _storages(tensor: Any) -> tuple[int, ...]:
 
 
 def _learns(tensor: Any) -> bool:
-    """Whether a gradient flows into a tensor here."""
+    """Return whether a gradient flows into a tensor here."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _is_write(name: str) -> bool:
-    """Whether a method of this name writes into its tensor: `add_`, `__setitem__`, `__iadd__`."""
+    """Return whether a method of this name writes into its tensor: `add_`, `__setitem__`, `__iadd__`."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_") and name not in NO_WRITES

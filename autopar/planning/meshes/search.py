@@ -103,7 +103,7 @@ class Tried(Generic[P]):
     least_bytes: int | None = None
     """Where no plan is within the memory limit: the least that one was found to take."""
     is_cut_short: bool = False
-    """Whether its turn ended before its plan was proven as far as others are."""
+    """True if its turn ended before its plan was proven as far as others are."""
     said: tuple[warnings.WarningMessage, ...] = ()
     """Warnings of its plan, which are issued if the mesh is taken."""
 
