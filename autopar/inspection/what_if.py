@@ -45,7 +45,7 @@ def what_if(plan: Plan, spoken: Sequence[str | Annotation], options: Mapping[str
 
 
 def _intersection(one: Pins, other: Pins, gives_way: bool) -> Pins:
-    """Return what both allow; if that is nothing, `one` may give way, as a preset and parameters that are kept whole do."""
+    """Return what both allow; if nothing, `one` may give way, as a preset and parameters that are kept whole do."""
     both = {number: one[number] & other[number] for number in one.keys() & other.keys()}
     if gives_way:
         both = {number: mask if mask.any() else other[number] for number, mask in both.items()}

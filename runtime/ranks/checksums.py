@@ -63,7 +63,7 @@ def projections(tensor: Tensor) -> Projections:
 
 
 def are_close(one: int | Projections, other: Any) -> bool:
-    """Return whether checksums are equal, or projections close; projections of gradients that are not finite always are."""
+    """Return whether checksums are equal, or projections close; those of gradients that are not finite always are."""
     if isinstance(one, int) or not isinstance(other, list):
         return one == other
     finite = [all(map(math.isfinite, each)) for each in (one, other)]
