@@ -167,8 +167,8 @@ def test_on_a_host_that_is_the_device_copies_are_computed() -> None:
 
 def test_a_plan_says_what_is_where_and_is_saved(tmp_path: Path) -> None:
     plan = _planned(strategy="zero3", offload="activations", hardware="h100")
-    assert "\n  saved on the host for the backward: 0-5\n" in str(plan) and "per device: activations" in str(plan)
-    assert "offload in 6 of 6" in page(plan)
+    assert "saved on the host for the backward: 0-5\n" in str(plan) and "per device: activations" in str(plan)
+    assert "saved on the host for the backward: 0-5" in page(plan)
     slow = _planned(strategy="zero3", offload="activations", hardware=SLOW_LINK)
     assert "host copies" in str(slow.explain("3.down")) and "computed again" not in str(slow.explain("3.down"))
     plan.save(tmp_path / "plan.json")
@@ -248,7 +248,7 @@ def test_the_command_line_offloads_activations(capsys: pytest.CaptureFixture[str
     told = capsys.readouterr().out
     assert "saved on the host for the backward: decoder.model.layers.0-1" in told
     assert main([*said, "--host-memory", "1kB"]) != 0
-    assert "host_memory is 1.00 kB" in capsys.readouterr().err
+    assert "raise --host-memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mesh", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])

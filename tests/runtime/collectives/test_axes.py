@@ -146,7 +146,8 @@ def _trained(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[int, list[
     """How many groups a model makes, for batches of two sizes, and what it moves."""
     grid = mesh(shape, names)
     before = len(_registered())
-    model = autopar.compile(MLP(), grid, (torch.ones(8, HIDDEN),), hardware=SLOW_DEVICES, strategy="data_parallel")
+    options: Any = {"hardware": SLOW_DEVICES, "strategy": "data_parallel", "outputs": "dtensor"}
+    model = autopar.compile(MLP(), grid, (torch.ones(8, HIDDEN),), **options)
     with record_traffic() as traffic:
         for size in (8, 4):
             model(torch.ones(size, HIDDEN)).sum().backward()
