@@ -273,6 +273,7 @@ def _anomalies() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_detect_anomaly_finds_nan_in_gradients_of_parameters_in_parts(ranks: Ranks) -> None:
     assert all("MulBackward0" in text for text in ranks.run(_anomalies))
