@@ -261,19 +261,3 @@ def test_an_assignment_to_data_that_pytorch_ignores_is_refused_and_what_is_advis
     for text, losses in ranks.run(_assigned_data):
         assert text.startswith("head.weight.data was assigned to, which has no effect")
         assert losses == pytest.approx(expected, rel=1e-5)
-
-
-def _anomalies() -> str:
-    x, _ = batches(1)[0]
-    model = autopar.compile(seeded(Classifier), mesh((2,), ("dp",)), (x,), strategy="zero3")
-    with torch.autograd.detect_anomaly():
-        model(x).square().mean().backward()
-        with pytest.raises(RuntimeError, match="returned nan values") as error:
-            (model(x).square().mean() * float("nan")).backward()
-    return str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_detect_anomaly_finds_nan_in_gradients_of_parameters_in_parts(ranks: Ranks) -> None:
-    assert all("MulBackward0" in text for text in ranks.run(_anomalies))
