@@ -25,7 +25,7 @@ from autopar.runtime.ranks.agreement import gathered, is_first_rank, on_all_rank
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class File:
     """What one file has: who writes it, and the bytes of its tensors by name."""
 
     writer: int
@@ -40,12 +40,12 @@ def write(stored: Mapping[str, Tensor], mesh: DeviceMesh, folder: str | Path, ma
     Where one rank cannot write, all raise.
     """
     folder = Path(folder)
-    files = list(_files(stored, mesh, max_bytes))
+    files = list(files_of_writers(stored, mesh, max_bytes))
     several = len(files) > 1
     names = [f"model-{n:05}-of-{len(files):05}.safetensors" if several else SINGLE for n in range(1, len(files) + 1)]
     error: InputError | None = None
     for file, name in zip(files, names, strict=True):
-        tensors = dict(_whole(stored, file))
+        tensors = dict(whole_tensors(stored, file))
         if tensors and error is None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _together(work: Callable[[], None], mesh: DeviceMesh) -> None:
     on_all_ranks(work, lambda _: "", mesh, lambda _: [])
 
 
-def _files(stored: Mapping[str, Tensor], mesh: DeviceMesh, max_bytes: int) -> Iterator[_File]:
+def files_of_writers(stored: Mapping[str, Tensor], mesh: DeviceMesh, max_bytes: int) -> Iterator[File]:
     """The files of a checkpoint, the same on every rank."""
     here = {name: tensor.numel() * tensor.element_size() for name, tensor in stored.items()}
     writers: dict[int, dict[str, int]] = {}
@@ -106,14 +106,14 @@ def _files(stored: Mapping[str, Tensor], mesh: DeviceMesh, max_bytes: int) -> It
         part: dict[str, int] = {}
         for name, num_bytes in held.items():
             if part and sum(part.values()) + num_bytes > max_bytes:
-                yield _File(rank, part)
+                yield File(rank, part)
                 part = {}
             part[name] = num_bytes
         if part:
-            yield _File(rank, part)
+            yield File(rank, part)
 
 
-def _whole(stored: Mapping[str, Tensor], file: _File) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(stored: Mapping[str, Tensor], file: File) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, on its writer; all ranks that store one of them with the writer gather it."""
     writes = dist.get_rank() == file.writer
     for name in file.num_bytes:

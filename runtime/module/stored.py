@@ -21,8 +21,8 @@ from autopar.lengths.varying import Varying
 from autopar.program.program import Program
 from autopar.program.python_state import INTERNALS, PythonState
 from autopar.program.python_state import Watch as PythonWatch
+from autopar.runtime.checkpoints.pretrained import write_pretrained
 from autopar.runtime.checkpoints.read import give_values, read
-from autopar.runtime.checkpoints.write import write, write_configs
 from autopar.runtime.face.copying import Copyable
 from autopar.runtime.face.direct_calls import check_direct_calls
 from autopar.runtime.face.former_parameters import refuse_steps_of_originals
@@ -350,15 +350,15 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
 
         Called by all ranks of the mesh. Tensors are gathered one by one and written in files of at most
         `max_shard_size`; tied ones under their first name; beside them the model's `config` and `generation_config`,
-        where it has them. `is_main_process` is there for callers that give it, and does not count.
+        where it has them. A PeftModel writes its adapters, as PEFT does. `is_main_process` has no effect.
         Raises InputError for a `state_dict`, and on every rank where one cannot write.
         """
         self._ready()
         if state_dict is not None:
             raise InputError("save_pretrained of a compiled module gathers its own parameters; leave state_dict out.")
         stored = dict(nn.Module.named_parameters(self)) | persistent(self)
-        write(stored, self._mesh, save_directory, parse_bytes(max_shard_size))
-        write_configs(self.tree.root, self._mesh, save_directory)
+        stand_ins = self.tree.standing_in(self.training)
+        write_pretrained(self.tree.root, stand_ins, stored, self._mesh, save_directory, parse_bytes(max_shard_size))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `torch.nn.Module` (`to`, `to_empty` …), but tied parameters stay tied."""
