@@ -39,7 +39,7 @@ class Workload:
     """Input → dtype and shape of one micro-batch, "int64[8, 4096]"."""
     microbatches: int
     samples: int
-    """Seconds of a step of all micro-batches, to which tokens and FLOPs refer, too."""
+    """Samples of a step of all micro-batches; tokens and FLOPs are those of such a step, too."""
     tokens: int | None
     """None if no input holds token ids."""
     parameters: str

@@ -19,17 +19,21 @@ class Held:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self.tensors: list[Any] = tree.held()
-        self._storages = _storages_beside(self.tensors)
+        self._split = {
+            slot.name: each
+            for slot, each in zip(tree.parameters, self.tensors, strict=True)
+            if isinstance(each, DTensor)
+        }
+        self._storages = self._storages_beside()
 
     def is_still_there(self) -> bool:
         """Return whether no parameter stands in the place of another.
 
         Raises InputError once if `.data` of a DTensor was assigned to, which PyTorch ignores.
         """
-        before, self._storages = self._storages, _storages_beside(self.tensors)
+        before, self._storages = self._storages, self._storages_beside()
         if before != self._storages:
-            names = [slot.name for slot, each in zip(self._tree.parameters, self.tensors, strict=True) if _splits(each)]
-            changed = next(name for name, a, b in zip(names, before, self._storages, strict=True) if a != b)
+            changed = next(name for name, a, b in zip(self._split, before, self._storages, strict=True) if a != b)
             raise InputError(
                 f"{changed}.data was assigned to, which has no effect: the parameter is stored as a DTensor, of which "
                 f"PyTorch keeps the values. Use {changed}.data.copy_(…) with a DTensor, or give the whole tensor "
@@ -37,17 +41,12 @@ class Held:
             )
         return all(map(operator.is_, self._tree.held(), self.tensors))
 
+    def _storages_beside(self) -> list[int]:
+        """Return the storages that DTensors have next to those of their local tensors.
 
-def _splits(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor)
-
-
-def _storages_beside(parameters: Sequence[Any]) -> list[int]:
-    """Return the storages that DTensors have beside those of their local tensors.
-
-    `p.data = value` replaces this storage and leaves the local tensor as it is (torch 2.13).
-    """
-    return [each.untyped_storage()._cdata for each in parameters if _splits(each)]
+        `p.data = value` replaces this storage and leaves the local tensor as it is (torch 2.13).
+        """
+        return [each.untyped_storage()._cdata for each in self._split.values()]
 
 
 def checked(tree: Tree, before: Sequence[Any]) -> dict[str, nn.Parameter]:
