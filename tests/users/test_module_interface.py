@@ -261,3 +261,27 @@ def test_an_assignment_to_data_that_pytorch_ignores_is_refused_and_what_is_advis
     for text, losses in ranks.run(_assigned_data):
         assert text.startswith("head.weight.data was assigned to, which has no effect")
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _anomalies(strategy: str) -> str:
+    """The first backward has gradients that arrive late, in memory that is NaN until then."""
+    x, _ = batches(1)[0]
+    model = autopar.compile(seeded(Classifier), mesh((2,), ("dp",)), (x,), strategy=strategy)
+    torch.use_deterministic_algorithms(True)  # which fills what is allocated with NaN
+    try:
+        with torch.autograd.detect_anomaly():
+            loss = model(x).square().mean()
+            if dist.get_rank():
+                time.sleep(1)
+            loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan values") as error:
+        (model(x).square().mean() * float("nan")).backward()
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
+def test_detect_anomaly_finds_nan_and_waits_for_gradients_in_flight(ranks: Ranks, strategy: str) -> None:
+    assert all("MulBackward0" in text for text in ranks.run(partial(_anomalies, strategy)))
