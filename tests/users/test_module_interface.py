@@ -5,11 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 
 import autopar
@@ -284,4 +291,50 @@ def _anomalies(strategy: str) -> str:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("strategy", ["zero3", "data_parallel"])
 def test_detect_anomaly_finds_nan_and_waits_for_gradients_in_flight(ranks: Ranks, strategy: str) -> None:
-    assert all("MulBackward0" in text for text in ranks.run(partial(_anomalies, strategy)))
+    assert all("MulBackward0" in text for text in ranks.run(_anomalies, strategy))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale).square().mean()
+
+
+SCALED = torch.arange(16.0).view(4, 4) / 16
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(SCALED).backward()
+        optimizer.step()
+
+
+def _resumed_with_full_state(kind: Any, strategy: str) -> dict[str, Tensor]:
+    options = StateDictOptions(full_state_dict=True)
+    model = autopar.compile(seeded(Scaled), mesh((2,), ("dp",)), (SCALED,), strategy=strategy)
+    optimizer = kind(model.parameters(), lr=0.1)
+    _stepped(model, optimizer)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    again = autopar.compile(seeded(Scaled), mesh((2,), ("dp",)), (SCALED,), strategy=strategy)
+    again.load_state_dict(model.state_dict())
+    optimizer = kind(again.parameters(), lr=0.1)
+    set_optimizer_state_dict(again, optimizer, state, options=options)
+    _stepped(again, optimizer)
+    return {name: whole(each) for name, each in again.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_a_full_optimizer_state_resumes_parameters_of_no_dims(ranks: Ranks, kind: Any, strategy: str) -> None:
+    model = seeded(Scaled)
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(2):
+        _stepped(model, optimizer)
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    for found in ranks.run(_resumed_with_full_state, kind, strategy):
+        torch.testing.assert_close(found, expected)
