@@ -1,4 +1,4 @@
-"""Why a plan chose a strategy: its cost in parts, and the best plans without it, each solved exactly.
+"""Why a plan chose a strategy: its cost in parts, the best plan without it, and what other roles would take.
 
 The runner-up forbids the chosen strategy of one decision and plans everything again: p* = min over plans with another
 strategy there. What it takes more than the plan is the least that giving up the strategy costs.
@@ -6,7 +6,7 @@ strategy there. What it takes more than the plan is the least that giving up the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +17,8 @@ from autopar.hardware.collectives import transfer_seconds
 from autopar.inspection.breakdown import parting, places
 from autopar.inspection.compare import choice_words, difference, layout_words
 from autopar.inspection.names import decision_named
-from autopar.planning.formulation import Pins
-from autopar.planning.planner import answer_of, formulations_of, replan
+from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.planner import answer_of, bounds_near, formulations_of, replan
 from autopar.planning.settings import PlanContext, context_of
 from autopar.plans.difference import Amount
 from autopar.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
@@ -28,12 +28,15 @@ from autopar.program.calls import module_of
 from autopar.progress import progress, stages
 from autopar.solver.narrow import unsaid
 from autopar.space.space import Decision, Space, Wire
+from autopar.units import format_bytes
+
+NO_PLAN = "without this strategy there is no plan: "
 
 
 def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Plan]:
     """Explain the decision that a name means (see `names`).
 
-    `alternatives` plans once more for every other role on every axis. Raises InputError for a name that means none.
+    `alternatives` adds what every other role on every axis would take. Raises InputError for a name that means none.
     """
     context = context_of(plan, "explain")
     space = context.space
@@ -78,7 +81,9 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
         runner_up=runner_up,
         reason=reason,
         without_limit=without_limit,
-        alternatives=tuple(_alternatives(context, number)) if alternatives else (),
+        alternatives=tuple(_alternatives(plan, context, number, runner_up and runner_up.plan, reason))
+        if alternatives
+        else (),
     )
 
 
@@ -191,7 +196,7 @@ def _runner_up(plan: Plan, context: PlanContext, number: int) -> tuple[RunnerUp[
         with unsaid():
             second = replan(context, _restricted(context, number, others))
     except InfeasibleError as error:
-        return None, f"without this strategy there is no plan: {error}"
+        return None, f"{NO_PLAN}{error}"
     parts = parting(plan, second)
     found = RunnerUp(
         strategy=choice_words(second, second.rows[number]),
@@ -226,12 +231,18 @@ def _annotations_about(context: PlanContext, number: int) -> tuple[str, ...]:
     )
 
 
-def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
-    """For each other role on each axis, the best plan in which the decision has it."""
-    decision, mesh = context.space.decisions[number], context.space.mesh
+def _alternatives(
+    plan: Plan, context: PlanContext, number: int, second: Plan | None, reason: str
+) -> Iterator[Alternative]:
+    """Yield what the plan would take if the decision had another role on an axis, for each axis and role.
+
+    `second` is the best plan with another strategy; None if there is none, for a `reason`. Under a memory limit a
+    search per role would take several times as long as the plan: roles that `second` does not have get a lower bound.
+    """
+    decision, names = context.space.decisions[number], context.space.mesh.names
     asked = [
         (axis, role)
-        for axis in range(mesh.ndim)
+        for axis in range(len(names))
         for role in _roles(decision, axis)
         if role != decision.role(context.choices[number], axis)
     ]
@@ -239,16 +250,40 @@ def _alternatives(context: PlanContext, number: int) -> Iterator[Alternative]:
     for axis, role in progress(asked, "alternatives"):
         count = len(decision.menu.strategies)
         mask = np.array([decision.role(strategy, axis) == role for strategy in range(count)])
+        blank = Alternative(names[axis], role, None)
         if not (_allowed(context, number) & mask).any():
-            yield Alternative(mesh.names[axis], role, None, reason="ruled out by annotations")
-            continue
-        try:
-            with unsaid():
-                found = answer_of(formulations, _restricted(context, number, mask), context.settings)
-        except InfeasibleError as error:
-            yield Alternative(mesh.names[axis], role, None, reason=str(error).partition(";")[0].partition(". ")[0])
+            yield replace(blank, reason="ruled out by annotations")
+        elif second is None:
+            yield replace(blank, reason=_brief(reason.removeprefix(NO_PLAN)))
+        elif mask[context_of(second).choices[number]]:
+            yield replace(blank, seconds=second.seconds, peak_bytes=second.peak_bytes)
         else:
-            yield Alternative(mesh.names[axis], role, found.seconds, found.peak_bytes)
+            yield _alternative(plan, formulations, _restricted(context, number, mask), second, blank)
+
+
+def _alternative(
+    plan: Plan, formulations: Sequence[Formulation], pins: Pins, second: Plan, blank: Alternative
+) -> Alternative:
+    """Return the alternative with what the best plan under pins takes, which is no better than `second`."""
+    context = context_of(plan)
+    limit = context.settings.memory
+    try:
+        with unsaid():
+            free = answer_of(formulations, pins, replace(context.settings, memory=None))
+        if limit is None or free.peak_bytes <= limit:
+            return replace(blank, seconds=free.seconds, peak_bytes=free.peak_bytes)
+        bounds = bounds_near(plan, formulations[-1], pins, limit)
+    except InfeasibleError as error:
+        return replace(blank, reason=_brief(str(error)))
+    if bounds.num_bytes > limit:
+        least = f"every plan with this role takes at least {format_bytes(bounds.num_bytes)}"
+        return replace(blank, reason=f"the memory limit is {format_bytes(limit)}, and {least}")
+    return replace(blank, seconds=max(bounds.seconds, free.bound, second.bound), is_bound=True)
+
+
+def _brief(reason: str) -> str:
+    """Return the first statement of a reason."""
+    return reason.partition(";")[0].partition(". ")[0]
 
 
 def _roles(decision: Decision, axis: int) -> tuple[str, ...]:

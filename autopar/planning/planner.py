@@ -19,6 +19,7 @@ from autopar.memory.moments import Priced
 from autopar.memory.peak import memory_use
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.limit.answers import Answer, without_idle_modes
+from autopar.planning.limit.bounds import Bounds, bounds_at
 from autopar.planning.limit.memory_limit import best_within
 from autopar.planning.record import written_down
 from autopar.planning.settings import (
@@ -291,6 +292,16 @@ def answer_of(formulations: Sequence[Formulation], pins: Pins, settings: Setting
     """The best choices under pins as `solved_by` finds them, with the seconds of a step of one micro-batch."""
     made = solved_by(formulations, pins, settings)
     return _of_a_microbatch(made.answer, made.formulation.memory)
+
+
+def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) -> Bounds:
+    """Return the bounds of all plans under pins within a limit (bytes per device) at the plan's prices of memory."""
+    context = context_of(plan)
+    priced = Priced(context.row, plan.multiplier) if context.row is not None else None
+    if priced is not None:
+        priced = priced.of_the_same_calls(context.memory_model, formulation.memory)
+    modes = context.settings.modes(formulation.memory.lifetimes.segments)
+    return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.time_limit))
 
 
 def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:

@@ -45,12 +45,14 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The best plan in which the decision has another role on one axis; `seconds` is None where there is none."""
+    """The best plan in which the decision has another role on one axis; `seconds` is None if there is none."""
 
     axis: str
     role: str
     seconds: float | None
     peak_bytes: int = 0
+    is_bound: bool = False
+    """Whether `seconds` is a lower bound, for a role that was not searched; its peak is not known then."""
     reason: str = ""
     """Why there is none."""
 
@@ -199,15 +201,16 @@ class Explanation(Generic[P]):
     def _others(self) -> str:
         if not self.alternatives:
             return ""
-        table = [
-            [
-                f"{each.axis}={each.role}",
-                "-" if each.seconds is None else signed_seconds(each.seconds - self.seconds),
-                each.reason if each.seconds is None else format_bytes(each.peak_bytes),
-            ]
-            for each in self.alternatives
-        ]
-        return _table(table, ["with another role", "step", "memory, or why not"])
+        rows = [[f"{each.axis}={each.role}", *self._taken(each)] for each in self.alternatives]
+        table = _table(rows, ["with another role", "step", "memory, or why not"])
+        is_bound = any(each.is_bound for each in self.alternatives)
+        return f"{table}\n≥: no plan with that role takes less; what_if plans it" if is_bound else table
+
+    def _taken(self, each: Alternative) -> tuple[str, str]:
+        if each.seconds is None:
+            return "-", each.reason
+        step = signed_seconds(each.seconds - self.seconds)
+        return (f"≥ {step}", "") if each.is_bound else (step, format_bytes(each.peak_bytes))
 
 
 def _place(change: Change) -> int:

@@ -223,7 +223,8 @@ class Plan:
         """Why the decision that a name means is as it is: its cost, the runner-up and what that would cost.
 
         The name is that of a module, a parameter or an operation, with `*` where it means one alone. `alternatives`
-        plans once more for every other role on every axis. Raises InputError for a name that means none or several.
+        adds what every other role on every axis would take; under a memory limit some are lower bounds. Raises
+        InputError for a name that means none or several.
         """
         return view("Plan.explain")(self, name, alternatives)
 

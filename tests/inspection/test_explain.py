@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autopar.annotations.annotate import annotate, annotations_of, pins_of
 from autopar.errors import InputError, PlanError
@@ -16,12 +18,14 @@ from autopar.hardware.profile import Hardware
 from autopar.inspection.breakdown import breakdown, parting
 from autopar.inspection.explain import explain
 from autopar.memory.peak import memory_use
+from autopar.planning import planner
 from autopar.planning.planner import make_plan
 from autopar.planning.record import evaluate
 from autopar.planning.settings import context_of
 from autopar.plans.difference import Amount
 from autopar.plans.explanation import SHOWN_GAP, Explanation
 from autopar.plans.plan import Plan
+from autopar.sharding.annotation import ROLES
 from autopar.space.space import Space
 from autopar.units import format_share
 from tests.support.families import FAMILIES
@@ -201,6 +205,54 @@ def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> No
     replicated = next(each for each in found.alternatives if each.role == "replicated")
     assert replicated.seconds is None and replicated.reason.startswith("the memory limit is ")
     assert replicated.reason in " ".join(str(found).split())
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(x + layer(x).relu())
+        return x
+
+
+@pytest.fixture(scope="module")
+def limited() -> Plan:
+    space = space_of(Residual(), (torch.zeros(64, 64),), load("h100"), dp=2, tp=2)
+    return make_plan(space, {}, int(0.6 * make_plan(space, {})[0].peak_bytes))[0]
+
+
+def test_within_a_limit_only_the_runner_up_is_searched_for(limited: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int | None] = []
+    search = planner.best_within
+    monkeypatch.setattr(planner, "best_within", lambda *args: (limits.append(args[2]), search(*args))[1])
+    found = limited.explain("layers.1")
+    assert limited.multiplier and found.runner_up is not None and len(found.alternatives) > 4
+    assert sum(limit is not None for limit in limits) <= len(context_of(limited).settings.depths)
+
+
+def test_within_a_limit_no_plan_with_another_role_is_below_its_bound(limited: Plan) -> None:
+    found = limited.explain("layers.1")
+    asked = [each for each in found.alternatives if each.role in ROLES and each.seconds is not None]
+    assert {each.is_bound for each in asked} == {True, False}
+    for each in asked:
+        assert each.seconds is not None
+        again = limited.what_if("layers.1", **{each.axis: each.role})
+        if each.is_bound:
+            assert limited.seconds < each.seconds <= again.seconds < 1.1 * each.seconds
+            assert re.search(rf"{each.axis}={each.role} +≥ \+", str(found))
+        else:
+            assert again.seconds == pytest.approx(each.seconds, rel=1e-9)
+    assert str(found).endswith("≥: no plan with that role takes less; what_if plans it")
+
+
+def test_within_a_limit_the_same_question_has_the_same_answer(limited: Plan) -> None:
+    assert str(limited.explain("layers.1")) == str(limited.explain("layers.1"))
+    one, other = (limited.what_if("layers.*", tp="row") for _ in range(2))
+    assert (one.seconds, one.bound, one.choices) == (other.seconds, other.bound, other.choices)
 
 
 @pytest.mark.slow
