@@ -54,7 +54,8 @@ def load(
         path: a safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
 
     Raises:
-        InputError: parameters have values already, or names and shapes are others than those of the checkpoint.
+        InputError: parameters have values already, or the checkpoint has other names or shapes than the model, and
+            transformers has no rules that convert them.
         What `compile` raises.
     """
     filled = next((name for name, each in model.named_parameters() if not each.is_meta), None)

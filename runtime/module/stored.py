@@ -332,14 +332,14 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
     def load_safetensors(self, path: str | Path) -> None:
         """Read all parameters and persistent buffers from safetensors: each rank its own parts, one after the other.
 
-        `path` is a file, or a folder as Hugging Face writes it. Buffers without values that no checkpoint has are
-        computed again where the model is one of transformers.
+        `path` is a file, or a folder as Hugging Face writes it. For a model of transformers, names and shapes may be
+        those of the Hub, and buffers without values that no checkpoint has are computed again.
         Raises InputError where names or shapes are others.
         """
         self._ready()
         give_values(self.tree.root, self.unset_buffers.names(self))
         names = dict(nn.Module.named_parameters(self, remove_duplicate=False)) | persistent(self)
-        read(names, self.tree.first_name, path)
+        read(self.tree.root, self.tree.standing_in(self.training), names, self.tree.first_name, path)
 
     def save_pretrained(
         self,

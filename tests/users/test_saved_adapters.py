@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.testing import assert_close
 
@@ -98,3 +99,57 @@ def _refused(folder: str) -> None:
 def test_an_adapter_that_peft_computes_is_refused_and_saved_as_advised(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_refused, str(tmp_path), world_size=2, timeout=240)
     assert (tmp_path / "0" / "adapter_model.safetensors").exists()
+
+
+def _with_adapters() -> Any:
+    """A model of transformers with two adapters of its own `add_adapter`, of which the second is active."""
+    model = _base()
+    for name, part in (("first", "v_proj"), ("second", "q_proj")):
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=[part], init_lora_weights=False), name)
+    return model.double()
+
+
+def _saved_as_transformers_does(folder: str, names: tuple[str, ...], options: dict[str, Any]) -> None:
+    original = _with_adapters()
+    model: Any = autopar.compile(original, mesh((2,), names), BATCH, hardware=SLOW_DEVICES, **options)
+    _train(model)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("axis", "options"), [("dp", {"strategy": "zero3"}), ("pp", {"microbatches": 2})], ids=["zero3", "pipeline"]
+)
+def test_transformers_loads_the_active_adapter_that_ranks_have_saved(
+    ranks: Ranks, tmp_path: Path, axis: str, options: dict[str, Any]
+) -> None:
+    ranks.run(_saved_as_transformers_does, str(tmp_path / "ranks"), (axis,), options, world_size=2, timeout=240)
+    alone = _with_adapters()
+    _train(alone)
+    alone.save_pretrained(tmp_path / "alone")
+    expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "ranks" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert_close(found[name], each, msg=lambda text, n=name: f"{n}: {text}")
+    assert [path.name for path in sorted((tmp_path / "ranks").iterdir())] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    back = _base()
+    back.load_adapter(str(tmp_path / "ranks"))
+    assert_close(back.double()(input_ids=IDS).logits, alone.eval()(input_ids=IDS).logits)
+
+
+def _several(folder: str) -> None:
+    original = _with_adapters()
+    original.set_adapter(["first", "second"])
+    model: Any = autopar.compile(original, mesh((2,), ("dp",)), BATCH, strategy="zero3")
+    with pytest.raises(InputError, match=r"first, second are active.* Call model.set_adapter\(name\)"):
+        model.save_pretrained(folder)
+    model.set_adapter("second")
+    model.save_pretrained(folder)
+
+
+def test_several_active_adapters_are_refused_and_saved_as_advised(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_several, str(tmp_path), world_size=2, timeout=240)
+    assert (tmp_path / "adapter_config.json").exists()
