@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.api import compile
@@ -55,7 +56,7 @@ class Trainer(transformers.Trainer):
         "auto" with the padding of the tokenizer, so that ranks with batches of different lengths are called alike.
         Other arguments are those of `transformers.Trainer`.
         """
-        check_is_honoured(args, others)
+        check_is_honoured(args)
         if mesh is None:
             check_gives_parts(model)
         elif isinstance(model, ParallelModule) or not isinstance(model, nn.Module):
@@ -87,6 +88,8 @@ class Trainer(transformers.Trainer):
         if trains:
             _, num_items = self.get_batch_samples(iter([batch]), 1, self.args.device)
             batch = self._with_num_items(batch, num_items)
+        if self._computes_loss:
+            batch = {name: each for name, each in batch.items() if name != "labels"}
         with self.accelerator.autocast():
             given: dict[str, Any] = {"inputs": "local", **options}
             return compile(plain.train(trains), mesh, dict(batch), **given)
@@ -103,11 +106,37 @@ class Trainer(transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of the batch of all ranks, and this rank's part of the outputs."""
+        """Return the loss, and this rank's part of the outputs.
+
+        The model's loss is that of all ranks' batches; one that is computed here is this rank's.
+        """
+        labels = inputs.pop("labels", None) if self._computes_loss else None
         with self.accelerator.autocast():
             outputs = model(**self._with_num_items(inputs, num_items_in_batch))
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if self.compute_loss_func is not None or labels is not None:
+            loss = self._own_loss(outputs, labels, num_items_in_batch)
+        else:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, pytree.tree_map(own_part, outputs)) if return_outputs else loss
+
+    @property
+    def _computes_loss(self) -> bool:
+        """Whether the loss is computed from outputs of the model."""
+        return self.label_smoother is not None or self.compute_loss_func is not None
+
+    def _own_loss(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        """Return the loss of this rank's samples, as `transformers.Trainer.compute_loss` does."""
+        counted = {"num_items_in_batch": num_items_in_batch}
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, **counted)
+        else:
+            assert self.label_smoother is not None
+            shifts = type(self._model.tree.root).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            loss = self.label_smoother(outputs, labels, shift_labels=shifts, **counted)
+        # Gradients are averaged over ranks; a sum over the items of all ranks is to be added up.
+        accepts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        adds_up = self.args.average_tokens_across_devices and accepts and num_items_in_batch is not None
+        return loss * self._model.mesh.size() if adds_up else loss
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """As the Trainer's, with this rank's part of the outputs where there are no labels, too."""
@@ -180,17 +209,13 @@ def check_gives_parts(model: Any) -> None:
         )
 
 
-def check_is_honoured(args: Any, others: Mapping[str, Any]) -> None:
+def check_is_honoured(args: Any) -> None:
     """Raise InputError for arguments that would be wrong in silence."""
-    refused = {
-        "fp16": "needs a loss scale that ranks agree on; use bf16=True, or your own loop with ShardedGradScaler",
-        "label_smoothing_factor": "computes a loss beside the model's; put it into the model's forward",
-    }
-    for name, why in refused.items():
-        if getattr(args, name, None):
-            raise InputError(f"{name}={getattr(args, name)} {why}.")
-    if others.get("compute_loss_func") is not None:
-        raise InputError("compute_loss_func computes a loss beside the model's; put it into the model's forward.")
+    if getattr(args, "fp16", None):
+        raise InputError(
+            f"fp16={args.fp16} needs a loss scale that ranks agree on; use bf16=True, or your own loop with "
+            "ShardedGradScaler."
+        )
 
 
 def _samples(dataset: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
@@ -41,7 +42,13 @@ def _collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
 
-def _trained(folder: str, compiled: bool) -> dict[str, Any]:
+def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=0.2)
+    return total / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+
+
+def _trained(folder: str, compiled: bool, loss: str = "the model's") -> dict[str, Any]:
     import transformers
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -61,11 +68,13 @@ def _trained(folder: str, compiled: bool) -> dict[str, Any]:
             max_steps=STEPS,
             logging_steps=1,
             learning_rate=1e-2,
+            label_smoothing_factor=0.1 if loss == "smoothed" else 0.0,
         )
         torch.manual_seed(0)
         sizes: Any = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
         config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=PAD)
         options: Any = {"data_collator": _collated, "train_dataset": _texts(), "eval_dataset": _texts()[:8]}
+        options["compute_loss_func"] = _own_loss if loss == "own" else None
         kind: Any = transformers.Trainer
         if compiled:
             kind, options["mesh"] = Trainer, mesh((dist.get_world_size(),), ("dp",))
@@ -82,9 +91,11 @@ def _trained(folder: str, compiled: bool) -> dict[str, Any]:
     return found | {"predicted": logits, "evaluated": predicted.metrics["test_loss"]}
 
 
-def test_the_trainer_pads_batches_of_different_lengths_alike_without_an_option(ranks: Ranks, tmp_path: Any) -> None:
-    (expected,) = ranks.run(_trained, str(tmp_path), False, world_size=1)
-    for found in ranks.run(_trained, str(tmp_path), True, world_size=2):
+@pytest.mark.parametrize("loss", ["the model's", "smoothed", "own"])
+def test_the_trainer_pads_batches_of_different_lengths_alike(ranks: Ranks, tmp_path: Any, loss: str) -> None:
+    (expected,) = ranks.run(_trained, str(tmp_path), False, loss, world_size=1)
+    assert f"loss {STEPS - 1}" in expected
+    for found in ranks.run(_trained, str(tmp_path), True, loss, world_size=2):
         for name, each in expected.items():
             assert_close(found[name], each, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
