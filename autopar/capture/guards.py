@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,7 +40,7 @@ def faithful_tracing(device: str | None = None) -> Iterator[None]:
         stack.enter_context(hugging_face_masks())
         stack.enter_context(no_fused_encoder_layers())
         stack.enter_context(parameters_kept())
-        stack.enter_context(mock.patch.object(nn.SyncBatchNorm, "forward", _BatchNorm.forward))  # of the whole batch
+        stack.enter_context(batch_norms())
         stack.enter_context(ConstantIndices())
         stack.enter_context(composites_taken_apart(device))
         yield
@@ -143,6 +144,35 @@ def hugging_face_masks() -> Iterator[None]:
             if module is not None and hasattr(module, "is_torchdynamo_exporting"):
                 stack.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
         stack.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", find_packed_in_inputs))
+        yield
+
+
+@contextlib.contextmanager
+def batch_norms() -> Iterator[None]:
+    """Record statistics of the whole batch for SyncBatchNorm, and cumulative averages (momentum=None) in tensors.
+
+    PyTorch reads the number of batches as a Python number for these averages, which `update_bn` asks for.
+    """
+    forward = _BatchNorm.forward
+
+    def recorded(module: _BatchNorm, input: Tensor) -> Tensor:
+        mean, var, count = module.running_mean, module.running_var, module.num_batches_tracked
+        if module.momentum is not None or not module.training or mean is None or var is None or count is None:
+            return forward(module, input)
+        module._check_input_dim(input)
+        count.add_(1)
+        with torch.no_grad():
+            samples, dims = input.to(mean.dtype), [dim for dim in range(input.ndim) if dim != 1]
+            found = samples.mean(dims, keepdim=True)
+            spread = (samples - found).square().sum(dims) / (samples.numel() // samples.shape[1] - 1)
+            mean.add_((found.flatten() - mean) / count)
+            var.add_((spread - var) / count)
+        return functional.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+    with (
+        mock.patch.object(_BatchNorm, "forward", recorded),
+        mock.patch.object(nn.SyncBatchNorm, "forward", recorded),
+    ):
         yield
 
 

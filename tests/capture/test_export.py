@@ -180,6 +180,50 @@ def test_what_runs_without_gradients_passes_none_back() -> None:
     assert not exp.meta["tensor"].requires_grad
 
 
+UNCHANGED = {
+    "to": lambda h: h.to(torch.float32),
+    "float": lambda h: h.float(),
+    "contiguous": lambda h: h.contiguous(),
+    "dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "flatten": lambda h: h.flatten(1),
+    "type_as": lambda h: h.type_as(h),
+    "positive": lambda h: +h,
+}
+"""Calls that give back the tensor that they are given; a view or a cast would give another one."""
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_tensor_that_a_call_without_gradients_gives_back_keeps_its_gradient(name: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x * self.w
+        with torch.no_grad():
+            again = UNCHANGED[name](y)
+            scale = again.exp()
+        return y.sin() * scale + again.cos() * self.v
+
+    assert_as_eager(_forward(forward, w=_weight(3), v=_weight(3)), (_x(2, 3),))
+
+
+@pytest.mark.parametrize("call", [lambda h: h.double(), lambda h: h.view(3, 2), lambda h: h[:]])
+def test_a_tensor_that_is_made_without_gradients_has_none(call: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x * self.w
+        with torch.no_grad():
+            other = call(y)
+        return y.sin().sum() + other.cos().sum()
+
+    assert_as_eager(_forward(forward, w=_weight(3)), (_x(2, 3),))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (8, 4, 3, 3)])
+def test_cumulative_averages_of_batch_norms_are_those_of_eager(shape: tuple[int, ...]) -> None:
+    norm = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(4, momentum=None)
+    program = assert_as_eager(
+        _forward(lambda self, x: self.norm(x * self.w), w=_weight(*shape[1:]), norm=norm), (_x(*shape),)
+    )
+    assert set(program.mutations) == {f"norm.{n}" for n in ("num_batches_tracked", "running_mean", "running_var")}
+
+
 def test_running_statistics_are_those_of_eager() -> None:
     program = assert_as_eager(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (_x(8, 4),))
     assert program.mutations == ("1.num_batches_tracked",)

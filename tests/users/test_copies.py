@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 import autopar
 from autopar.errors import InputError
-from tests.support.parity import SLOW_DEVICES
+from tests.support.parity import SLOW_DEVICES, whole
 from tests.support.ranks import Ranks, mesh
 
 
@@ -76,6 +76,13 @@ def _averaged(strategy: str) -> None:
         torch.testing.assert_close(found.eval()(batch(9)), expected.eval()(batch(9)))
     assert_same_state(parallel, eager)
     assert parallel.training
+    found, expected = averages[0][-1], averages[1][-1]
+    before = whole(found.module.norm.running_var)
+    for each in (found, expected):
+        update_bn(map(batch, range(4)), each)
+    assert (whole(found.module.norm.running_var) - before).norm() > 0.1 * before.norm()
+    assert_same_state(found.module, expected.module)
+    torch.testing.assert_close(found.eval()(batch(9)), expected.eval()(batch(9)))
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero3"])
@@ -146,6 +153,37 @@ class Loss(nn.Module):
 def test_a_pipeline_is_copied_and_averaged_stage_by_stage(ranks: Ranks) -> None:
     torch.manual_seed(0)
     ranks.run(_pipeline)
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4, momentum=None)
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x_BCHW)).relu().square().mean()
+
+
+def _cumulative_averages(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    eager, pictures = Pictures(), [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    own = [each.chunk(2)[torch.distributed.get_rank()] for each in pictures] if options else pictures
+    parallel = autopar.compile(
+        copy.deepcopy(eager), mesh((2,), ("dp",)), (own[0],), hardware=SLOW_DEVICES, strategy="data_parallel", **options
+    )
+    for model, batches in ((eager, pictures), (parallel, own)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for each in batches:
+            optimizer.zero_grad()
+            model(each).backward()
+            optimizer.step()
+    assert_same_state(parallel, eager)
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": "local"}], ids=str)
+def test_batch_norms_with_cumulative_averages_train_as_on_one_process(options: dict[str, Any], ranks: Ranks) -> None:
+    ranks.run(_cumulative_averages, options)
 
 
 def _lazy() -> None:

@@ -127,6 +127,8 @@ class Inliner:
         check_call(target, args, kwargs, path)
         written = _written_arguments(target, args, kwargs) if is_write(target) and not region.grad else ()
         itself = next((value for value in written if isinstance(value, fx.Node)), None)
+        if not region.grad and itself is None and self._is_its_argument(target, args, kwargs):
+            return args[0]
         if (not region.grad or not has_derivative(target)) and target is not SET_DATA:
             args, kwargs = map_aggregate((args, kwargs), self._without_gradient)  # type: ignore[misc]
         if region.casts is not None:
@@ -135,6 +137,17 @@ class Inliner:
         call = self.draft.call(target, *args, module=path, own=own, **kwargs)
         # A write returns the tensor that it was given, which keeps the gradient that it has.
         return call if itself is None or isinstance(call.meta["val"], tuple) else itself
+
+    def _is_its_argument(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call gives back its first argument, as casts to the same dtype and dropout in eval mode do.
+
+        The tensor keeps its gradient then; `torch.export` has the call's result in its place from there on.
+        """
+        if not args or not isinstance(args[0], fx.Node) or not _requires_grad(value := args[0].meta["val"]):
+            return False
+        given: Any = map_aggregate((args, kwargs), lambda x: x.meta["val"] if isinstance(x, fx.Node) else x)
+        with self.draft.mode:
+            return target(*given[0], **given[1]) is value
 
     def _is_written(self, *nodes: fx.Node) -> bool:
         """Whether a call writes into the memory of what one of the nodes gave when it was exported."""
