@@ -32,6 +32,7 @@ SCRIPTS: tuple[Callable[[Setting], Found], ...] = (
     loops.low_precision_by_autocast,
     research.gradient_noise,
     research.sharpness_aware,
+    research.penalties_on_parameters,
     research.steps_by_hand,
     research.siamese,
     research.truncated_backpropagation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.users.scripts.setting import (
@@ -266,6 +267,26 @@ def adversarial_inputs(setting: Setting) -> Found:
         attacked = (x + 0.1 * x.grad.sign()).detach()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(attacked), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, **parameters_of(model)}
+
+
+def penalties_on_parameters(setting: Setting) -> Found:
+    """Add an L2 penalty and a distance to former weights (EWC) to the loss, each summed to a plain number first."""
+    model = seeded(Classifier)
+    data = batches(3)
+    model = setting.parallel(model, data[0][0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    former = [each.detach().clone() for each in model.parameters()]
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        for now, before in zip(model.parameters(), former, strict=True):
+            penalty = 0.01 * now.square().sum() + 0.1 * (now - before).square().sum()
+            loss = loss + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
