@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.errors import CaptureError, InputError, PipelineError
+from autopar.errors import CaptureError, InfeasibleError, InputError, PipelineError
 from autopar.sharding.mesh import Mesh
 from tests.support.parity import whole
 from tests.support.ranks import Ranks, mesh
@@ -101,6 +101,33 @@ def test_values_that_differ_between_ranks_are_refused(ranks: Ranks, inputs: str)
         assert "Give the static argument ends the same values on every rank" in found
 
 
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n = n + 1
+        found = n.float()
+        found[0] = x.sum()
+        return self.layer(x)[: int(n[0])], n, found
+
+
+def _returned() -> None:
+    x, n = torch.ones(4, 8), torch.tensor([2, 3])
+    model = autopar.compile(Returning(), mesh((1,), ("dp",)), static_argnames=["n"])
+    for _ in range(2):
+        part, found, written = model(x, n)
+        assert part.shape == (3, 8)
+        assert found.tolist() == [3, 4]
+        assert written.tolist() == [32, 4]
+        found.add_(1)
+
+
+def test_outputs_that_are_static_belong_to_the_caller(ranks: Ranks) -> None:
+    ranks.run(_returned, world_size=1)
+
+
 def _with_buckets() -> None:
     with pytest.raises(InputError, match=r"buckets is given with static_argnames=\['ends'\]: .* leave buckets out"):
         autopar.compile(Packed(), mesh((1,), ("dp",)), buckets="auto", **STATIC)
@@ -152,6 +179,14 @@ def test_a_plan_is_made_for_the_values_and_attached_with_them() -> None:
 def test_the_refusal_names_the_argument_with_which_the_model_was_captured() -> None:
     with pytest.raises(CaptureError, match=r'static_argnames=\["ends"\], with which the model can be captured'):
         autopar.plan(Packed(), MESH, BATCHES[0])
+
+
+def test_meshes_are_compared_without_micro_batches_and_pipelines() -> None:
+    options: dict[str, Any] = {"devices": 4, "hardware": "h100", **STATIC}
+    assert autopar.plan(Packed(), "auto", BATCHES[0], **options).mesh.num_devices == 4
+    with pytest.raises(InfeasibleError, match="no mesh of 4 devices has a plan") as error:
+        autopar.plan(Packed(), "auto", _batch(2000, 8000), memory=300_000, **options)
+    assert "pp=" not in str(error.value)
 
 
 class Clipped(nn.Module):

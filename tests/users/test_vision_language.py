@@ -17,6 +17,8 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniAudioEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
 
 import autopar
 from autopar.errors import CaptureError
@@ -26,7 +28,7 @@ from tests.support.parity import mesh, whole
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-IMAGE = 60
+IMAGE, VIDEO = 60, 61
 QWEN = ("qwen2", "qwen2.5")
 SQUARE, OBLONG = ((1, 4, 4), (1, 4, 4)), ((1, 2, 8), (1, 8, 2))
 """Patches in time, height and width of the pictures of a batch; as many of both."""
@@ -152,6 +154,28 @@ def test_it_trains_on_ranks_as_on_one_process(ranks: Ranks, model: str, strategy
         for ours, theirs in zip(found[1:], expected[1:], strict=True):
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in QWEN])
+def test_videos_have_static_grids(name: str) -> None:
+    model, batch = _built(name).train(), _batch(name, ((2, 4, 2), (2, 2, 4)))
+    ids, types = batch["input_ids"], batch.pop("mm_token_type_ids") * 2
+    ids[ids == IMAGE] = VIDEO
+    batch["pixel_values_videos"], grids = batch.pop("pixel_values"), batch.pop("image_grid_thw")
+    batch["position_ids"], _ = model.model.get_rope_index(ids, types, None, grids)  # type: ignore[operator,union-attr]
+    batch["video_grid_thw"] = grids
+    loss_of = lambda output: output.loss  # noqa: E731
+    assert_as_eager(model, kwargs=batch, loss=loss_of, tolerance=1e-4, static=["video_grid_thw"])
+
+
+def test_sound_has_static_lengths() -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    config = Qwen2_5OmniAudioEncoderConfig(num_mel_bins=8, n_window=4, output_dim=16, max_source_positions=64, **sizes)
+    torch.manual_seed(0)
+    batch = {"input_features": torch.arange(8 * 36.0).reshape(8, 36).sin(), "feature_lens": torch.tensor([16, 20])}
+    loss_of = lambda output: output.last_hidden_state.square().mean()  # noqa: E731
+    model = Qwen2_5OmniAudioEncoder(config).train()
+    assert_as_eager(model, kwargs=batch, loss=loss_of, tolerance=1e-4, static=["feature_lens"])
 
 
 @pytest.mark.slow

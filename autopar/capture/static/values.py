@@ -64,7 +64,7 @@ class StaticValues(TorchFunctionMode):
         if not isinstance(leaf, StaticTensor):
             return leaf
         name = f"autopar static {len(self._given)}"
-        self._given[name] = leaf.values.to(precision.computes(leaf.values.dtype), copy=True)
+        self._given[name] = leaf.values.to(precision.computes(leaf.values.dtype))
         return name
 
     @contextlib.contextmanager
@@ -99,17 +99,9 @@ class StaticValues(TorchFunctionMode):
         return pytree.tree_map_only(str, lambda text: given.get(text, text), (args, kwargs))
 
     def _end(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        """Return the outputs with a traced tensor for each static one."""
+        """Return the outputs with traced tensors that took the place of static ones."""
         self._running = False
-
-        def traced(x: Tensor) -> Tensor:
-            if not self.is_static(x):
-                return x
-            with torch._C.DisableTorchFunction():
-                now = self._now(x)
-                return self._snapshot(x).clone() if now is x else now
-
-        return pytree.tree_map_only(Tensor, traced, outputs)
+        return pytree.tree_map_only(Tensor, self._now, outputs)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -123,8 +115,9 @@ class StaticValues(TorchFunctionMode):
         tensors = _tensors((args, kwargs))
         if not any(map(self.is_static, tensors)):
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if all(map(_is_real, tensors)) and all(map(self.is_static, written)) and _is_small(tensors):
+        written, are_real = _written(func, args, kwargs), all(map(_is_real, tensors))
+        are_many = are_real and not _is_small(tensors)
+        if are_real and not are_many and all(map(self.is_static, written)):
             found, is_random = self._computed(func, args, kwargs, written)
             if not is_random:
                 return found
@@ -133,7 +126,14 @@ class StaticValues(TorchFunctionMode):
         args, kwargs = _mapped(self._now, (args, kwargs))
         if func in self._sizes:
             args, kwargs = (*args[:1], *_mapped(_number, args[1:])), _mapped(_number, kwargs)
-        args, kwargs = _mapped(lambda x: self._snapshot(x) if self.is_static(x) else x, (args, kwargs))
+
+        def constant(x: Tensor) -> Tensor:
+            if not self.is_static(x):
+                return x
+            found = self._snapshot(x)
+            return found.clone() if are_many else found  # a call of the graph: masks of constants are computed
+
+        args, kwargs = _mapped(constant, (args, kwargs))
         return func(*args, **kwargs)
 
     def _with_known(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture.export import capture
 from autopar.capture.static.arguments import StaticTensor, with_static
@@ -52,7 +53,7 @@ def _branch(m: Any, x: Tensor, n: Tensor) -> Tensor:
 
 def _written(m: Any, x: Tensor, n: Tensor) -> Tensor:
     n = n.clone()
-    before = x * n[:, None].float()
+    before = x + n[:, None]
     n[0] = 2
     n += 1
     return before + x * n[:, None] * len(x.split([int(n[0]), 1]))
@@ -126,8 +127,10 @@ def test_a_model_whose_sizes_follow_from_a_static_argument_is_captured_as_it_run
 
 def test_a_write_into_a_static_argument_leaves_the_callers_tensor() -> None:
     counts, model = COUNTS.clone(), Model(lambda m, x, n: x * n.add_(1)[:, None])
-    program = capture(model, *with_static(((X_BD, counts), {}), ["n"], model.forward))
+    args, kwargs = with_static(((X_BD, counts), {}), ["n"], model.forward)
+    program = capture(model, args, kwargs)
     assert torch.equal(counts, COUNTS)
+    assert torch.equal(args[1].values, COUNTS)
     assert [each.flatten().tolist() for each in program.constants.values()] == [[2, 3, 1, 2]]
 
 
@@ -136,6 +139,22 @@ def test_what_is_static_is_no_call_of_the_graph() -> None:
     program = capture(model, *with_static(((X_BD, COUNTS), {}), ["n"], model.forward))
     assert not calls(program, torch.ops.aten.cumsum.default)
     assert [each.tolist() for each in program.constants.values()] == [[[3], [7], [7], [9]]]
+
+
+def test_many_elements_are_no_constant() -> None:
+    many, model = torch.arange(5000), Model(lambda m, x, n: x * (n[:, None] == n).sum())
+    program = capture(model, *with_static(((X_BD, many), {}), ["n"], model.forward))
+    assert calls(program, torch.ops.aten.eq.Tensor)
+    assert max(each.numel() for each in program.constants.values()) == 5000
+
+
+def test_static_positions_that_begin_anew_keep_packed_texts_apart() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False))
+    ids = torch.arange(8)[None] * 5 % 16
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    assert_as_eager(model, kwargs=inputs, loss=lambda output: output.loss, tolerance=1e-5, static=["position_ids"])
 
 
 def test_random_numbers_like_a_static_tensor_are_drawn_in_every_call() -> None:
@@ -184,6 +203,7 @@ def test_equal_values_are_one_kind_of_call_and_none_stays_none() -> None:
     assert texts[0] == texts[1] == "static int64[4] = [1, 2, 0, 1]"
     assert len(set(texts)) == 4
     large = torch.arange(100.0)
-    assert repr(StaticTensor.of(large)) == repr(StaticTensor.of(large.clone())) != repr(StaticTensor.of(large + 1))
+    other = large + (large == 99)
+    assert repr(StaticTensor.of(large)) == repr(StaticTensor.of(large.clone())) != repr(StaticTensor.of(other))
     assert repr(StaticTensor.of(large.bfloat16()[::2])).startswith("static bfloat16[50] = sha256 ")
     assert with_static(((X_BD, None), {}), ["n"], forward) == ((X_BD, None), {})
