@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.capture.python.user_code import where
 from autopar.capture.python.writes import is_write
 from autopar.capture.static.arguments import StaticTensor
 from autopar.capture.static.known import MAX_ELEMENTS, known_value
+from autopar.errors import CaptureError
 from autopar.program.precision import AS_IT_IS, Precision
 
 OF_VALUES = """
@@ -57,6 +60,8 @@ class StaticValues(TorchFunctionMode):
         """Id → the version of a static tensor, and its values then, as the graph has them."""
         self._traced: dict[int, Tensor] = {}
         """Storage → the traced tensor that took its place when traced values were written into it."""
+        self._of_model: set[int] = set()
+        """Storages of constants that are not static, of which static tensors may be views."""
         self._values = self._counts = self._masks = self._sizes = frozenset[Any]()
         self._running = False
 
@@ -116,8 +121,10 @@ class StaticValues(TorchFunctionMode):
         if not any(map(self.is_static, tensors)):
             return func(*args, **kwargs)
         written, are_real = _written(func, args, kwargs), all(map(_is_real, tensors))
+        self._check_own(written)
         are_many = are_real and not _is_small(tensors)
         if are_real and not are_many and all(map(self.is_static, written)):
+            self._of_model.update(_storage(each) for each in tensors if not self.is_static(each))
             found, is_random = self._computed(func, args, kwargs, written)
             if not is_random:
                 return found
@@ -170,6 +177,14 @@ class StaticValues(TorchFunctionMode):
         self._static.update((id(each), each) for each in pytree.tree_leaves(found) if _is_real(each))
         return found, False
 
+    def _check_own(self, written: Sequence[Tensor]) -> None:
+        """Raise CaptureError if a write would change a tensor that the model keeps."""
+        if any(self.is_static(each) and _storage(each) in self._of_model for each in written):
+            raise CaptureError(
+                f"the forward writes into a view of a tensor that the model keeps ({where(sys._getframe(2))}), as a "
+                "static argument says. Write into a clone, or register the tensor as a buffer."
+            )
+
     def _snapshot(self, tensor: Tensor) -> Tensor:
         """Return the values that a static tensor has now, which no later write changes, for the graph."""
         version, found = self._snapshots.get(id(tensor), (-1, tensor))
@@ -184,13 +199,13 @@ class StaticValues(TorchFunctionMode):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             whole = _memory(tensor).clone()
         with torch._C.DisableTorchFunction():
-            self._traced[tensor.untyped_storage()._cdata] = whole.clone()
+            self._traced[_storage(tensor)] = whole.clone()
 
     def _now(self, tensor: Tensor) -> Tensor:
         """Return the traced tensor that took the place of a static one; any other tensor as it is."""
         if not self._traced or not self.is_static(tensor):
             return tensor
-        whole = self._traced.get(tensor.untyped_storage()._cdata)
+        whole = self._traced.get(_storage(tensor))
         if whole is None:
             return tensor
         if not tensor.is_contiguous():
@@ -256,6 +271,11 @@ def _number(tensor: Tensor) -> Any:
         return tensor
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return tensor.item()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor, which its views share."""
+    return tensor.untyped_storage()._cdata
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -183,6 +183,13 @@ def test_what_depends_on_more_than_static_values_is_refused(name: str) -> None:
         capture(model, *with_static(((X_BD, COUNTS), {}), ["n"], model.forward))
 
 
+def test_a_write_into_a_view_of_the_models_own_tensor_is_refused() -> None:
+    model = Model(lambda m, x, n: x * m.plain.view_as(n).add_(1).sum())
+    with pytest.raises(CaptureError, match=r"writes into a view of a tensor that the model keeps .*test_values.py:"):
+        capture(model, *with_static(((X_BD, COUNTS), {}), ["n"], model.forward))
+    assert model.plain.tolist() == [3, 1, 1, 1]
+
+
 TAKES: tuple[tuple[Any, str], ...] = (
     (2, r"static_argnames has 'n', which holds a int \(2\) in this call, and only tensors can be made static"),
     ([COUNTS, 2.5], r"'n', which holds a float \(2.5\)"),
