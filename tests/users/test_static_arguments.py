@@ -183,7 +183,6 @@ def test_the_refusal_names_the_argument_with_which_the_model_was_captured() -> N
 
 def test_meshes_are_compared_without_micro_batches_and_pipelines() -> None:
     options: dict[str, Any] = {"devices": 4, "hardware": "h100", **STATIC}
-    assert autopar.plan(Packed(), "auto", BATCHES[0], **options).mesh.num_devices == 4
     with pytest.raises(InfeasibleError, match="no mesh of 4 devices has a plan") as error:
         autopar.plan(Packed(), "auto", _batch(2000, 8000), memory=300_000, **options)
     assert "pp=" not in str(error.value)

@@ -60,8 +60,8 @@ class StaticValues(TorchFunctionMode):
         """Id → the version of a static tensor, and its values then, as the graph has them."""
         self._traced: dict[int, Tensor] = {}
         """Storage → the traced tensor that took its place when traced values were written into it."""
-        self._of_model: set[int] = set()
-        """Storages of constants that are not static, of which static tensors may be views."""
+        self._of_model: dict[int, Tensor] = {}
+        """Storage → a constant that is not static, of which static tensors may be views."""
         self._values = self._counts = self._masks = self._sizes = frozenset[Any]()
         self._running = False
 
@@ -124,7 +124,7 @@ class StaticValues(TorchFunctionMode):
         self._check_own(written)
         are_many = are_real and not _is_small(tensors)
         if are_real and not are_many and all(map(self.is_static, written)):
-            self._of_model.update(_storage(each) for each in tensors if not self.is_static(each))
+            self._of_model.update((_storage(each), each) for each in tensors if not self.is_static(each))
             found, is_random = self._computed(func, args, kwargs, written)
             if not is_random:
                 return found
@@ -181,8 +181,8 @@ class StaticValues(TorchFunctionMode):
         """Raise CaptureError if a write would change a tensor that the model keeps."""
         if any(self.is_static(each) and _storage(each) in self._of_model for each in written):
             raise CaptureError(
-                f"the forward writes into a view of a tensor that the model keeps ({where(sys._getframe(2))}), as a "
-                "static argument says. Write into a clone, or register the tensor as a buffer."
+                f"the forward writes into a view of a tensor that the model keeps ({where(sys._getframe(2))}), and a "
+                "graph cannot hold the write. Write into a clone, or register the tensor as a buffer."
             )
 
     def _snapshot(self, tensor: Tensor) -> Tensor:
