@@ -93,6 +93,7 @@ def compile(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    static_argnames: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
@@ -155,6 +156,9 @@ def compile(
         stages: modules with which the second and later stages begin; by default the cuts of the shortest step.
         assume: branches on the values of tensors that capture need not follow, as a CaptureError names them: a check
             that is taken to pass by its line ("model.py:12"), another with the value it tests ("model.py:88=False").
+        static_argnames: arguments of forward whose tensors decide sizes by their values, such as ["image_grid_thw"]:
+            the values are constants of the graph, and a call with other values is captured and planned anew
+            (docs/training.md).
         capacity_factor: sorted experts take at most so many times the rows of each sample that balanced routing gives
             them, the earliest; further rows are dropped (docs/experts.md). By default no row is.
         loss_tiles: into how many tiles of rows the cross-entropy of a linear layer is taken, so that all logits are
@@ -215,6 +219,7 @@ def compile(
         chunks=chunks,
         stages=stages,
         assume=assume,
+        static_argnames=static_argnames,
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         mlp_tiles=mlp_tiles,
@@ -279,6 +284,7 @@ def plan(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    static_argnames: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
@@ -323,6 +329,7 @@ def plan(
         chunks=chunks,
         stages=stages,
         assume=assume,
+        static_argnames=static_argnames,
         capacity_factor=capacity_factor,
         loss_tiles=loss_tiles,
         mlp_tiles=mlp_tiles,

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     chunks: int | None
     stages: Sequence[str] | None
     assume: Sequence[str] | None
+    static_argnames: Sequence[str] | None
     capacity_factor: float | None
     loss_tiles: LossTiles
     mlp_tiles: MlpTiles

@@ -29,7 +29,7 @@ ORDER = (
     ("program.operators.attention",),
     ("program",),
     ("capture.passes", "capture.python", "sharding", "models", "optim"),
-    ("capture.inlining", "strategies.rules.products"),
+    ("capture.inlining", "capture.static", "strategies.rules.products"),
     (
         "capture.derivatives",
         "capture.experts",

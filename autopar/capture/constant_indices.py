@@ -17,8 +17,7 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.capture.passes.refused_calls import DEPENDS
-from autopar.errors import CaptureError
+from autopar.capture.passes.refused_calls import DEPENDS, NeedsValuesError
 
 
 class ConstantIndices(TorchFunctionMode):
@@ -37,7 +36,7 @@ class ConstantIndices(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except PendingUnbackedSymbolNotFound as error:
             name = getattr(func, "__name__", str(func))
-            raise CaptureError(f"torch.{name} in the model {DEPENDS}") from error
+            raise NeedsValuesError(f"torch.{name} in the model {DEPENDS}") from error
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -28,10 +28,14 @@ from autopar.capture.inlining.inline import StandIns, inline
 from autopar.capture.key_value_cache import given_without_cache, warn_of_packed_rows, without_cache
 from autopar.capture.normalize import in_tiles, normalize, rehome
 from autopar.capture.passes.autocast import Autocast
+from autopar.capture.passes.refused_calls import NeedsValuesError
 from autopar.capture.passes.traced_graph import Source, TracedGraph
 from autopar.capture.precision import cast_at_borders, check_not_beside_autocast, in_compute_dtype
 from autopar.capture.python.distributed import check_no_wrappers
 from autopar.capture.python.recorder import Recorder, check_settled
+from autopar.capture.static.advice import static_advice
+from autopar.capture.static.arguments import Arguments
+from autopar.capture.static.values import StaticValues
 from autopar.capture.tiles.asked import Tiles
 from autopar.capture.tiles.loss import AUTO, LossTiles, takes_tiles
 from autopar.capture.tiles.mlp import MlpTiles, takes_mlp_tiles
@@ -89,7 +93,7 @@ def capture(
 
     Args:
         model: any module that `torch.export` can trace; its parameters may be on the meta device, and are not touched.
-        args, kwargs: example inputs; only shapes and dtypes of tensors count.
+        args, kwargs: example inputs; only shapes and dtypes of tensors count, and the values of a StaticTensor.
         training: the mode to capture in; by default the model's own.
         device: where the program's calls make tensors, and whose autocast counts; by default the CPU and any autocast,
             which suits a program that is only planned.
@@ -147,12 +151,21 @@ def trace(
             return False
         return True
 
+    def works_on(given: Arguments) -> bool:
+        """Return whether the model can be traced for these arguments."""
+        try:
+            _traced(model, *given, assume, *options)
+        except Exception:
+            return False
+        return True
+
     # What is traced lies on the CPU, wherever the program is to run.
     with saved_tensor_hooks_apart(), torch.autocast("cpu", enabled=False):
         try:
             first, recorder = _traced(model, args, kwargs, assume, *options)
-        except UndecidedError as error:
-            raise CaptureError(error.branches.refusal(works)) from error
+        except (UndecidedError, NeedsValuesError) as error:
+            said = error.branches.refusal(works) if isinstance(error, UndecidedError) else str(error)
+            raise CaptureError(said + static_advice((args, dict(kwargs)), model.forward, works_on)) from error
         settled = True
         if recorder.evolved:
             second, again = _traced(model, args, kwargs, assume, *options, recorder.put_evolved)
@@ -183,13 +196,14 @@ def _traced(
     change(traced)
     kind = None if device is None else device.type
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    used = [in_compute_dtype(leaf, precision) for leaf in leaves]
+    statics = StaticValues([in_compute_dtype(leaf, precision) for leaf in leaves], precision)
+    used = statics.leaves
     fake_args, fake_kwargs = pytree.tree_map_only(
         Tensor, lambda x: _fake(x, mode), pytree.tree_unflatten(used, in_spec)
     )
     fake_kwargs = given_without_cache(fake_kwargs)
     observed = Observed.of(traced, model, assume)
-    exported = export(traced, fake_args, fake_kwargs, autocast, observed, kind)
+    exported = export(traced, fake_args, fake_kwargs, autocast, observed, statics, kind)
     sources, values, tied = _sources(exported, traced, used)
     draft = inline(
         exported.graph_module,

@@ -31,13 +31,15 @@ HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
 
 
 @contextlib.contextmanager
-def faithful_tracing(device: str | None = None) -> Iterator[None]:
+def faithful_tracing(
+    device: str | None = None, is_static: Callable[[object], bool] = lambda tensor: False
+) -> Iterator[None]:
     """Everything below at once, with gradients enabled, as training runs."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(checkpoints_called_directly())
-        stack.enter_context(hugging_face_masks())
+        stack.enter_context(hugging_face_masks(is_static))
         stack.enter_context(no_fused_encoder_layers())
         stack.enter_context(parameters_kept())
         stack.enter_context(batch_norms())
@@ -122,7 +124,7 @@ def checkpoints_called_directly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hugging_face_masks() -> Iterator[None]:
+def hugging_face_masks(is_static: Callable[[object], bool]) -> Iterator[None]:
     """Let transformers choose masks as in eager mode, so that attention is recorded with is_causal and enable_gqa.
 
     While exporting, transformers builds explicit masks and repeats keys and values, because an exported graph may meet
@@ -136,7 +138,8 @@ def hugging_face_masks() -> Iterator[None]:
     find_packed = masks.find_packed_sequence_indices
 
     def find_packed_in_inputs(position_ids: Tensor) -> Tensor | None:
-        return find_packed(position_ids) if comes_from_inputs(position_ids) else None
+        given = is_static(position_ids) or comes_from_inputs(position_ids)
+        return find_packed(position_ids) if given else None
 
     with contextlib.ExitStack() as stack:
         for name in ("transformers.masking_utils", "transformers.integrations.sdpa_attention"):

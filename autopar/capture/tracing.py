@@ -26,6 +26,7 @@ from autopar.capture.inlining.functions import KeptUse
 from autopar.capture.inlining.gradients import GradientCall
 from autopar.capture.layers.once import EqualLayers
 from autopar.capture.passes.autocast import Autocast
+from autopar.capture.passes.refused_calls import NeedsValuesError
 from autopar.capture.python.assigned_buffers import assigned_buffers
 from autopar.capture.python.distributed import refuse_collectives
 from autopar.capture.python.globals_read import called_functions, globals_read
@@ -34,6 +35,7 @@ from autopar.capture.python.outside import refuse_outside_sources
 from autopar.capture.python.recorder import Recorder
 from autopar.capture.python.tensor_hooks import TensorHooks
 from autopar.capture.python.writes import writes_past_autograd
+from autopar.capture.static.values import StaticValues
 from autopar.errors import CaptureError
 
 
@@ -99,19 +101,24 @@ def export(
     kwargs: dict[str, Any],
     autocast: Autocast | None,
     observed: Observed,
+    statics: StaticValues,
     device: str | None = None,
 ) -> torch.export.ExportedProgram:
     """What `torch.export` makes of a model on fake tensors; CaptureError where it cannot be followed.
 
     An UndecidedError says which branches on values are open.
 
-    The fake tensors are on the CPU; `device` is the type of device that they stand for.
+    The fake tensors are on the CPU; `device` is the type of device that they stand for. In the place of static
+    arguments are the texts that `statics` knows.
     """
     branches = observed.branches
     dtype = torch.bfloat16 if autocast is None else autocast.dtype
     autocasting = torch.autocast("cpu", dtype, enabled=autocast is not None)
     try:
-        with faithful_tracing(device), _only_what_is_read(), autocasting, observed.observing(traced):
+        surroundings = faithful_tracing(device, statics.is_static), _only_what_is_read(), autocasting
+        with contextlib.ExitStack() as stack:
+            for each in (*surroundings, observed.observing(traced), statics.given_to(traced)):
+                stack.enter_context(each)
             exported = torch.export.export(traced, args, kwargs, strict=False)
     except Exception as error:
         own = _cause(error, CaptureError)
@@ -121,7 +128,7 @@ def export(
             raise own from error
         if branches.open:
             raise UndecidedError(branches) from error
-        raise CaptureError(_explained(branches.model, error)) from error
+        raise _explained(branches.model, error) from error
     if branches.open:
         raise UndecidedError(branches)
     return exported
@@ -150,13 +157,13 @@ _UNKNOWN = re.compile(r"Found <class '([^']+)'> in output|Unsupported input type
 """What torch.export says of an object that is no container that it knows."""
 
 
-def _explained(name: str, error: Exception) -> str:
-    """What was found, where in the model, and what to do about it."""
+def _explained(name: str, error: Exception) -> CaptureError:
+    """Return an error that says what was found, where in the model, and what to do about it."""
     text, place = str(error).strip(), place_of(error)
     first = text.splitlines()[0] if text else type(error).__name__
     where = "" if place is None else f" at {place}"
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "unbacked" in text.lower():
-        return (
+        return NeedsValuesError(
             f"{name} decides on the value of a tensor while it runs{where} ({first}); a captured graph is one path for "
             "all values. Replace the branch by torch.where, make the number an argument of forward, and set "
             "layerdrop to 0 where the model has one."
@@ -164,7 +171,7 @@ def _explained(name: str, error: Exception) -> str:
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
         kind, side = unknown[1] or unknown[2], "returns" if unknown[1] else "is given"
-        return (
+        return CaptureError(
             f"{name} {side} a {kind}, which torch.export does not know how to take apart. Call "
             f"torch.export.register_dataclass({kind.rpartition('.')[2]}) once before autopar, or, if it is no "
             "dataclass, torch.utils._pytree.register_pytree_node."
@@ -172,12 +179,12 @@ def _explained(name: str, error: Exception) -> str:
     lacking = _cause(error, DynamicOutputShapeException) or _cause(error, UnsupportedOperatorException)
     operation = getattr(lacking, "func", None)
     if operation is not None:
-        return (
+        return NeedsValuesError(
             f"{name} cannot be traced{where}: what {operation} gives, or its shape, depends on the values of tensors, "
             "of which a captured graph knows none. Compute it outside of the model and pass the result as an input, or "
             "wrap it in a torch.library.custom_op whose register_fake tells the shape."
         )
-    return (
+    return CaptureError(
         f"{name} cannot be traced{where}: {type(error).__name__}: {first}. Check that the model runs eagerly on these "
         "inputs; its forward must be one path of PyTorch operations on its own parameters, buffers and inputs."
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotations.annotate import annotations_of
 from autopar.annotations.pins import Mode
 from autopar.capture.assumptions import assumptions_of
+from autopar.capture.static.arguments import static_argnames_of
 from autopar.capture.tiles.loss import AUTO, LossTiles
 from autopar.capture.tiles.mlp import MlpTiles
 from autopar.compiler.options import check_example_inputs, check_model, check_options
@@ -77,6 +78,7 @@ def plan_request(
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     assume: Sequence[str] | None = None,
+    static_argnames: Sequence[str] | None = None,
     capacity_factor: float | None = None,
     loss_tiles: LossTiles = None,
     mlp_tiles: MlpTiles = None,
@@ -122,6 +124,7 @@ def plan_request(
         offload=offload,
         host_memory=None if host_memory is None else parse_bytes(host_memory),
         training=training,
+        static_argnames=static_argnames_of(static_argnames, model),
     )
 
 
@@ -210,6 +213,11 @@ def check_no_pipeline(request: PlanRequest, mesh: Mesh, plan: object = None) -> 
 
 def check_stages(request: PlanRequest) -> None:
     """Raise PipelineError for what is asked and stages do not do."""
+    if request.static_argnames:
+        raise PipelineError(
+            f"static_argnames={list(request.static_argnames)} is given on a mesh with a pipeline, which would give "
+            "each micro-batch the values of the whole batch. Use a mesh without a pipeline axis."
+        )
     if request.offload in ("activations", "both") and request.schedule in HALVING:
         raise PipelineError(
             f"offload={request.offload!r} sends what layers keep for their backward to the host, and "
@@ -223,8 +231,16 @@ def check_stages(request: PlanRequest) -> None:
         )
 
 
-def check_buckets(buckets: Buckets | None, num_microbatches: int | None) -> None:
-    """Raise InputError where padded samples would fill micro-batches; None: how many these are is not known."""
+def check_buckets(buckets: Buckets | None, num_microbatches: int | None, static: Sequence[str] = ()) -> None:
+    """Raise InputError where padded samples would fill micro-batches; None: how many these are is not known.
+
+    Also raise it if there are `static` arguments, whose values do not fit padded inputs.
+    """
+    if buckets is not None and static:
+        raise InputError(
+            f"buckets is given with static_argnames={list(static)}: buckets pad inputs, and the values of static "
+            "arguments would not fit the padded ones. Pad inputs before the call, and leave buckets out."
+        )
     if buckets is not None and buckets.batches is not None and num_microbatches != 1:
         raise InputError(
             f"Buckets(batches={buckets.batches!r}) beside micro-batches, whose losses count alike however many samples "

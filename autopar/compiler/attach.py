@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.annotations.pins import pins_of
 from autopar.capture.export import skeleton_of, trace
+from autopar.capture.static.arguments import with_static
 from autopar.compiler.arguments import ExampleInputs, example_arguments, plan_request
 from autopar.compiler.options import check_known
 from autopar.compiler.tiles import tiles_asked, tiles_of
@@ -40,7 +41,8 @@ def attach(plan: Plan, model: nn.Module, example_inputs: ExampleInputs, **option
     decided = {"memory": plan.memory_limit, "imbalance": plan.imbalance, "offload": plan.offload}
     request = plan_request(model, **{**options, **decided, "host_memory": host_memory})
     request = request.running(plan.implementations)
-    batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+    given = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+    batch = with_static(given, request.static_argnames, model.forward)
     axes = axes_of_parts(request.inputs, plan.mesh)
     part = split_batch(batch, request.microbatches or 1)[0]
     args, kwargs = whole_batch(part, math.prod(map(plan.mesh.size, axes)))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import Traced, skeleton_of, trace
+from autopar.capture.static.arguments import with_static
 from autopar.capture.tiles.asked import Tiles
 from autopar.compiler.arguments import (
     ExampleInputs,
@@ -107,6 +108,7 @@ def _on_the_best(planner: _Planner, mesh: str, devices: int | None, max_axes: in
             if (
                 request.pipeline is not None
                 or not request.training
+                or request.static_argnames
                 or not longer
                 or limit is None
                 or planner.stored / longer[0].num_devices > limit
@@ -126,7 +128,8 @@ class _Planner:
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs, request: PlanRequest, cache: PlanCache) -> None:
         self.model, self.request, self.cache = model, request, cache
         self.allowance = Allowance.from_now(request.settings.time_limit)
-        self.batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+        batch = canonical_arguments(call_signature(model), *example_arguments(example_inputs))
+        self.batch = with_static(batch, request.static_argnames, model.forward)
         self.traces: dict[tuple[int, int], Traced] = {}
         self.programs: dict[tuple[int, int, Tiles], Program] = {}
         self.warned = False
@@ -262,7 +265,7 @@ class _Planner:
         None where nothing is left to split, or what is stored is too much already, and where nobody asked for halves.
         """
         limit, size = self.request.settings.memory, batch_size(self.batch)
-        if self.request.microbatches or limit is None:
+        if self.request.microbatches or limit is None or self.request.static_argnames:
             return None
         stored = self.floor(mesh, count)
         halved = 2 * count

@@ -72,6 +72,7 @@ _PLAN = _Satisfying(
     "a Plan or a PipelinePlan, as autopar.plan or Plan.load(path) return it",
 )
 _MODULES = _Satisfying(_is_names, 'a list of names of modules, as in ["layers.4", "layers.8"]')
+_ARGUMENTS = _Satisfying(_is_names, 'a list of names of arguments of forward, as in ["image_grid_thw"]')
 _PARTS = _Satisfying(
     lambda found: isinstance(found, str) or _is_names(found),
     '"whole", "local", or names of axes over which ranks give different parts of the batch',
@@ -133,6 +134,7 @@ OPTIONS: Mapping[str, Schema] = {
     "schedule": Maybe(_WORD),
     "chunks": Maybe(Whole(1)),
     "stages": Maybe(_MODULES),
+    "static_argnames": Maybe(_ARGUMENTS),
     "inputs": _PARTS,
     "check_inputs": Maybe(Flag()),
     "capacity_factor": Maybe(_FACTOR),

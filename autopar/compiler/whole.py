@@ -23,7 +23,7 @@ from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Context, Plan
 from autopar.runtime.module.executable import Executable
-from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
+from autopar.runtime.module.inputs import Arguments, layouts_of, warning_of_static, without_placements
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.parts import Given
@@ -89,15 +89,15 @@ class _Compiler:
         self.module = self.kind(
             self.tree,
             self.mesh,
-            self.prepare,
+            warning_of_static(self.prepare),
             returned=request.returned(mesh),
             random_state=random_state,
             num_microbatches=request.microbatches or 1,
-            given=Given(axes, self.run.check_inputs),
+            given=Given(axes, self.run.check_inputs, request.static_argnames),
         )
         self.module.duplicate = self.duplicate
         if self.run.buckets is not None:
-            check_buckets(self.run.buckets, request.microbatches or 1)
+            check_buckets(self.run.buckets, request.microbatches or 1, request.static_argnames)
             self.module.varying = Varying(self.run.buckets, mesh, axes)
         if not request.training:
             self.module.eval()

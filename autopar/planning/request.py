@@ -113,6 +113,8 @@ class PlanRequest:
     ("activations"), or both; "auto": where memory asks for it."""
     host_memory: int | None = None
     """Bytes of a host that may be taken; None: those that the profile says it has."""
+    static_argnames: tuple[str, ...] = ()
+    """Arguments of forward whose values are constants of the graph."""
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADED:
@@ -133,6 +135,12 @@ class PlanRequest:
             raise InputError(
                 f"host_memory={self.host_memory} limits what is offloaded, and nothing is; give "
                 'offload="optimizer", "activations", "both" or "auto", too, or leave it out.'
+            )
+        if self.static_argnames and (self.microbatches or 1) > 1:
+            raise InputError(
+                f"static_argnames={list(self.static_argnames)} is given with microbatches={self.microbatches}, and "
+                "each micro-batch would get the values of the whole batch. Leave microbatches out, and accumulate "
+                "gradients over several calls."
             )
         if self.mode not in ("auto", "semi_auto", "manual"):
             raise InputError(f'mode={self.mode!r}; modes are "auto", "semi_auto" and "manual".')

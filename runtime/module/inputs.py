@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Autocast
+from autopar.capture.static.arguments import StaticTensor
 from autopar.errors import InputError
 from autopar.program.program import Program, fault_of_form
 from autopar.runtime.ranks.calls import Values
@@ -96,7 +97,8 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 def _described_leaf(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
-        return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
+        plain = (bool, int, float, str, type(None), StaticTensor)
+        return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
     text = f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
     if isinstance(leaf, DTensor):
         text += f" as {', '.join(map(str, leaf.placements))} over {', '.join(leaf.device_mesh.mesh_dim_names or ())}"
@@ -179,6 +181,28 @@ def warning_of_numbers(
                 warn_user(
                     f"the model was captured and planned {PLANNED} times, as the number {name_of(path)} changed "
                     f"({seen}). Give it as a tensor, torch.tensor({leaf}), which one plan serves whatever its value is."
+                )
+        return prepare(arguments, training, frozen)
+
+    return warned
+
+
+def warning_of_static(
+    prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
+) -> Callable[[Arguments, bool, frozenset[str] | None], Runs]:
+    """Return `prepare` with a warning, once per argument, if a static argument has other values again and again."""
+    texts: dict[str, set[str]] = defaultdict(set)
+
+    def warned(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Runs:
+        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+            if not isinstance(leaf, StaticTensor) or leaf.text in texts[name_of(path)]:
+                continue
+            texts[name_of(path)].add(leaf.text)
+            if len(texts[name_of(path)]) == PLANNED:
+                warn_user(
+                    f"the model was captured and planned {PLANNED} times, as the values of the static argument "
+                    f"{name_of(path)} changed, each time for other ones. Give it few different values, for example by "
+                    "bringing images to few sizes; all plans are kept."
                 )
         return prepare(arguments, training, frozen)
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autopar.capture.static.arguments import StaticTensor
 from autopar.optim.clipping import clip_grad_norm_
 from autopar.plans.plan import Plan
 from autopar.program.program import Program
@@ -148,5 +149,8 @@ class ParallelModule(StoredModule[Executable]):
         """What the user gets; mutated buffers are written."""
         program = executable.program
         executable.write_buffers(self, outputs)
-        values, layouts = (each[: program.num_outputs] for each in (outputs, executable.local.output_layouts))
+        values, layouts = outputs[: program.num_outputs], executable.local.output_layouts[: program.num_outputs]
+        if any(isinstance(each, StaticTensor) for each in program.input_values):  # a caller may write into outputs
+            constants = set(map(id, executable.constants.values()))
+            values = tuple(each.clone() if id(each) in constants else each for each in values)
         return self._returned(executable, program, values, layouts)

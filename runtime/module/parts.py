@@ -36,6 +36,8 @@ class Given:
     axes: tuple[str, ...] = ()
     check: bool | None = None
     """In every call, or in none; None: in the first ones."""
+    static: tuple[str, ...] = ()
+    """Arguments of forward whose values are constants of the graph."""
 
 
 GIVEN_WHOLE = Given()

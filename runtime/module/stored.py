@@ -14,6 +14,7 @@ from autopar.capture.guards import unseen
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.python.grad_mode import of_this_call
 from autopar.capture.python.kinds import PythonKinds, warn_of_many
+from autopar.capture.static.arguments import with_static
 from autopar.errors import InputError
 from autopar.lengths.inputs import Sizes
 from autopar.lengths.outputs import Counted, Padding
@@ -184,6 +185,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         """The call with every argument by name, and DTensors for parts of the batch."""
         check_not_inside_ddp()
         arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        arguments = with_static(arguments, self._given.static, self.tree.root.forward)
         if self.varying is not None:
             arguments, self._padding = self.varying.fitted(arguments, self._sizes_of_all)
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes, self._returning.averages)

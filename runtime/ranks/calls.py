@@ -280,6 +280,12 @@ def _only(name: str, said: Said, other: Said) -> str:
 def _advice(names: Sequence[str], said: Said, other: Said) -> str:
     if {*names} <= OPTIONS:
         return f"Set {' and '.join(names)} alike on every rank."
+    static = [name for name in names if any(str(each.get(name)).startswith("static ") for each in (said, other))]
+    if static:
+        return (
+            f"Give the static argument {static[0]} the same values on every rank, with parts of the batch, too: they "
+            "are constants of one graph."
+        )
     dims = [_dims_that_differ(said.get(name), other.get(name)) for name in names]
     if all(dims):
         return _padding_advice(names, frozenset().union(*dims))

@@ -31,6 +31,7 @@ FITTING: dict[str, tuple[Any, ...]] = {
     "imbalance": (1.5, 10**30),
     "stages": ([],),
     "assume": ([],),
+    "static_argnames": ([],),
     "capacity_factor": (1.5, 10**30),
 }
 CALLS = [
@@ -50,7 +51,7 @@ CALLS = [
             "assume",
         ),
         *("time_limit", "gap", "microbatches", "pipeline", "schedule", "chunks", "stages", "capacity_factor"),
-        *("imbalance", "loss_tiles", "mlp_tiles", "prefetch"),
+        *("imbalance", "loss_tiles", "mlp_tiles", "prefetch", "static_argnames"),
     )
     for value in ODD
     if not any(type(value) is type(fitting) and value == fitting for fitting in FITTING.get(name, ()))

@@ -59,6 +59,7 @@ def test_every_option_has_its_place_in_the_request() -> None:
         "chunks": 2,
         "stages": ["layers.1"],
         "assume": ["model.py:12=True"],
+        "static_argnames": [],  # refused with micro-batches
         "capacity_factor": 1.25,
         "loss_tiles": 3,
         "mlp_tiles": 5,
@@ -73,7 +74,9 @@ def test_every_option_has_its_place_in_the_request() -> None:
     assert said.keys() == _options(plan_request, {"model"}).keys()
     request, plain = plan_request(model, **said), PlanRequest()
     alike = [each.name for each in fields(request) if getattr(request, each.name) == getattr(plain, each.name)]
-    assert alike == ["training", "implementations"]  # the latter of a plan that is attached, no option
+    # The implementations are those of a plan that is attached, no option.
+    assert alike == ["training", "implementations", "static_argnames"]
+    assert plan_request(model, static_argnames=["input"]).static_argnames == ("input",)
     assert not plan_request(model, training=False).training
     assert request.settings == Settings(10**9, "full", "ilp", 7.0, 0.25, 2) and request.stages == ("layers.1",)
     assert request.host_memory == 3 * 10**9

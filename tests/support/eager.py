@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.assumptions import Assumption
 from autopar.capture.export import capture
+from autopar.capture.static.arguments import with_static
 from autopar.program.program import Program
 
 
@@ -46,14 +47,18 @@ def assert_as_eager(
     loss: Callable[[Any], Tensor] = lambda output: output.square().mean(),
     tolerance: float = 1e-6,
     assume: Sequence[Assumption] = (),
+    static: Sequence[str] = (),
 ) -> Program:
-    """Capture the model, train one step with the program and with the model itself, and compare everything."""
+    """Capture the model, train one step with the program and with the model itself, and compare everything.
+
+    `static` names the arguments whose values are constants of the program.
+    """
     kwargs = dict(kwargs or {})
     expected = copy.deepcopy(model)
     for module in expected.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False  # type: ignore[union-attr]
-    program = capture(model, args, kwargs, assume=assume)
+    program = capture(model, *with_static((args, kwargs), static, model.forward), assume=assume)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     output = run(program, parameters, buffers, pytree.tree_leaves((args, kwargs)))
     loss(output).backward()

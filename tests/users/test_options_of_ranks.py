@@ -44,6 +44,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "chunks": (None, 2),
     "stages": (None, ["1"]),
     "assume": (None, ["model.py:12"]),
+    "static_argnames": (None, ["input"]),
     "capacity_factor": (None, 1.25),
     "loss_tiles": (None, "auto"),
     "mlp_tiles": (None, 2),

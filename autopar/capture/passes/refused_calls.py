@@ -17,6 +17,11 @@ from autopar.program.program import fault_of_form
 
 aten = torch.ops.aten
 
+
+class NeedsValuesError(CaptureError):
+    """A model that needs the values of tensors to be traced."""
+
+
 SPARSE: dict[Callable[..., Any], int] = {
     aten.embedding.default: 4,
     aten.embedding_bag.default: 5,
@@ -58,7 +63,7 @@ def check_result(target: Callable[..., Any], value: Any, module: str) -> None:
         if fault:
             raise CaptureError(f"what {target} gives in {where(module)} {fault}.")
         if leaf._has_symbolic_sizes_strides:
-            raise CaptureError(f"{target} in {where(module)} {DEPENDS}")
+            raise NeedsValuesError(f"{target} in {where(module)} {DEPENDS}")
 
 
 def where(module: str) -> str:
@@ -69,7 +74,7 @@ def where(module: str) -> str:
 def not_evaluated(target: Callable[..., Any], module: str, error: Exception) -> CaptureError:
     """The error for a call that cannot run on tensors without values."""
     text = str(error).strip().splitlines()
-    return CaptureError(
+    return NeedsValuesError(
         f"{target} in {where(module)} cannot be traced without the values of its tensors "
         f"({type(error).__name__}: {text[0] if text else 'no more is said'}); compute it outside of the model and pass "
         "it as an input, or use operations whose shapes are known beforehand."

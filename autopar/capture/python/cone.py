@@ -12,7 +12,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 def cone(tensor: Tensor) -> Iterator[fx.Node]:
     """The nodes of the graph being traced that a tensor is computed from; none of a tensor that is not traced."""
     node = node_of(tensor)
-    left, seen = [] if node is None else [node], set()
+    return iter(()) if node is None else cone_of(node)
+
+
+def cone_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node and the nodes that it is computed from."""
+    left, seen = [node], set()
     while left:
         node = left.pop()
         if node not in seen:

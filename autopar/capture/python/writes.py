@@ -87,7 +87,7 @@ class Writes(TorchFunctionMode):
         if "out" in kwargs:
             for out in pytree.tree_leaves(kwargs["out"]):
                 self._check_parameter(out)
-        elif _is_write(name):
+        elif is_write(name):
             self._check_parameter(args[0] if args else kwargs.get("tensor"))  # as torch.nn.init names it
         return func(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _learns(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _is_write(name: str) -> bool:
+def is_write(name: str) -> bool:
     """Return whether a method of this name writes into its tensor: `add_`, `__setitem__`, `__iadd__`."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
