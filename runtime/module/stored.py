@@ -26,10 +26,9 @@ from autopar.runtime.checkpoints.pretrained import write_pretrained
 from autopar.runtime.checkpoints.read import give_values, read
 from autopar.runtime.face.copying import Copyable
 from autopar.runtime.face.direct_calls import check_direct_calls
-from autopar.runtime.face.former_parameters import refuse_steps_of_originals
 from autopar.runtime.face.model_class import also_of_the_class_of
+from autopar.runtime.face.optimizers import watch_optimizers
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
-from autopar.runtime.face.scalar_states import distribute_scalar_states
 from autopar.runtime.module.inputs import (
     Arguments,
     call_signature,
@@ -132,8 +131,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         """Store the parameters and buffers of `model` on this rank; called by all ranks of the mesh."""
         self.tree.put(storage.of(model))
         self._storage, self._held = storage, Held(self.tree)
-        refuse_steps_of_originals(self, model)
-        distribute_scalar_states(self, self._held.tensors)
+        watch_optimizers(self, model, self._held.tensors)
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """As in `torch.nn.Module`: from now on graphs run as `torch.compile` makes them, in `train_step`, too.

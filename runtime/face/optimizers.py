@@ -1,22 +1,31 @@
-"""Refuse steps of optimizers that hold the parameters a model had before it was compiled: they change nothing.
+"""Watch the steps of optimizers: refuse those that would change nothing, and mend states that were loaded plain.
 
 `autopar.compile` stores parameters anew. An optimizer that was made before holds the former ones, which get no gradient
 from the compiled module, so that its step does nothing without a word. An optimizer that trains the original model for
 itself, beside the compiled one, finds gradients there and steps.
+
+`set_optimizer_state_dict` with `full_state_dict=True` distributes tensors of one or more dims only (torch 2.13,
+`_distribute_state_dict`). The state of a 0-dim DTensor stays a plain tensor, and its in-place update by a DTensor
+gradient fails with an AssertionError that has no message.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import InputError
+
+PLAIN = frozenset(("step", "mu_product", "eta", "mu"))
+"""States that `torch.optim` keeps as plain 0-dim tensors for every parameter."""
 
 
 class _Originals:
@@ -65,9 +74,23 @@ class _Originals:
 _ORIGINALS = _Originals()
 
 
-def refuse_steps_of_originals(compiled: nn.Module, original: nn.Module) -> None:
-    """Have an optimizer of the original's parameters fail in its first step after a backward of the compiled module.
+def watch_optimizers(compiled: nn.Module, original: nn.Module, parameters: Iterable[Any]) -> None:
+    """Have optimizers checked before each step, as long as the compiled module is alive.
 
-    The error is an InputError. Nothing is left behind when no compiled module is alive.
+    An optimizer of the original's parameters fails with an InputError in its first step after a backward of the
+    compiled module. Plain states of 0-dim DTensors among the `parameters` are distributed.
     """
     _ORIGINALS.add(compiled, original)
+    if any(isinstance(each, DTensor) and each.ndim == 0 for each in parameters):
+        weakref.finalize(compiled, register_optimizer_step_pre_hook(_distribute).remove)
+
+
+def _distribute(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.ndim == 0 and isinstance(parameter, DTensor):
+                state, mesh = optimizer.state.get(parameter, {}), parameter.device_mesh
+                for name, value in state.items():
+                    if name not in PLAIN and torch.is_tensor(value) and not isinstance(value, DTensor):
+                        local = value.to(parameter.to_local().device)
+                        state[name] = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
