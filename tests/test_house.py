@@ -35,6 +35,7 @@ ORDER = (
         "capture.experts",
         "capture.layers",
         "capture.masks",
+        "capture.numbers",
         "hardware",
         "lengths",
         "solver",
