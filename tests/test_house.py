@@ -58,7 +58,7 @@ ORDER = (
     ("runtime.implementations", "runtime.ranks"),
     ("runtime.recompute", "runtime.checkpoints"),
     ("runtime.rewrite",),
-    ("runtime.outputs",),
+    ("runtime.outputs", "runtime.numbers"),
     ("runtime.module",),
     ("runtime.pipeline",),
     ("runtime", "report"),

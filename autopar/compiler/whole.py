@@ -22,6 +22,7 @@ from autopar.lengths.varying import Varying
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Context, Plan
+from autopar.program.program import Program
 from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
@@ -90,6 +91,7 @@ class _Compiler:
             self.tree,
             self.mesh,
             self.prepare,
+            self.capture,
             returned=request.returned(mesh),
             random_state=random_state,
             num_microbatches=request.microbatches or 1,
@@ -145,6 +147,10 @@ class _Compiler:
         if varying is not None and counted is not None:
             varying.counted[executable] = counted
         return executable
+
+    def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
+        """Return the program for inputs such as these, before a plan takes losses or MLPs in tiles."""
+        return self._trace(arguments, training, frozen).program(tiles_asked(self.request))
 
     @uncollected()
     def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
