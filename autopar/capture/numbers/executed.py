@@ -59,15 +59,24 @@ def _covers(event: int | Call, wanted: int | Call) -> bool:
     return event.code == wanted.code and wanted.apart_from(event) is None
 
 
+def _is_of_models(module: str | None) -> bool:
+    """Return whether the code of a module may be a model's."""
+    name = str(module)
+    return is_users(module) and name.partition(".")[0] not in NOT_OF_MODELS and not name.startswith(TUPLES)
+
+
 @contextlib.contextmanager
 def executed() -> Iterator[Call]:
     """Record what the user's code runs inside, in this thread."""
     root = Call(executed.__code__)
     stack = [root]
+    known: dict[object, bool] = {}
 
     def begin(frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_globals.get("__name__")
-        if not is_users(name) or str(name).partition(".")[0] in NOT_OF_MODELS or str(name).startswith(TUPLES):
+        if name not in known:
+            known[name] = _is_of_models(name)
+        if not known[name]:
             return None
         made = Call(frame.f_code)
         if frame.f_back is None or frame.f_back.f_globals.get("__name__") not in CALLING_BACK:
