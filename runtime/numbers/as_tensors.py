@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.assumptions import UndecidedError, place_of
 from autopar.capture.numbers.equivalence import difference
 from autopar.capture.numbers.executed import Call, executed
+from autopar.capture.numbers.lookups import refuse_lookups
 from autopar.capture.numbers.marked import CANDIDATES
 from autopar.program.program import Program
 from autopar.runtime.numbers.leaves import Arguments, with_tensors
@@ -51,7 +52,7 @@ def as_tensors(
     """
 
     def run(given: Arguments) -> tuple[Program, Call]:
-        with executed() as call:
+        with executed() as call, refuse_lookups():
             return capture(given), call
 
     number = functools.cache(lambda: run(arguments))

@@ -38,8 +38,10 @@ class Numbers:
 
     def kind(self, arguments: Arguments, kind_of: KindOf[Kind]) -> tuple[Kind, dict[str, str]]:
         """Return the kind of a call, and its numbers that are tensors of the graph, by name, in words."""
+        if not self._replaced:
+            return kind_of(()), {}
         numbers = replaceable(arguments)
-        tensors = self._tensors.get(kind_of(numbers), {}) if numbers and self._tensors else {}
+        tensors = self._tensors.get(kind_of(numbers), {})
         return kind_of(tensors), {name: repr(numbers[place]) for place, name in tensors.items()}
 
     def replaced(

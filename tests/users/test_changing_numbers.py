@@ -234,10 +234,12 @@ def _in_bf16() -> None:
     """Compare with the plans of each value, which are those of numbers."""
     loss, steps = SERVED["a float divides"]
     options: dict[str, Any] = {"precision": "bf16-mixed", "strategy": "data_parallel"}
-    found = _trained(_compiled(loss, steps[0], **options), steps[:3], X_BD)
+    with _Counted() as counted:
+        found = _trained(_compiled(loss, steps[0], **options), steps[:3], X_BD)
+    assert counted.plans <= 2 and not counted.said
     with mock.patch("autopar.runtime.numbers.changing.ATTEMPTS", 0), _Counted() as counted:
         expected = _trained(_compiled(loss, steps[0], **options), steps[:3], X_BD)
-    assert len(counted.said) == 1 and counted.plans in (0, 3)
+    assert len(counted.said) == 1
     assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -292,7 +294,7 @@ def _of_two_kinds() -> None:
     assert plans((0.5, 2.0, 0.25, 2.0)) == first
     assert plans((3,)) == first, "an int is a number of its own"
     assert plans((5, 7, 3)) == 0
-    assert plans((0.7, 0.8), X_BD[:4]) == first, "a number that changes is a tensor from the start"
+    assert plans((2.0, 0.8), X_BD[:4]) == first, "a number that changes is a tensor from the start"
 
 
 def test_a_plan_serves_all_values_of_one_type_and_shape(ranks: Ranks) -> None:

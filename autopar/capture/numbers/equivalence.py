@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.program.program import Program, TensorInfo, info_of
+from autopar.program.python_state import PythonState, equal
 
 aten = torch.ops.aten
 
@@ -67,6 +68,8 @@ class _Comparison:
         if self._interface(self.number) != self._interface(self.tensor) or not _equal(*constants):
             yield "the model reads, assumes or returns something else"
             return
+        if not _leave_the_same(self.number.python, self.tensor.python):
+            yield "forward keeps it in an attribute"
         yield from self._evaluated(ran_alike)
         ours = [node for node in self.number.graph.nodes if node.op != "output"]
         theirs = [node for node in self.tensor.graph.nodes if node.op != "output" and node not in self.values]
@@ -161,6 +164,13 @@ class _Comparison:
             return False
         exact = torch.tensor(number, dtype=value.dtype).item()
         return math.isclose(exact, value.item(), rel_tol=ROUNDING)
+
+
+def _leave_the_same(ours: PythonState, theirs: PythonState) -> bool:
+    """Return whether two programs write the same to the same places of Python."""
+    written = [place for place, _ in ours.written] == [place for place, _ in theirs.written]
+    values = all(equal(one, other) for (_, one), (_, other) in zip(ours.written, theirs.written, strict=False))
+    return written and values and ours.lost == theirs.lost
 
 
 def _equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:

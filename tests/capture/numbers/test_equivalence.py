@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from autopar.capture.export import capture
 from autopar.capture.numbers.equivalence import difference
 from autopar.capture.numbers.executed import Call, executed
+from autopar.capture.numbers.lookups import refuse_lookups
 from autopar.capture.numbers.marked import CANDIDATES, Number, is_replaceable
 from autopar.errors import CaptureError
 from autopar.program.precision import precision_of
@@ -32,7 +34,7 @@ class Net(nn.Module):
 
 
 def _captured(function: Function, n: Any, precision: str | None = None) -> tuple[Program, Call]:
-    with executed() as call:
+    with executed() as call, refuse_lookups():
         program = capture(Net(function), (X_BD, n), {}, precision=precision_of(precision))
     return program, call
 
@@ -131,6 +133,18 @@ OTHERS: Mapping[str, tuple[Function, str]] = {
     "rounded for tensors": (_rounded, "forward computes to of it only if it is a tensor"),
     "another constant": (_halved, "other code at test_equivalence.py"),
     "another dtype": (_cast, "other code at test_equivalence.py"),
+    "a set": (lambda y, n: -y if n in {7.0, 8.0} else y, "forward looks its value up, or prints it, at test_equiv"),
+    "a dict": (
+        lambda y, n: y * {7.0: 0.5}.get(n, 1.0),
+        "forward looks its value up, or prints it, at test_equivalence",
+    ),
+    "a dict in Python": (
+        lambda y, n: y * UserDict({7.0: 0.5}).get(n, 1.0),
+        "forward looks its value up, or prints it, at test_equivalence",
+    ),
+    "a name": (lambda y, n: y * {"7.0": 0.5}.get(f"{n}", 1.0), "forward looks its value up, or prints it, at test_eq"),
+    "a text": (lambda y, n: y * {"7.0": 0.5}.get(str(n), 1.0), "forward looks its value up, or prints it, at test_eq"),
+    "a tuple": (lambda y, n: -y if n in (7.0, 8.0) else y, "decides on the value"),
     "a size": (lambda y, n: y[:, : int(n)], "decides on the value"),
     "a shape": (lambda y, n: y + torch.full((4,), n), "number"),
     "a new tensor": (lambda y, n: y * torch.tensor(n), "reads, assumes or returns something else"),
@@ -145,6 +159,19 @@ OTHERS: Mapping[str, tuple[Function, str]] = {
 def test_a_tensor_does_not_stand_for_a_number(name: str) -> None:
     function, why = OTHERS[name]
     assert why in _why_not(function, 2.0, torch.float64)
+
+
+class Keeping(Net):
+    """Keeps the number of the last call."""
+
+    def forward(self, x_BD: Tensor, n: Any) -> Tensor:
+        self.last = n
+        return super().forward(x_BD, n)
+
+
+def test_a_number_that_forward_keeps_stays_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.Net", Keeping)
+    assert "forward keeps it in an attribute" in _why_not(ALIKE["multiply"], 2.0, torch.float64)
 
 
 def test_numbers_are_promoted_as_before() -> None:
