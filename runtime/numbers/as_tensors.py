@@ -19,7 +19,7 @@ from autopar.capture.numbers.executed import Call, executed
 from autopar.capture.numbers.lookups import refuse_lookups
 from autopar.capture.numbers.marked import CANDIDATES
 from autopar.program.program import Program
-from autopar.runtime.numbers.leaves import Arguments, with_tensors
+from autopar.runtime.numbers.leaves import Arguments, with_tensors, with_watched
 from autopar.runtime.ranks.agreement import gathered, many_processes
 
 Capture = Callable[[Arguments], Program]
@@ -61,7 +61,8 @@ def as_tensors(
     def refusal_of(dtypes: Mapping[int, torch.dtype]) -> Refusal | None:
         given = with_tensors(arguments, dtypes)
         values = {place: numbers[place] for place in dtypes}
-        refusal = _agreed(_compared(number, lambda: run(given), values), mesh)
+        tests = functools.partial(capture, with_watched(arguments, values))
+        refusal = _agreed(_compared(number, lambda: run(given), tests, values), mesh)
         if refusal is None:
             replaced.arguments = given
             replaced.refused = {place: each for place, each in replaced.refused.items() if place not in dtypes}
@@ -87,19 +88,25 @@ def as_tensors(
 def _compared(
     number: Callable[[], tuple[Program, Call]],
     tensor: Callable[[], tuple[Program, Call]],
+    watched: Callable[[], object],
     values: Mapping[int, int | float],
 ) -> Refusal | None:
-    """Return why the programs differ, or cannot be made; None if they are the same."""
+    """Return why the programs differ, or cannot be made; None if they are the same.
+
+    `watched` captures the model with numbers that may not be tested.
+    """
     try:
         with _quiet():
             program, ran = number()
             other, also_ran = tensor()
+            apart, ran_alike = ran.apart_from(also_ran), also_ran.apart_from(ran) is None
+            if apart is None and not ran_alike:  # what ran for the tensor alone may have made a constant of it
+                watched()
     except Exception as error:  # whatever it is, the number stays one, and the other ranks wait
         return Refusal(_said_by(error), False)
-    apart = ran.apart_from(also_ran)
     if apart is not None:
         return Refusal(f"forward runs other code for a tensor, at {apart}", True)
-    found = difference(program, other, values, also_ran.apart_from(ran) is None)
+    found = difference(program, other, values, ran_alike)
     return Refusal(found, True) if found else None
 
 

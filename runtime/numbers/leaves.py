@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
+from autopar.capture.numbers.watched import watched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -36,3 +37,9 @@ def with_tensors(arguments: Arguments, dtypes: Mapping[int, torch.dtype]) -> Arg
     for place, dtype in dtypes.items():
         leaves[place] = tensor_for(leaves[place], dtype).as_subclass(Number)
     return pytree.tree_unflatten(leaves, spec)
+
+
+def with_watched(arguments: Arguments, places: Collection[int]) -> Arguments:
+    """Return the same call with numbers that tell if forward tests them."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    return pytree.tree_unflatten([watched(x) if i in places else x for i, x in enumerate(leaves)], spec)

@@ -99,6 +99,13 @@ def _only_of_tensors(y_BD: Tensor, n: Any) -> Tensor:
     return y_BD.square().mean() / n
 
 
+def _untested_as_a_tensor(y_BD: Tensor, n: Any) -> Tensor:
+    tested = n
+    if torch.is_tensor(n):
+        tested = 0
+    return y_BD.square().mean() / n if tested < 4 else y_BD.abs().mean() / n
+
+
 def _promoting(y_BD: Tensor, n: float) -> Tensor:
     return (torch.arange(8) * n * y_BD).square().mean()
 
@@ -112,6 +119,7 @@ REFUSED: Mapping[str, tuple[Loss, Sequence[Any], str]] = {
         r"forward runs other code for a tensor, at test_changing_numbers.py:",
     ),
     "a tensor is clamped": (_only_of_tensors, (2, 3, 4, 5, 2), "forward computes clamp of it only if it is a tensor"),
+    "only a number is tested": (_untested_as_a_tensor, (1, 2, 3, 5, 1), "forward tests its value"),
     "it is promoted": (_promoting, (0.2, 0.3, 0.4, 0.5, 0.2), "mul does not take a tensor in its place"),
 }
 """Losses for whose numbers a tensor cannot stand."""

@@ -1,8 +1,8 @@
 """Which instructions of the user's code run while a model is captured, and whether two captures ran the same ones.
 
 A captured program holds for every value of an input that is a tensor there: a branch on a tensor is refused. It holds
-for numbers in the tensor's place, too, if the code that ran for a number also ran for the tensor. `isinstance(n, int)
-and n > 3` is such code that did not.
+for numbers in the tensor's place, too, if the code that ran for a number also ran for the tensor, and nothing else.
+`isinstance(n, int) and n > 3` is code of which a part runs for a number alone.
 """
 
 from __future__ import annotations

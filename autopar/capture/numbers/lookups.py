@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.capture.python.user_code import is_users, where
 from autopar.errors import CaptureError
 
-
 LOOKING_UP = frozenset(("collections", "enum", "string"))
 """Python's own modules that do it for the user's code."""
 

@@ -15,6 +15,7 @@ from autopar.capture.numbers.equivalence import difference
 from autopar.capture.numbers.executed import Call, executed
 from autopar.capture.numbers.lookups import refuse_lookups
 from autopar.capture.numbers.marked import CANDIDATES, Number, is_replaceable
+from autopar.capture.numbers.watched import watched
 from autopar.errors import CaptureError
 from autopar.program.precision import precision_of
 from autopar.program.program import Program
@@ -195,6 +196,16 @@ def test_no_precision_casts_a_number() -> None:
     assert product.meta["tensor"].dtype == torch.bfloat16
     assert not _why_not(ALIKE["multiply"], 0.7, torch.float64, "bf16-mixed")
     assert "pow does not take" in _why_not(ALIKE["power"], 0.7, torch.float64, "bf16-mixed")
+
+
+@pytest.mark.parametrize("number", [2.0, 5])
+def test_a_watched_number_is_a_number_until_it_is_tested(number: int | float) -> None:
+    for name in ("in Python", "its inverse", "to its device", "power"):
+        program, _ = _captured(ALIKE[name], watched(number))
+        assert program.lines() == _captured(ALIKE[name], number)[0].lines()
+    for test in (lambda n: n * 2 > 3, lambda n: 1 - n == 0, bool, lambda n: -n in {1}, lambda n: f"{n / 2}"):
+        with pytest.raises(CaptureError, match="forward tests its value"):
+            test(watched(number))
 
 
 def test_numbers_of_which_python_or_float64_makes_something_else_stay_numbers() -> None:
