@@ -26,7 +26,9 @@ from autopar.capture.finish import Form, finished
 from autopar.capture.guards import check_no_backward_hooks, check_no_hooks_on_all_modules
 from autopar.capture.inlining.inline import StandIns, inline
 from autopar.capture.key_value_cache import given_without_cache, warn_of_packed_rows, without_cache
-from autopar.capture.normalize import in_tiles, normalize, rehome
+from autopar.capture.normalize import in_tiles, normalize, propagate, rehome
+from autopar.capture.numbers.marked import Number
+from autopar.capture.numbers.promotion import promoted_as_numbers
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.refused_calls import NeedsValuesError
 from autopar.capture.passes.traced_graph import Source, TracedGraph
@@ -218,6 +220,10 @@ def _traced(
     assert out_spec is not None
     num_outputs = len(draft.graph.output_node().args[0])  # type: ignore[arg-type]
     normalize(draft, capacity_factor)
+    numbers = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Number)]
+    if numbers:
+        promoted_as_numbers(draft, numbers)
+        propagate(draft)
     names = _leaf_names(model, args, kwargs)
     form = Form(tied, leaves, names, in_spec, out_spec, num_outputs, traced.training, type(model).__name__)
     stored = {name: parameter.dtype for name, parameter in model.named_parameters()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.normalize import propagate
+from autopar.capture.numbers.marked import Number
 from autopar.capture.passes.autocast import Autocast
 from autopar.capture.passes.traced_graph import TracedGraph, aten, value_of
 from autopar.errors import InputError
@@ -32,7 +33,7 @@ def check_not_beside_autocast(precision: Precision, autocast: Autocast | None) -
 
 def in_compute_dtype(leaf: Any, precision: Precision) -> Any:
     """What the forward sees of a parameter or an input: where it is cast, a tensor on the meta device in its place."""
-    if not isinstance(leaf, Tensor) or precision.computes(leaf.dtype) == leaf.dtype:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, Number) or precision.computes(leaf.dtype) == leaf.dtype:
         return leaf
     dtype = precision.computes(leaf.dtype)
     seen = torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device="meta")

@@ -107,6 +107,7 @@ class _Compiler:
             self.axis,
             self.stage_devices,
             self.prepare,
+            self.capture,
             num_microbatches=self.num_microbatches,
             returned=self.request.returned(inner),
             random_state=random_state,
@@ -131,7 +132,7 @@ class _Compiler:
 
         def request_of(schedule: Schedule) -> PipelineRequest:
             part = split_batch(arguments, schedule.num_microbatches)[0]
-            return self._requested(self._capture(part, training, None), part, schedule)
+            return self._requested(self.capture(part, training, None), part, schedule)
 
         def choice() -> dict[str, Any]:
             size, limited = batch_size(arguments), self.request.settings.memory is not None
@@ -151,7 +152,7 @@ class _Compiler:
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
         program = on_all_ranks(
-            lambda: self._capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
+            lambda: self.capture(arguments, training, frozen), lambda found: found.summary, self.mesh, Program.lines
         )
         assert self.schedule is not None, "the schedule is chosen for the first batch"
         request = self._requested(program, arguments, self.schedule)
@@ -164,7 +165,8 @@ class _Compiler:
         return pipeline
 
     @uncollected()
-    def _capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
+    def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
+        """Return the program of the whole model for micro-batches such as these."""
         with self.tree.standing_in(training) as model:
             freeze(model, frozen)
             traced = trace(

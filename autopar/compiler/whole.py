@@ -22,8 +22,9 @@ from autopar.lengths.varying import Varying
 from autopar.planning.record import choices_of
 from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.plans.plan import Context, Plan
+from autopar.program.program import Program
 from autopar.runtime.module.executable import Executable
-from autopar.runtime.module.inputs import Arguments, layouts_of, warning_of_static, without_placements
+from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.parts import Given
@@ -89,7 +90,8 @@ class _Compiler:
         self.module = self.kind(
             self.tree,
             self.mesh,
-            warning_of_static(self.prepare),
+            self.prepare,
+            self.capture,
             returned=request.returned(mesh),
             random_state=random_state,
             num_microbatches=request.microbatches or 1,
@@ -145,6 +147,10 @@ class _Compiler:
         if varying is not None and counted is not None:
             varying.counted[executable] = counted
         return executable
+
+    def capture(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Program:
+        """Return the program for inputs such as these, before a plan takes losses or MLPs in tiles."""
+        return self._trace(arguments, training, frozen).program(tiles_asked(self.request))
 
     @uncollected()
     def _trace(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:

@@ -19,10 +19,11 @@ from autopar.inference.session import Session, ready
 from autopar.inference.state import CacheSizes
 from autopar.lengths.buckets import Buckets
 from autopar.planning.request import PlanRequest
-from autopar.runtime.module.inputs import Arguments, name_of
+from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.module import ParallelModule
 from autopar.runtime.module.parameters import Storage
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.numbers.leaves import name_of
 from autopar.runtime.ranks.agreement import from_first_rank
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import Mesh

@@ -25,7 +25,7 @@ class Copyable:
         other = memo[id(self)] = self.duplicate()
         other.tree.take_copies(mine.tree, memo)
         other.training, other._held = mine.training, type(mine._held)(other.tree)
-        for name in ("_storage", "_latest", "_state", "compilation", "varying", "scaler"):
+        for name in ("_storage", "_latest", "_state", "_numbers", "compilation", "varying", "scaler"):
             setattr(other, name, getattr(mine, name))
         root = other.tree.root
         for kind, known in mine._known.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autopar.capture.numbers.marked import tensor_for
 from autopar.errors import InputError
 from autopar.plans.plan import Plan
 from autopar.program.gradient_hooks import use_hooks
@@ -72,6 +74,24 @@ class GraphParameter:
         return parameter
 
 
+class Captured(Protocol):
+    """What runs one kind of input."""
+
+    @property
+    def python(self) -> PythonState:
+        """What the forward has read of Python when it was captured."""
+        ...
+
+    @property
+    def input_values(self) -> tuple[object, ...]:
+        """The leaves of the inputs as the program has them."""
+        ...
+
+
+Runs = TypeVar("Runs", bound=Captured)
+"""What runs one kind of input: of a whole model, or of the stages of a rank."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Executable:
     """What runs one kind of input: the captured program, its plan, and the per-rank graph with what it takes."""
@@ -94,6 +114,11 @@ class Executable:
     def python(self) -> PythonState:
         """What the forward has read of Python."""
         return self.program.python
+
+    @property
+    def input_values(self) -> tuple[object, ...]:
+        """The leaves of the inputs as the program has them: values, or descriptions of tensors."""
+        return self.program.input_values
 
     @classmethod
     def of(cls, program: Program, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> Executable:
@@ -142,9 +167,14 @@ class Executable:
         return found
 
     def inputs_of(self, arguments: Arguments) -> dict[str, torch.Tensor]:
-        """Placeholder → this rank's part of each input that the graph takes."""
-        leaves = zip(self.program.inputs, pytree.tree_leaves(arguments), strict=True)
-        return {name: local_input(leaf, self.local.layouts[name]) for name, leaf in leaves if name is not None}
+        """Placeholder → this rank's part of each input that the graph takes; a number that is a tensor there as one."""
+        program = self.program
+        leaves = zip(program.inputs, pytree.tree_leaves(arguments), program.input_values, strict=True)
+        return {
+            name: local_input(_as_tensor(leaf, value), self.local.layouts[name])
+            for name, leaf, value in leaves
+            if name is not None
+        }
 
     def write_buffers(self, root: nn.Module, outputs: tuple[torch.Tensor, ...]) -> None:
         """Write what the graph has changed, from its flat output, into the buffers of `root`."""
@@ -167,3 +197,9 @@ class Executable:
             if self.graph.regathers and torch.is_grad_enabled():
                 stack.enter_context(Regather(self.plan.prefetch))
             yield
+
+
+def _as_tensor(leaf: Tensor | int | float, value: object) -> Tensor:
+    """Return an input as the program has it, for which a number may be a tensor."""
+    assert isinstance(value, TensorInfo)
+    return leaf if isinstance(leaf, Tensor) else tensor_for(leaf, value.dtype)

@@ -7,9 +7,8 @@ where its parts are equal, and gathered where the planner has no layout for it (
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,10 @@ from autopar.capture.passes.autocast import Autocast
 from autopar.capture.static.arguments import StaticTensor
 from autopar.errors import InputError
 from autopar.program.program import Program, fault_of_form
+from autopar.runtime.numbers.leaves import Arguments, name_of
 from autopar.runtime.ranks.calls import Values
 from autopar.runtime.ranks.checksums import checksums
 from autopar.sharding.layout import I, Layout, S, replicated
-from autopar.warned import warn_user
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Runs = TypeVar("Runs")
-PLANNED = 3
-"""Plans for different values of one number, after which it is warned of."""
 
 
 def call_signature(model: nn.Module) -> inspect.Signature:
@@ -67,10 +61,16 @@ def _dense(arguments: Arguments) -> Arguments:
     return arguments
 
 
-def kind_of(arguments: Arguments, device: str) -> object:
-    """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast."""
+def kind_of(arguments: Arguments, device: str, tensors: Collection[int] = ()) -> object:
+    """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast.
+
+    `tensors` are the places of numbers that are tensors of the graph, of which only the type counts.
+    """
     leaves, spec = pytree.tree_flatten(arguments)
-    return str(spec), tuple(map(_kind_of_leaf, leaves)), Autocast.around(device)
+    kinds = [_kind_of_leaf(leaf) for leaf in leaves]
+    for place in tensors:
+        kinds[place] = type(leaves[place])
+    return str(spec), tuple(kinds), Autocast.around(device)
 
 
 def _kind_of_leaf(leaf: Any) -> object:
@@ -86,13 +86,6 @@ def described(arguments: Arguments) -> dict[str, str]:
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         found[name_of(path)] = _described_leaf(leaf)
     return found
-
-
-def name_of(path: tuple[Any, ...]) -> str:
-    """What a user calls an input, or what lies in it."""
-    _, outer, *inner = path
-    name = str(outer.key) if isinstance(outer, pytree.MappingKey) else f"input {outer.idx}"
-    return name + pytree.keystr(tuple(inner))
 
 
 def _described_leaf(leaf: Any) -> str:
@@ -163,47 +156,3 @@ def local_input(value: Tensor, layout: Layout) -> Tensor:
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if any(placement.is_split for placement in layout) else value.full_tensor()
-
-
-def warning_of_numbers(
-    prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
-) -> Callable[[Arguments, bool, frozenset[str] | None], Runs]:
-    """Return `prepare` with a warning, once per argument, if it is called again and again for another number."""
-    values: dict[str, set[int | float]] = defaultdict(set)
-
-    def warned(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Runs:
-        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
-            if type(leaf) not in (int, float) or leaf in values[name_of(path)]:
-                continue
-            values[name_of(path)].add(leaf)
-            if len(values[name_of(path)]) == PLANNED:
-                seen = ", ".join(map(str, sorted(values[name_of(path)])))
-                warn_user(
-                    f"the model was captured and planned {PLANNED} times, as the number {name_of(path)} changed "
-                    f"({seen}). Give it as a tensor, torch.tensor({leaf}), which one plan serves whatever its value is."
-                )
-        return prepare(arguments, training, frozen)
-
-    return warned
-
-
-def warning_of_static(
-    prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
-) -> Callable[[Arguments, bool, frozenset[str] | None], Runs]:
-    """Return `prepare` with a warning, once per argument, if a static argument has other values again and again."""
-    texts: dict[str, set[str]] = defaultdict(set)
-
-    def warned(arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Runs:
-        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
-            if not isinstance(leaf, StaticTensor) or leaf.text in texts[name_of(path)]:
-                continue
-            texts[name_of(path)].add(leaf.text)
-            if len(texts[name_of(path)]) == PLANNED:
-                warn_user(
-                    f"the model was captured and planned {PLANNED} times, as the values of the static argument "
-                    f"{name_of(path)} changed, each time for other ones. Give it few different values, for example by "
-                    "bringing images to few sizes; all plans are kept."
-                )
-        return prepare(arguments, training, frozen)
-
-    return warned

@@ -30,6 +30,8 @@ from autopar.space.returned import Returned
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
+Capture = Callable[[Arguments, bool, frozenset[str] | None], Program]
+"""The same → the program, without a plan."""
 
 
 class ParallelModule(StoredModule[Executable]):
@@ -44,13 +46,14 @@ class ParallelModule(StoredModule[Executable]):
         tree: Tree,
         mesh: DeviceMesh,
         prepare: Prepare,
+        capture: Capture,
         *,
         returned: Returned,
         random_state: RandomState,
         num_microbatches: int = 1,
         given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh, prepare, random_state, Exception, given, returned)
+        super().__init__(tree, mesh, prepare, capture, random_state, Exception, given, returned)
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}
 

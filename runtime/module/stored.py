@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from autopar.lengths.inputs import Sizes
 from autopar.lengths.outputs import Counted, Padding
 from autopar.lengths.varying import Varying
 from autopar.program.program import Program
-from autopar.program.python_state import INTERNALS, PythonState
+from autopar.program.python_state import INTERNALS
 from autopar.program.python_state import Watch as PythonWatch
 from autopar.runtime.checkpoints.pretrained import write_pretrained
 from autopar.runtime.checkpoints.read import give_values, read
@@ -29,20 +29,14 @@ from autopar.runtime.face.direct_calls import check_direct_calls
 from autopar.runtime.face.model_class import also_of_the_class_of
 from autopar.runtime.face.optimizers import watch_optimizers
 from autopar.runtime.face.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
-from autopar.runtime.module.inputs import (
-    Arguments,
-    call_signature,
-    canonical_arguments,
-    described,
-    kind_of,
-    values_of,
-    warning_of_numbers,
-)
+from autopar.runtime.module.executable import Runs
+from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, described, kind_of, values_of
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.parts import Given, parts_as_dtensors
 from autopar.runtime.module.replaced import Held, checked
 from autopar.runtime.module.tree import FACE, State, Tree
 from autopar.runtime.module.unset_buffers import UnsetBuffers, not_persistent, persistent
+from autopar.runtime.numbers.changing import Numbers
 from autopar.runtime.outputs.returning import Result, Returning
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.calls import Calls
@@ -52,19 +46,6 @@ from autopar.runtime.recompute.random_state import RandomState
 from autopar.sharding.layout import Layout
 from autopar.space.returned import Returned
 from autopar.units import parse_bytes
-
-
-class Captured(Protocol):
-    """What runs one kind of input."""
-
-    @property
-    def python(self) -> PythonState:
-        """What the forward has read of Python when it was captured."""
-        ...
-
-
-Runs = TypeVar("Runs", bound=Captured)
-"""What runs one kind of input."""
 
 
 class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
@@ -95,13 +76,17 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         tree: Tree,
         mesh: DeviceMesh,
         prepare: Callable[[Arguments, bool, frozenset[str] | None], Runs],
+        capture: Callable[[Arguments, bool, frozenset[str] | None], Program],
         random_state: RandomState,
         forgives: type[Exception],
         given: Given,
         returned: Returned,
         stage_devices: DeviceMesh | None = None,
     ) -> None:
-        """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input."""
+        """`prepare` takes arguments, training, and the names of frozen parameters if known; once per kind of input.
+
+        `capture` takes the same, and makes the program without a plan.
+        """
         super().__init__()
         for name in FACE:
             self.__dict__[name] = vars(tree.root)[name]
@@ -114,7 +99,8 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
         self._returning = Returning(returned, self._input_mesh, self._calls)
-        self._prepare = warning_of_numbers(prepare)
+        self._prepare, self._capture = prepare, capture
+        self._numbers = Numbers()
         self._python = PythonKinds(tree.root)
         self._known: dict[tuple[object, State, object], list[tuple[PythonWatch, Runs]]] = {}
         """A kind of input → programs for it, and the Python state for which each was captured."""
@@ -236,7 +222,11 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         if self._state is None or not self._state.may_come_back(state):
             self._known = {key: runs for key, runs in self._known.items() if key[1].may_come_back(state)}
         self._state = state
-        kind = kind_of(arguments, self._device), state, frozen
+
+        def kind_for(tensors: Collection[int]) -> tuple[object, State, frozenset[str] | None]:
+            return kind_of(arguments, self._device, tensors), state, frozen
+
+        kind, numbers = self._numbers.kind(arguments, kind_for)
         known = self._known.get(kind, [])
         number = self._python.fitting(known)
         whole = None if self._given.axes else self._padding  # ranks with parts have told each other of theirs
@@ -244,18 +234,22 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             (kind, number, whole),
             lambda: self._said(arguments, frozen, number) | ({} if whole is None else {"sizes": str(whole)}),
             lambda: {} if batch is None else values_of(batch),
+            numbers,
         )
         if number == len(known):
             # A first call for inference is prepared for training all the same, and one inside a checkpoint apart from
             # what that counts: the innermost hooks alone see what is saved.
             apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with unseen(), of_this_call(), torch.inference_mode(False), torch.enable_grad(), apart:
-                found = self._prepare(arguments, self.training, frozen)
+                capture = lambda given: self._capture(given, self.training, frozen)  # noqa: E731
+                given = self._numbers.replaced(arguments, kind_for, capture, self._mesh)
+                found = self._prepare(given, self.training, frozen)
             # The first graph gave the module its parameters, and the key must name those that are frozen.
-            kind = *kind[:2], self._frozen() if frozen is None else frozen
-            known = self._known.setdefault(kind, [])
+            frozen = self._frozen() if frozen is None else frozen
+            known = self._known.setdefault(self._numbers.planned(arguments, found.input_values, kind_for), [])
             known.append((self._python.watched(found.python), found))
             warn_of_many(known)
+            number = -1
         watch, self._latest = known[number]
         if batch is not None if runs is None else runs:
             watch.leave_written()

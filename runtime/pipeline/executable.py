@@ -44,5 +44,10 @@ class Pipeline:
         return self.programs[0].python
 
     @property
+    def input_values(self) -> tuple[object, ...]:
+        """The leaves of the inputs as the programs have them: values, or descriptions of tensors."""
+        return self.programs[0].input_values
+
+    @property
     def schedule(self) -> Schedule:
         return self.plan.schedule

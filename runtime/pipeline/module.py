@@ -20,6 +20,7 @@ from autopar.pipeline.plan import PipelinePlan
 from autopar.runtime.module.batches import loss_position, split_batch
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import scale_of
+from autopar.runtime.module.module import Capture
 from autopar.runtime.module.parts import GIVEN_WHOLE, Given
 from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
@@ -53,13 +54,14 @@ class PipelineModule(StoredModule[Pipeline]):
         axis: str,
         stage_devices: DeviceMesh,
         prepare: PreparePipeline,
+        capture: Capture,
         *,
         num_microbatches: Callable[[Arguments, bool], int],
         returned: Returned,
         random_state: RandomState,
         given: Given = GIVEN_WHOLE,
     ) -> None:
-        super().__init__(tree, mesh, prepare, random_state, AutoparError, given, returned, stage_devices)
+        super().__init__(tree, mesh, prepare, capture, random_state, AutoparError, given, returned, stage_devices)
         self._group = mesh.get_group(axis)
         self._num_microbatches = num_microbatches
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}

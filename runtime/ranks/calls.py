@@ -56,12 +56,16 @@ HOW_TO_COMPUTE_LOSSES = (
     "Ranks that get the same output must compute the same loss from it. Compute the loss of all samples, or give each "
     'rank its own samples and compile with inputs="local".'
 )
+HOW_TO_GIVE_NUMBERS = (
+    "A number is one for the whole batch: give every rank the same, as by summing counts over the ranks (all_reduce)."
+)
 HOW_TO_GIVE_PARTS = (
     "A plain tensor is the whole of an input, equal on every rank. To give each rank its own part of the batch, use "
     'autopar.compile(..., inputs="local") or DTensor.from_local(part, mesh, [Shard(0)]).'
 )
 PART = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]+)\](?P<form> as .*)")
 """The description of an input that is given in parts."""
+NUMBER = re.compile(r"-?(\d+\.?\d*(e[+-]?\d+)?|inf)|nan")
 DIFFERENTLY = "the ranks were called differently"
 OPTIONS = {"mode", "modules in another mode", "hooks", "frozen parameters", "autocast", "gradients", "Python state"}
 
@@ -80,6 +84,8 @@ class Calls:
         self._checked_always = check_inputs
         self._numbers: dict[Hashable, int] = {}
         self._said: list[Said] = []
+        self._given: dict[int, Said] = {}
+        """A kind → the values of its last call that are compared in every call."""
         self._times: list[int] = []
         self._last_is_checked = False
         """Return whether values are compared in the last call, and in its backwards."""
@@ -92,8 +98,16 @@ class Calls:
         self._written: list[str] = []
         watch.on_poll = self._answer
 
-    def agree(self, kind: Hashable, say: Callable[[], Said], values: Callable[[], Values]) -> None:
+    def agree(
+        self,
+        kind: Hashable,
+        say: Callable[[], Said],
+        values: Callable[[], Values],
+        numbers: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin a call of a kind, on all ranks; nothing inside of another call.
+
+        `numbers`, in words, are no part of the kind, and compared in every call: announced when they change.
 
         Raises InputError where another rank does something else, and PeerError where it fails.
         """
@@ -105,7 +119,7 @@ class Calls:
         if checked is None:
             checked = self._times[number] + 1 in CHECKED
         self._last_is_checked = checked
-        self._next(number, values() if checked else None)
+        self._next(number, values() if checked else None, numbers or {})
         self._times[number] += 1
 
     def backwards(self) -> Backwards:
@@ -137,11 +151,13 @@ class Calls:
             self._times.append(0)
         return number
 
-    def _next(self, number: int, values: Values | None) -> None:
+    def _next(self, number: int, values: Values | None, given: Said | None = None) -> None:
+        given = given or {}
         try:
-            if number != self._expected or values is not None:
-                self._announce(number, values)
+            if number != self._expected or values is not None or given != self._given.get(number, {}):
+                self._announce(number, values, given)
                 self._followed_by[self._run] = number
+            self._given[number] = given
         finally:
             self._event += 1
         last, length = self._run
@@ -149,12 +165,12 @@ class Calls:
         # What came twice in a row comes again, until it is known how long such a run is.
         self._expected = self._followed_by.get(self._run, number if self._run[1] > 1 else None)
 
-    def _announce(self, number: int, values: Values | None) -> None:
+    def _announce(self, number: int, values: Values | None, given: Said) -> None:
         """Say what this rank calls next, and wait until all ranks have said the same."""
         event, store, watch = self._event, self._watch.store, self._watch
         self._announced.append(event)
         written: list[str] = []
-        said = dict(self._said[number])
+        said = {**self._said[number], **given}
         for part, sums in (values or {}).items():
             written.append(f"{event}/values/{part}")
             first = store.compare_set(written[-1], "", json.dumps([watch.rank, sums])).decode()
@@ -175,7 +191,8 @@ class Calls:
             raise InputError(_difference(*(json.loads(store.get(f"{event}/kind/{kind}")) for kind in (1, 2))))
         if outcome != "agreed":
             assert self._expected is not None, "a rank goes on where it expects something"
-            raise InputError(_difference((int(outcome), self._said[self._expected]), (watch.rank, said)))
+            expected = {**self._said[self._expected], **self._given.get(self._expected, {})}
+            raise InputError(_difference((int(outcome), expected), (watch.rank, said)))
         for key in self._written:  # of the announcement before, which every rank has left
             store.delete_key(key)
         self._written = written
@@ -286,6 +303,8 @@ def _advice(names: Sequence[str], said: Said, other: Said) -> str:
             f"Give the static argument {static[0]} the same values on every rank, with parts of the batch, too: they "
             "are constants of one graph."
         )
+    if all(_is_number(said.get(name)) and _is_number(other.get(name)) for name in names):
+        return HOW_TO_GIVE_NUMBERS
     dims = [_dims_that_differ(said.get(name), other.get(name)) for name in names]
     if all(dims):
         return _padding_advice(names, frozenset().union(*dims))
@@ -293,6 +312,10 @@ def _advice(names: Sequence[str], said: Said, other: Said) -> str:
         "Every rank needs inputs of the same shapes: give each the whole batch, or parts of equal size as DTensors or "
         'with inputs="local" (where the last batch is smaller, drop_last=True).'
     )
+
+
+def _is_number(said: object) -> bool:
+    return isinstance(said, str) and NUMBER.fullmatch(said) is not None
 
 
 def _dims_that_differ(one: object, other: object) -> frozenset[int]:

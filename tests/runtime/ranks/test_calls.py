@@ -195,7 +195,7 @@ TOGETHER: dict[Callable[[int], None], str] = {
     _mode: "rank 0 with mode: training; rank 1 with mode: evaluation. Set mode alike",
     _gradients: "rank 0 with gradients: on; rank 1 with gradients: off. Set gradients alike",
     _frozen: "rank 0 with frozen parameters: down.bias, down.weight; rank 1 with frozen parameters: up.bias, up.weig",
-    _scalar: "rank 0 with scale: 0.5; rank 1 with scale: 1.5. Every rank needs",
+    _scalar: "rank 0 with scale: 0.5; rank 1 with scale: 1.5. A number is one for the whole batch",
     _values: r"rank \d with other values of x_BH than rank \d\. A plain tensor is the whole .* inputs=\"local\"",
     _micro_batch_values: r"rank \d with other values of x_BH than rank \d\.",
     _later_values: r"rank \d with other values of x_BH than rank \d\.",

@@ -1,0 +1,45 @@
+"""The inputs of a call, flat: what a user calls them, and those that are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
+from autopar.capture.numbers.watched import Watch
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """What a user calls an input, or what lies in it."""
+    _, outer, *inner = path
+    name = str(outer.key) if isinstance(outer, pytree.MappingKey) else f"input {outer.idx}"
+    return name + pytree.keystr(tuple(inner))
+
+
+def names_of(arguments: Arguments) -> list[str]:
+    """Return what a user calls each leaf of the inputs."""
+    return [name_of(path) for path, _ in pytree.tree_flatten_with_path(arguments)[0]]
+
+
+def replaceable(arguments: Arguments) -> dict[int, int | float]:
+    """Return the numbers that a tensor may stand for, by their places among the leaves."""
+    return {place: leaf for place, leaf in enumerate(pytree.tree_leaves(arguments)) if is_replaceable(leaf)}
+
+
+def with_tensors(arguments: Arguments, dtypes: Mapping[int, torch.dtype]) -> Arguments:
+    """Return the same call with tensors of these dtypes in place of numbers."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    for place, dtype in dtypes.items():
+        leaves[place] = tensor_for(leaves[place], dtype).as_subclass(Number)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def with_watched(arguments: Arguments, places: Collection[int], watch: Watch) -> Arguments:
+    """Return the same call with watched numbers."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    return pytree.tree_unflatten([watch.of(x) if i in places else x for i, x in enumerate(leaves)], spec)
