@@ -282,6 +282,7 @@ def _again_in_half_precision() -> Any:
     return measured_anew(json.loads((PROFILES / "h100.json").read_text()), "cpu", replace(TINY, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_what_devices_compute_is_measured_again_and_links_stay(ranks: Ranks) -> None:
     (known, found), other = ranks.run(_again)
     assert other == (known, found)

@@ -210,8 +210,8 @@ def test_a_limit_that_decides_is_told_with_what_would_be_best_without_it() -> No
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):

@@ -204,6 +204,7 @@ def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]
     return counted.plans, counted.said
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "plans"),
     [
@@ -235,6 +236,7 @@ def _refused(name: str) -> list[str]:
     return counted.said
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_number_that_no_tensor_can_stand_for_is_planned_for_each_value_and_named(name: str, ranks: Ranks) -> None:
     *_, why = REFUSED[name]

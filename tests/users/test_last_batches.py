@@ -56,6 +56,7 @@ def test_a_last_batch_that_does_not_divide_trains_as_on_one_process(ranks: Ranks
     ranks.run(_epochs, ("data_parallel", "zero3"), (2,), ("dp",))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*replicated over")
 def test_presets_over_two_axes_take_a_last_batch_and_other_lengths_too(ranks: Ranks) -> None:
     ranks.run(_epochs, ("megatron_sequence", "fsdp_megatron"), (2, 2), ("dp", "tp"), world_size=4)
