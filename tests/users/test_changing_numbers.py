@@ -204,7 +204,7 @@ def _served(name: str, layout: str, dtype: torch.dtype) -> tuple[int, list[str]]
     return counted.plans, counted.said
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "plans"),
     [

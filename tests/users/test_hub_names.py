@@ -175,6 +175,7 @@ def test_a_stage_reads_its_own_layers_from_a_checkpoint_of_the_hub(ranks: Ranks,
     assert "lm_head.weight" in second
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["llava", "nomic_bert", "llama"])
 def test_renamed_and_split_tensors_are_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     model = _built(kind)

@@ -96,6 +96,7 @@ def _refused(folder: str) -> None:
         autopar.compile(_lora(), mesh((2,), ("dp",)), BATCH, strategy="zero3").save_pretrained(__file__)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_computes_is_refused_and_saved_as_advised(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_refused, str(tmp_path), world_size=2, timeout=240)
     assert (tmp_path / "0" / "adapter_model.safetensors").exists()
@@ -116,6 +117,7 @@ def _saved_as_transformers_does(folder: str, names: tuple[str, ...], options: di
     model.save_pretrained(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axis", "options"), [("dp", {"strategy": "zero3"}), ("pp", {"microbatches": 2})], ids=["zero3", "pipeline"]
 )

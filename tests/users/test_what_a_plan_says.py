@@ -63,6 +63,7 @@ def test_a_plan_says_what_it_is_for_in_table_page_and_file(mesh: Mesh, tmp_path:
             assert words in _words(text)
 
 
+@pytest.mark.slow
 def test_one_device_takes_what_a_plan_for_one_device_takes() -> None:
     model, inputs = named("demo", 8, 32, 2)
     alone = autopar.plan(model, Mesh({"dp": 1}), inputs)
@@ -104,6 +105,7 @@ def test_rows_that_an_annotation_pins_are_marked_and_those_of_a_preset_are_not(t
     assert not any(row.pinned for row in preset.rows) and "pinned" not in str(preset)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
