@@ -10,8 +10,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
 from autopar.capture.numbers.watched import Watch
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from autopar.capture.static.arguments import Arguments
 
 
 def name_of(path: tuple[Any, ...]) -> str:

@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import InputError
 from tests.support.parity import SLOW_DEVICES
 from tests.support.ranks import Ranks, mesh
+from tests.users.scripts.setting import whole
 
 
 class Net(nn.Module):
@@ -53,11 +54,6 @@ def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(value, expected.state_dict()[name])
 
 
-def _whole_variance(average: nn.Module) -> torch.Tensor:
-    value = average.state_dict()["module.norm.running_var"]
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-
 def _averaged(strategy: str) -> None:
     eager = Net()
     parallel = autopar.compile(Net(), mesh((2,), ("dp",)), (batch(0),), strategy=strategy, hardware=SLOW_DEVICES)
@@ -82,10 +78,11 @@ def _averaged(strategy: str) -> None:
     assert_same_state(parallel, eager)
     assert parallel.training
     found, expected = averages[0][-1], averages[1][-1]
-    before = _whole_variance(found)
+    before = whole(found.state_dict()["module.norm.running_var"])
     for each in (found, expected):
         update_bn(map(batch, range(4)), each)
-    assert (_whole_variance(found) - before).norm() > 0.1 * before.norm()
+    after = whole(found.state_dict()["module.norm.running_var"])
+    assert (after - before).norm() > 0.1 * before.norm()
     assert_same_state(found.module, expected.module)
     torch.testing.assert_close(found.eval()(batch(9)), expected.eval()(batch(9)))
 

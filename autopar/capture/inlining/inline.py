@@ -7,7 +7,7 @@ are kept for a backward that does not exist. Where autocast is on, its casts bec
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,15 @@ from autopar.capture.inlining.gradients import GRADIENT, NEEDS_GRADIENT, Gradien
 from autopar.capture.inlining.layers import LAYER, Body, joined
 from autopar.capture.passes.autocast import Autocast, Casts
 from autopar.capture.passes.refused_calls import check_call, has_derivative
-from autopar.capture.passes.traced_graph import Source, TracedGraph, aten, is_write, module_path, storages
+from autopar.capture.passes.traced_graph import (
+    Source,
+    TracedGraph,
+    aten,
+    is_write,
+    module_path,
+    storages,
+    written_arguments,
+)
 from autopar.errors import CaptureError
 from autopar.program.operators.set_data import SET_DATA
 
@@ -125,7 +133,7 @@ class Inliner:
                 "cannot be captured as plain calls; use ordinary operations in its place."
             )
         check_call(target, args, kwargs, path)
-        written = _written_arguments(target, args, kwargs) if is_write(target) and not region.grad else ()
+        written = written_arguments(target, args, kwargs) if is_write(target) and not region.grad else ()
         itself = next((value for value in written if isinstance(value, fx.Node)), None)
         if not region.grad and itself is None and self._is_its_argument(target, args, kwargs):
             return args[0]
@@ -225,17 +233,10 @@ def _written(module: fx.GraphModule, bodies: Sequence[Body]) -> frozenset[int]:
     """Storages of the values that calls of a graph, its regions and bodies write into, as they were exported."""
     graphs = [part.graph for part in (*module.modules(), *bodies) if isinstance(part, fx.GraphModule | Body)]
     writes = [node for graph in graphs for node in graph.nodes if is_write(node.target)]
-    changed = (value for node in writes for value in _written_arguments(node.target, node.args, node.kwargs))
+    changed = (value for node in writes for value in written_arguments(node.target, node.args, node.kwargs))
     values = (value.meta.get("val") for value in pytree.tree_leaves(list(changed)) if isinstance(value, fx.Node))
     return frozenset(storage for value in values for storage in storages(value))
 
 
 def _requires_grad(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
-
-
-def _written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that a call of `target` writes into, as its schema says."""
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[position] if position < len(args) else kwargs.get(argument.name)

@@ -7,7 +7,7 @@ node.meta["source"]  of a placeholder: what it stands for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,6 +132,13 @@ def _description(value: Any) -> object:
 def is_write(target: object) -> bool:
     """Whether a call of `target` writes into its arguments, as its schema says."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that a call of `target` writes into, as its schema says."""
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
 
 
 def storages(value: Any) -> set[int]:

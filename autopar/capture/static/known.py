@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.capture.passes.traced_graph import is_write, written_arguments
 from autopar.capture.python.cone import cone_of, node_of
 
 MAX_ELEMENTS = 2**24
@@ -81,14 +82,10 @@ def _constant(node: fx.Node) -> Any:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Return the nodes into whose memory a call writes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not is_write(node.target):
         return []
-    schema, found = node.target._schema, []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            found += [each for each in pytree.tree_leaves(given) if isinstance(each, fx.Node)]
-    return found
+    given = list(written_arguments(node.target, node.args, node.kwargs))
+    return [each for each in pytree.tree_leaves(given) if isinstance(each, fx.Node)]
 
 
 def _base(node: fx.Node) -> fx.Node:
