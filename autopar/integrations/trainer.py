@@ -121,7 +121,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def _computes_loss(self) -> bool:
-        """Whether the loss is computed from outputs of the model."""
+        """True if the loss is computed from outputs of the model."""
         return self.label_smoother is not None or self.compute_loss_func is not None
 
     def _own_loss(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:

@@ -52,7 +52,7 @@ class Alternative:
     seconds: float | None
     peak_bytes: int = 0
     is_bound: bool = False
-    """Whether `seconds` is a lower bound, for a role that was not searched; its peak is not known then."""
+    """True if `seconds` is a lower bound, for a role that was not searched; its peak is not known then."""
     reason: str = ""
     """Why there is none."""
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which tensors of a model, by the rules of transformers.
+"""Match tensors of a checkpoint with the tensors of a model that they make, by the rules of transformers.
 
 `from_pretrained` renames tensors, and merges or splits some of them (`transformers.core_model_loading`). The same rules
 are applied here to names and shapes, before any tensor is read.
@@ -39,7 +39,7 @@ class Conversion:
 
     @property
     def stacks(self) -> bool:
-        """Whether row i of what is made comes from the i-th source of each pattern alone."""
+        """True if row i of what is made comes from the i-th source of each pattern alone."""
         if self.converter is None or len({len(names) for names in self.sources.values()}) != 1:
             return False
         from transformers.core_model_loading import Concatenate, MergeModulelist

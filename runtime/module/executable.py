@@ -75,11 +75,11 @@ class GraphParameter:
 
 
 class Captured(Protocol):
-    """What runs one kind of input."""
+    """Compiled form of one kind of input."""
 
     @property
     def python(self) -> PythonState:
-        """What the forward has read of Python when it was captured."""
+        """State of Python that the forward read when it was captured."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Captured(Protocol):
 
 
 Runs = TypeVar("Runs", bound=Captured)
-"""What runs one kind of input: of a whole model, or of the stages of a rank."""
+"""Compiled form of one kind of input: of a whole model, or of the stages of a rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

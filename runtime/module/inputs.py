@@ -62,7 +62,7 @@ def _dense(arguments: Arguments) -> Arguments:
 
 
 def kind_of(arguments: Arguments, device: str, tensors: Collection[int] = ()) -> object:
-    """What a graph depends on: structure, tensors but for their values, everything else with its value, autocast.
+    """Return what a graph depends on: structure, tensors without values, everything else with its value, autocast.
 
     `tensors` are the places of numbers that are tensors of the graph, of which only the type counts.
     """

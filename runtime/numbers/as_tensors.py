@@ -1,4 +1,4 @@
-"""Which numbers of a call can be tensors of its graph: all ranks capture both programs, compare them, and agree."""
+"""Find the numbers of a call that can be tensors of its graph: all ranks capture both programs, compare, and agree."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Capture = Callable[[Arguments], Program]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a number is no tensor of a graph."""
+    """A reason for which a number stays a constant of its graph."""
 
     why: str
     is_captured: bool
-    """Whether the model can be captured with a tensor in its place, which then is another computation."""
+    """True if the model can be captured with a tensor in its place, which then is another computation."""
 
 
 @dataclass(slots=True)

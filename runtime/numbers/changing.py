@@ -26,7 +26,7 @@ KindOf = Callable[[Collection[int]], Kind]
 
 
 class Numbers:
-    """What is known of the numbers among the inputs of one module."""
+    """Changing numbers and static arguments among the inputs of one module."""
 
     def __init__(self) -> None:
         self._planned: dict[str, set[int | float]] = defaultdict(set)

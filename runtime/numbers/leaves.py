@@ -14,7 +14,7 @@ from autopar.capture.static.arguments import Arguments
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """What a user calls an input, or what lies in it."""
+    """Return what a user calls an input, or what lies in it."""
     _, outer, *inner = path
     name = str(outer.key) if isinstance(outer, pytree.MappingKey) else f"input {outer.idx}"
     return name + pytree.keystr(tuple(inner))

@@ -343,7 +343,7 @@ def test_torch_compile_compiles_once_more(ranks: Ranks) -> None:
 
 
 def _disagreeing() -> list[str]:
-    """What is said of numbers that differ between ranks, at once and after steps in which they agreed."""
+    """Return the errors for numbers that differ between ranks, at once and after steps in which they agreed."""
     loss, rank, found = SERVED["an int divides"][0], torch.distributed.get_rank(), []
     for inputs, steps in (("whole", 1), ("whole", 5), ("local", 1), ("local", 5)):
         model = _compiled(loss, {"items": 1}, inputs=inputs, check_inputs=False)

@@ -96,7 +96,7 @@ def _batch(name: str, pictures: tuple[tuple[int, ...], ...] = SQUARE) -> dict[st
 
 
 def _batches(name: str) -> list[dict[str, Tensor]]:
-    """Of three steps; positions are given where the model computes them from the values of its inputs."""
+    """Inputs of three steps; positions are given if the model computes them from the values of its inputs."""
     if name not in QWEN:
         return [_batch(name)] * 3
     model, batches = _built(name), [_batch(name), _batch(name, OBLONG), _batch(name)]

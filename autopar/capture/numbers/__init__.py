@@ -1,4 +1,4 @@
-"""Whether a tensor may stand for a number among a model's inputs: two programs that compute the same for every value.
+"""Tensors in the place of numbers among a model's inputs: two programs that compute the same for every value.
 
 Decides nothing about when that is asked, and knows nothing of meshes or ranks.
 """

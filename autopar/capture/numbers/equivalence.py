@@ -1,4 +1,4 @@
-"""Whether two programs of one model compute the same: one for a number, one for a tensor without dims in its place.
+"""Compare two programs of one model: one for a number, one for a tensor without dims in its place.
 
 Both must have the same calls with the same shapes and dtypes. A call may differ in its overload, and may have the
 tensor where the other has the number, if it takes both alike: it promotes them to one dtype and computes with as many
@@ -59,7 +59,7 @@ class _Comparison:
     def __init__(self, number: Program, tensor: Program, values: Mapping[int, int | float]) -> None:
         self.number, self.tensor, self.replaced = number, tensor, values
         self.values: dict[fx.Node, Tensor] = {}
-        """What follows from the numbers alone."""
+        """Nodes of the tensor's program that depend on the numbers alone, with their values."""
         self.pairs: dict[fx.Node, fx.Node] = {}
         """Nodes of `number` → those of `tensor` that are the same."""
 

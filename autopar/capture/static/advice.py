@@ -1,4 +1,4 @@
-"""Which arguments to make static, for a model that needs the values of tensors: found by tracing it with them."""
+"""Find the arguments to make static for a model that needs the values of tensors, by tracing it with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.static.arguments import Arguments, named_args, with_static
 
 MAX_ELEMENTS = 2**16
-"""Of an argument that is tried: larger ones differ in every call."""
+"""Most elements of an argument that is tried: larger ones differ in every call."""
 
 
 def static_advice(arguments: Arguments, forward: Callable[..., Any], works: Callable[[Arguments], bool]) -> str:

@@ -17,7 +17,7 @@ from autopar.capture.passes.traced_graph import is_write, written_arguments
 from autopar.capture.python.cone import cone_of, node_of
 
 MAX_ELEMENTS = 2**24
-"""Of a tensor whose values are computed while a model is traced."""
+"""Most elements of a tensor whose values are computed while a model is traced."""
 MAY_ALIAS = frozenset({"reshape", "contiguous", "to", "flatten", "expand_as", "view_as", "type_as", "lift_fresh"})
 """Operations whose schema says nothing of it, and which may return a view of their first argument."""
 

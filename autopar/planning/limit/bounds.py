@@ -20,7 +20,7 @@ from autopar.solver.solve import bound_at
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What every plan takes at least."""
+    """Lower bounds of all plans."""
 
     seconds: float
     """One micro-batch's share of a step; -inf if the graph's treewidth is too high or the time too short."""

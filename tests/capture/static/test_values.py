@@ -1,4 +1,4 @@
-"""What follows from a static argument alone is computed while a model is traced; the rest of the model is traced."""
+"""Static arguments: values that follow from them alone are computed while a model is traced; the rest is traced."""
 
 from __future__ import annotations
 
