@@ -35,7 +35,7 @@ from autopar.cost.optimizer_step import step_flops, step_peak, step_transfers
 from autopar.cost.reshard import LOCAL_MOVE_SECONDS
 from autopar.formulas.full_rate import full_rate_formula
 from autopar.formulas.local_sizes import LocalSizes, symbolic_call, symbolic_info
-from autopar.formulas.memory import Leaving, leaving, memory_formulas, rerun
+from autopar.formulas.memory import Leaving, Rerun, leaving, memory_formulas, rerun
 from autopar.formulas.repetition import Repetition, stacks_of
 from autopar.formulas.reprice import exposed_share, rate
 from autopar.formulas.symbolic_shapes import Key, input_keys, symbolic_shapes
@@ -74,7 +74,7 @@ def formulas_of(
     axes = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
     symbols.update({name: size for name, size in axes if size > 1})
     sizes, repetition = LocalSizes(space, shapes), Repetition(space, stacks)
-    again = rerun(memory, choices, modes or {}) if memory is not None else frozenset()
+    again = rerun(memory, choices, modes or {}) if memory is not None else Rerun()
     ledger = _Ledger(space, choices, sizes, repetition, again)
     if memory is not None:
         ledger.leave(leaving(memory, choices, modes or {}, sizes, repetition))
@@ -163,7 +163,7 @@ class _Ledger:
         choices: Sequence[int],
         sizes: LocalSizes,
         repetition: Repetition,
-        rerun: frozenset[int],
+        rerun: Rerun,
     ) -> None:
         self.space, self.choices, self.sizes, self.repetition, self.rerun = space, choices, sizes, repetition, rerun
         self.seconds, self.flops = _Sum(), _Sum()
@@ -205,7 +205,8 @@ class _Ledger:
         shapes = [id(self.sizes.shape(key)) for key in self._keys(decision)]
         count = id(self.repetition.of_decision(number))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
-        return (id(decision.menu), self.choices[number], number in self.rerun, count, share, *shapes)
+        again = number in self.rerun.calls, number in self.rerun.communicating
+        return (id(decision.menu), self.choices[number], again, count, share, *shapes)
 
     def _keys(self, decision: Decision) -> list[Key]:
         """The tensors that a decision takes and makes."""
@@ -259,24 +260,30 @@ class _Ledger:
             self.beside["backward_latency"].add(latency * (passes - 1))
         share = self.sizes.share(self.space.rows.get(number), self.choices)
         if work.roofline:
-            computed = count * (passes + (number in self.rerun))
+            computed = count * (passes + (number in self.rerun.calls))
             self.seconds.add(computed, _times(share, work.roofline))
             self.seconds.add(computed * (work.launches * self.space.hardware.op_latency_s), share)
             self.flops.add(computed * work.flops)
-        self._own_waits(work, passes, count, share)
-        for transfer in work.transfers:
+        again = [each for each in work.transfers if not each.backward and number in self.rerun.communicating]
+        self._own_waits(work, again, passes, count, share)
+        for transfer in (*work.transfers, *again):
             if not (unused and transfer.backward):
                 self._count(transfer, count)
 
-    def _own_waits(self, work: _Work, passes: Fraction, count: Polynomial, share: str) -> None:
+    def _own_waits(
+        self, work: _Work, again: Sequence[Transfer], passes: Fraction, count: Polynomial, share: str
+    ) -> None:
         """Seconds of the collectives that an implementation runs itself, as far as its computing does not hide them."""
         if not work.hidden:
-            for transfer in work.transfers:
+            for transfer in (*work.transfers, *again):
                 self.seconds.add(count, _times(share, self._seconds_of(transfer)))
         elif work.transfers:
             total = " + ".join(self._seconds_of(transfer) for transfer in work.transfers)
             computing = f"{passes}*({work.roofline} + {work.launches * self.space.hardware.op_latency_s!r})"
             self.seconds.add(count, _times(share, f"Max({1 - work.hidden!r}*({total}), {total} - {computing})"))
+            for transfer in again:
+                waits = f"Max({1 - work.hidden!r}, 1 - {computing}/({total}))"
+                self.seconds.add(count, _times(share, f"{self._seconds_of(transfer)}*{waits}"))
 
     def _work_of(self, call: Call, bound: BoundRule, strategy: Strategy) -> _Work:
         num_bytes = []
@@ -334,7 +341,8 @@ class _Ledger:
         menus = tuple((id(self.space.decisions[n].menu), self.choices[n], position) for n, position in ends)
         shape = self.sizes.of_wire(wire)
         share = self.sizes.share(self.space.rows_on(wire), self.choices)
-        return menus, wire.tensor, share, id(shape), id(self.repetition.of_wire(wire))
+        again = (wire.target, wire.target_input) in self.rerun.wires
+        return menus, wire.tensor, share, again, id(shape), id(self.repetition.of_wire(wire))
 
     def _wire(self, wire: Wire, times: int, unused: bool) -> None:
         path = self.space.path(wire, self.choices)
@@ -352,6 +360,9 @@ class _Ledger:
                 self.seconds.add(count, _times(share, self._seconds_of(transfer, message)))
             for transfer in transfers(move, tensor, axes, twice):
                 if not (unused and transfer.backward):
+                    self._count(transfer, count)
+                if not transfer.backward and (wire.target, wire.target_input) in self.rerun.wires:
+                    self.seconds.add(count, self._seconds_of(transfer))
                     self._count(transfer, count)
 
     def _moved_weight(self, node: fx.Node, elements: Polynomial, count: Polynomial) -> None:

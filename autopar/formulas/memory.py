@@ -58,15 +58,30 @@ def memory_formulas(
     return {"memory": str(Polynomial.sum(parts.values())), **{f"memory/{name}": str(p) for name, p in parts.items()}}
 
 
-def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> frozenset[int]:
-    """The calls whose forward runs again in the backward."""
-    found = set()
-    for number, choice in enumerate(choices):
-        seconds = memory.recompute_seconds(number)
-        mode = 0 if seconds is None else mode_of(memory, number, modes, len(seconds))
-        if seconds is not None and MODES[mode] != OFFLOAD and seconds[mode][choice] > 0:
-            found.add(number)
-    return frozenset(found)
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What runs again in the backward."""
+
+    calls: frozenset[int] = frozenset()
+    communicating: frozenset[int] = frozenset()
+    """Calls whose own collectives run again."""
+    wires: frozenset[tuple[int, int]] = frozenset()
+    """Wires whose collectives run again, by target and input position."""
+
+
+def rerun(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> Rerun:
+    """Return what runs again in the backward under choices and modes."""
+    second, numbers = memory.second_forward, range(len(choices))
+    offloaded = {number for number in numbers if modes.get(memory.lifetimes.segment[number]) == OFFLOAD}
+    return Rerun(
+        frozenset(n for n in numbers if n not in offloaded and second.at(n, choices, modes) > 0),
+        frozenset(n for n in numbers if second.collectives_of(n, choices, modes)),
+        frozenset(
+            (wire.target, wire.target_input)
+            for wire in memory.space.wires
+            if second.collectives_on(wire, choices, modes)
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +293,9 @@ class _Moment:
     def _kept_on(self, wire: Wire) -> Size:
         """A tensor as it is kept where a wire brings it."""
         source, target = (self.space.decisions[n].menu.strategies[self.choices[n]] for n in (wire.source, wire.target))
-        unmoved = self.memory.kinds(wire)[self.choices[wire.source], self.choices[wire.target]] <= SLICED
+        ends = self.choices[wire.source], self.choices[wire.target]
+        again = self.memory.second_forward.collectives_on(wire, self.choices, self.modes)
+        unmoved = self.memory.kinds(wire)[ends] <= SLICED or bool(again and self._mode(wire.target, len(MODES)))
         layout = source.outputs[wire.source_output] if unmoved else target.inputs[wire.target_input]
         return self._local(self.sizes.of_wire(wire), layout) * wire.tensor.dtype.itemsize
 

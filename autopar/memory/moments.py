@@ -10,8 +10,7 @@ from autopar.memory.live import Interval
 from autopar.memory.microbatches import Microbatches, Phase
 from autopar.memory.model import MemoryModel
 from autopar.memory.parts import ManyParts, WeightParts, parts_of, parts_on
-from autopar.memory.tensor_bytes import Bytes, Modes
-from autopar.memory.uneven_rows import beside
+from autopar.memory.tensor_bytes import Bytes, Modes, beside
 from autopar.program.recompute_segments import MODES, OFFLOAD
 from autopar.space.space import Wire
 

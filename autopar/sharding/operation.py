@@ -257,11 +257,6 @@ def is_product(op: OpRule, bound: BoundRule) -> bool:
     return op.flops is not None or is_contraction(bound)
 
 
-def is_matmul(op: OpRule, bound: BoundRule) -> bool:
-    """Whether a call is a matmul or a convolution, as selective recomputation keeps; attention is not."""
-    return is_product(op, bound) and op.efficiency == "matmul"
-
-
 def largest_split_input(call: Call, bound: BoundRule | None) -> int:
     """The position of the largest input that the rule can split; of the largest of all, where it can split none."""
     terms = bound.rule.inputs if bound is not None else ()

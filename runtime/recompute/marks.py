@@ -27,7 +27,7 @@ class Mark:
     segment: str
     mode: str
     kept: bool
-    """Whether the call never runs again: it communicates, or the mode keeps its result."""
+    """Whether the call never runs again: the mode saves its result."""
     weight: bool = False
     """Whether the call casts a parameter, perhaps long before its segment runs: it is computed again on its own."""
 
