@@ -20,16 +20,15 @@ from torch.fx.node import map_arg
 from autopar.cost.messages import joined_layers, layers_in_order
 from autopar.cost.moves import Move, MovedTensor
 from autopar.cost.reshard import ReshardPath
-from autopar.errors import PlanError
 from autopar.program.calls import is_call, module_of, source_of
 from autopar.program.effects import writes
 from autopar.program.paths import layer_of
 from autopar.program.program import TensorInfo, info_of, tensor_inputs
-from autopar.program.recompute_segments import FULL, MODES, OFFLOAD, is_kept, leaving, segments_of
+from autopar.program.recompute_segments import FULL, OFFLOAD, is_kept, leaving, segments_of
 from autopar.runtime.collectives.buckets import cast_weight, gather_parameters, reduce_gradients
 from autopar.runtime.collectives.functions import COMMUNICATING
-from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark
-from autopar.runtime.rewrite.moves import MoveCall, move_call
+from autopar.runtime.recompute.marks import CHANGED, LEAVES, MARK, SEGMENT, Mark, modes_of_calls
+from autopar.runtime.rewrite.moves import MoveCall, enlarges, move_call
 from autopar.runtime.rewrite.packing import pack_products
 from autopar.runtime.rewrite.prefetch import LAYER
 from autopar.runtime.rewrite.sharing import IS_SHARED, share_gathers
@@ -65,22 +64,7 @@ def rewrite(
 
     Raises PlanError where the program has no such segment, or recomputation no such mode.
     """
-    return _Rewriter(space, choices, _modes(space, recompute or {}), first_key).run()
-
-
-def _modes(space: Space, recompute: Mapping[str, str]) -> dict[fx.Node, tuple[str, str]]:
-    """Segment and mode of every call that is not kept as it is."""
-    segments = {segment.name: segment for segment in segments_of(space.program)}
-    found: dict[fx.Node, tuple[str, str]] = {}
-    for name, mode in recompute.items():
-        if name not in segments or mode not in MODES:
-            raise PlanError(
-                f'recompute says "{mode}" for segment "{name}"; the program has segments '
-                f"{', '.join(segments) or 'none'}, and modes are {', '.join(MODES)}. Plan the model anew."
-            )
-        if mode != "none":
-            found.update(dict.fromkeys(segments[name].nodes, (name, mode)))
-    return found
+    return _Rewriter(space, choices, modes_of_calls(space.program, recompute or {}), first_key).run()
 
 
 class _Rewriter:
@@ -262,14 +246,11 @@ class _Rewriter:
 
     def _moves_again(self, wire: Wire, path: ReshardPath) -> bool:
         """Return whether the collectives of a path run again in the backward (see `memory.second_forward`)."""
-        if not path.moves or self.segment is None or self.segment[1] != FULL or wire.tensor.is_of_weights:
+        if self.segment is None or self.segment[1] != FULL or wire.tensor.is_of_weights:
             return False
         source = self.space.decisions[wire.source]
         segment = self.hub_segments.get(wire.source) if source.kind == "hub" else self.modes.get(source.node)
-        before, after = (
-            wire.tensor.local_bytes(layout, self.mesh.sizes) for layout in (path.moves[0].before, path.moves[-1].after)
-        )
-        return segment == self.segment or before < after
+        return segment == self.segment or enlarges(path, wire.tensor, self.mesh)
 
     def _value(self, decision: int, output: int) -> fx.Node:
         """A decision's output; a hub is emitted when it is first asked for."""
