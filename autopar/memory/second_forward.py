@@ -45,26 +45,37 @@ class SecondForward:
         decision = self.space.decisions[number]
         if decision.kind != "call" or not self.lifetimes.segment[number]:
             return None
-        again, copying = self.lifetimes.recomputations(number), self.host_copies.seconds_of(number)
-        if copying is None and not any(decision.node in each.rerun for each in again):
+        copying = self.host_copies.seconds_of(number)
+        again = [self.runs_again(number, mode) for mode in range(self.lifetimes.num_modes(number))]
+        if copying is None and all(each is None for each in again):
             return None
         nothing = self._nothing((len(decision.menu.strategies),))
-        found = [
-            self._second(decision, mode == FULL_MODE) if decision.node in each.rerun else nothing
-            for mode, each in enumerate(again)
-        ]
+        found = [nothing if each is None else self._second(decision, each) for each in again]
         return tuple(found) if copying is None else (*found[:-1], copying)
 
-    def _second(self, decision: Decision, with_collectives: bool) -> Bytes:
-        forward = decision.menu.forward_seconds
-
+    def _second(self, decision: Decision, again: np.ndarray) -> Bytes:
         def make() -> Bytes:
-            if not with_collectives:
-                return np.where(self.communicates(decision), 0.0, forward)
             waits = [sum(wait for _, wait in s.forward_collectives) for s in decision.menu.strategies]
-            return forward + np.array(waits)
+            return np.where(again, decision.menu.forward_seconds + np.array(waits), 0.0)
 
-        return self.tensors.cached(("second forward", with_collectives, id(decision.menu)), make)
+        return self.tensors.cached(("second forward", id(again)), make)
+
+    def runs_again(self, number: int, mode: int) -> np.ndarray | None:
+        """Return which strategies of a call run again in a mode; None if none does."""
+        decision, strategies = self.space.decisions[number], self.space.decisions[number].menu.strategies
+        if decision.kind != "call" or not self.lifetimes.segment[number]:
+            return None
+        needed = decision.node in self.lifetimes.recomputations(number)[mode].rerun
+        if not needed and (mode != FULL_MODE or not self.lifetimes.saved(decision).inputs):
+            return None
+
+        def make() -> np.ndarray:
+            if mode == FULL_MODE:
+                return np.array([needed or (s.communicates and s.saves_moved) for s in strategies])
+            return np.array([not s.communicates for s in strategies])
+
+        found = self.tensors.cached(("runs again", id(decision.menu), needed, mode == FULL_MODE), make)
+        return found if found.any() else None
 
     def moves_again(self, wire: Wire) -> np.ndarray | None:
         """Return between which strategies a wire's collectives run again in the mode full; None if between none."""
@@ -120,12 +131,10 @@ class SecondForward:
         self, number: int, choices: Sequence[int], modes: Mapping[str, str]
     ) -> tuple[tuple[Transfer, float], ...]:
         """Return the collectives of a call itself that run again, each with its exposed seconds."""
-        decision = self.space.decisions[number]
-        if not self._is_full(number, modes) or decision.kind != "call":
+        again = self.runs_again(number, FULL_MODE) if self._is_full(number, modes) else None
+        if again is None or not again[choices[number]]:
             return ()
-        if decision.node not in self.lifetimes.recomputations(number)[FULL_MODE].rerun:
-            return ()
-        return decision.menu.strategies[choices[number]].forward_collectives
+        return self.space.decisions[number].menu.strategies[choices[number]].forward_collectives
 
     def collectives_on(self, wire: Wire, choices: Sequence[int], modes: Mapping[str, str]) -> tuple[Transfer, ...]:
         """Return the collectives of a wire that run again."""

@@ -42,6 +42,11 @@ class Strategy:
         return self.implementation is not None
 
     @property
+    def saves_moved(self) -> bool:
+        """Whether its implementation saves what its collectives bring."""
+        return self.implementation is not None and self.implementation.saves_moved
+
+    @property
     def communicates(self) -> bool:
         """Whether a call runs collectives of its own in the forward, or has a part in those of another."""
         return self.shared or any(not transfer.backward for transfer in self.transfers)
