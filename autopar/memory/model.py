@@ -126,17 +126,23 @@ class MemoryModel(TensorBytes):
 
     # What is held between forward and backward.
 
-    def own(self, number: int) -> Modes | None:
-        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing."""
+    def own(self, number: int, with_rerun: bool = False) -> Modes | None:
+        """Bytes that a call keeps of its own outputs and hidden tensors, by mode; None where it keeps nothing.
+
+        `with_rerun`: while its segment runs again, with what that makes; outputs that others save count on their wires.
+        """
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return None
         saved, again = self.lifetimes.saved(decision), self.lifetimes.recomputations(number)
-        outputs = frozenset(range(len(_call(decision).outputs)))
+        outputs, gone = frozenset(range(len(_call(decision).outputs))), (frozenset[int](), False)
+        if with_rerun:
+            alone = {output for output in outputs if not self.lifetimes.needs_output(number, output)}
+            outputs, gone = saved.outputs | alone, (saved.outputs, True)
         states: list[tuple[frozenset[int], bool]] = [(saved.outputs, True)]
         for mode, each in zip(self.lifetimes.modes[1:], again[1:], strict=False):
             if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.leaves(number)):
-                states.append((frozenset(), False))
+                states.append(gone)
             elif decision.node in each.kept:
                 states.append((outputs, True))
             else:
@@ -148,7 +154,7 @@ class MemoryModel(TensorBytes):
         talking = self.second_forward.communicates(decision)
         if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
             given = self._own(decision, saved, outputs, True)
-            held = [given if decision.node in each.rerun else arrays[0] for each in again]
+            held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
             held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
             if len(again) == len(MODES):  # what it saves leaves as that of any other
                 held[-1] = arrays[-1]

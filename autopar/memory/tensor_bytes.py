@@ -188,6 +188,16 @@ class TensorBytes:
         """No bytes, whatever is chosen."""
         return self.cached(("nothing", shape), lambda: np.zeros(shape, dtype=np.int64))
 
+    def with_rerun(self, kept: Modes) -> Modes:
+        """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
+        each = [
+            array
+            if array is kept[0]
+            else self.cached(("rerun", id(kept[0]), id(array)), partial(np.maximum, kept[0], array))
+            for array in kept
+        ]
+        return self.modes(each)
+
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
         """An array per mode; one where all modes agree."""
